@@ -1,0 +1,48 @@
+"""The exception tree: every error and warning halfstep raises on purpose.
+
+Each message says what was given, what was expected and what to change. Nothing else lives here.
+"""
+
+
+class HalfstepError(Exception):
+    """Base of every error raised by halfstep."""
+
+
+class ConfigError(HalfstepError, ValueError):
+    """A wrong argument: an unknown level, dtype, op, device, rule, recipe or an inconsistent combination."""
+
+
+class PlanError(ConfigError):
+    """A plan whose rules match nothing, contradict each other, or cannot be read."""
+
+
+class UnsupportedError(HalfstepError, RuntimeError):
+    """This device, dtype, optimizer or module cannot do what was asked."""
+
+
+class BannedOpError(HalfstepError, RuntimeError):
+    """An op the policy refuses; the message carries the remedy."""
+
+
+class ScalerStateError(HalfstepError, RuntimeError):
+    """GradScaler methods called in an order that would scale or unscale wrongly."""
+
+
+class LossScaleCollapsed(HalfstepError, RuntimeError):
+    """Too many steps in a row were skipped."""
+
+
+class MasterRangeError(HalfstepError, OverflowError):
+    """A weight lies outside what the chosen master format can hold."""
+
+
+class CheckpointError(HalfstepError, RuntimeError):
+    """A checkpoint that is missing, corrupt, or of another model."""
+
+
+class DataError(HalfstepError, ValueError):
+    """Training data that cannot be used: missing, malformed or not finite."""
+
+
+class HalfstepWarning(UserWarning):
+    """Base of every warning issued by halfstep."""
