@@ -1,0 +1,42 @@
+# Two commands do everything on a machine with Python 3.11 and make: `make demo` and `make test`.
+PYTHON ?= python3.11
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-all check bench gpu clean
+
+.venv/demo.stamp: pyproject.toml pins.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
+	$(PIP) --editable '.[recipes,report,safetensors]'
+	touch $@
+
+.venv/dev.stamp: .venv/demo.stamp
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: .venv/demo.stamp  ## train on real digits at every level, print the table, write report.html
+	$(BIN)/halfstep train demo --report report.html
+
+check: .venv/dev.stamp  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: check  ## everything but the exhaustive runs
+	$(PYTEST) -m 'not exhaustive'
+
+test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
+	$(PYTEST) -m exhaustive
+	OMP_NUM_THREADS=1 $(BIN)/python tests/laws/break_laws.py
+
+bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/*.json
+	$(BIN)/python benchmarks/run_all.py
+
+gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/*.json
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python benchmarks/run_all.py --device cuda
+
+clean:
+	rm -rf .venv report.html runs

@@ -1,0 +1,17 @@
+"""What every test needs: one thread, and a clean autocast state afterwards."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_left_clean():
+    torch.manual_seed(0)
+    yield
+    assert not torch.is_autocast_enabled("cpu"), "a test left autocast enabled on the CPU"

@@ -1,0 +1,72 @@
+"""Break each law once and demand that its tests see it.
+
+Each `breakages/*.toml` row names a file of the package, a text in it, and a replacement that violates a law.
+The package is copied, the row applied to the copy, and the row's tests are run against it: they must fail.
+
+    python tests/laws/break_laws.py [breakages/scaling.toml ...] [--jobs 2]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "tests" / "laws" / "breakages"
+
+
+def load(paths: list[Path]) -> list[dict]:
+    rows = []
+    for path in paths or sorted(ROWS.glob("*.toml")):
+        for number, row in enumerate(tomllib.loads(path.read_text())["breakage"], 1):
+            rows.append({**row, "id": f"{path.stem}#{number}"})
+    return rows
+
+
+def run_broken(row: dict) -> str:
+    """An empty string if the tests saw the breakage, else what is wrong with the row or its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        target = Path(folder) / row["file"]
+        text = target.read_text()
+        if text.count(row["find"]) != 1:
+            return f"`find` occurs {text.count(row['find'])} times in {row['file']}, expected once"
+        target.write_text(text.replace(row["find"], row["replace"]))
+        env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *row["tests"]]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    if done.returncode == 1 and re.search(r"\b\d+ failed|\b\d+ error", done.stdout):
+        return ""
+    outcome = "passed" if done.returncode == 0 else f"ended with code {done.returncode}"
+    return f"the tests {outcome} with the law broken\n{done.stdout[-1500:]}{done.stderr[-500:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    rows = load(arguments.files)
+    unseen = 0
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for row, problem in zip(rows, pool.map(run_broken, rows)):
+            unseen += bool(problem)
+            print(
+                f"law {row['law']:>2}  {row['id']:<24} {'NOT SEEN: ' + problem if problem else 'seen'}",
+                flush=True,
+            )
+    print(f"{len(rows) - unseen} passed, {unseen} failed")
+    return 1 if unseen or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
