@@ -1,0 +1,212 @@
+"""The op tables as plain data: for each table, groups of (rule word, reason, op names).
+
+A newcomer reads here which op runs in which precision and why; `ops.py` turns the groups into rows. A name
+followed by `*` takes its precision through the op's own `dtype=` argument. No code and no imports here.
+"""
+
+Groups = tuple[tuple[str, str, str], ...]
+
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+_RNN_CELLS = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+_LOSSES = (
+    "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss"
+    " smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss"
+    " triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits"
+)
+_FFTS = (
+    "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2"
+    " fft_rfftn fft_irfftn fft_hfft fft_ihfft"
+)
+_FACTORISATIONS = (
+    "cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse linalg_cond"
+    " linalg_matrix_rank linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv"
+    " linalg_householder_product linalg_tensorinv linalg_tensorsolve geqrf _lu_with_info qr svd"
+    " triangular_solve linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex"
+)
+_POINTWISE_FULL = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"
+)
+_UPSAMPLES = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"
+    " _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"
+    " _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
+)
+
+HALFSTEP: Groups = (
+    (
+        "low",
+        "a convolution: 16-bit products accumulate in fp32 inside the kernel",
+        f"{_CONVOLUTIONS} _convolution convolution",
+    ),
+    (
+        "low",
+        "a matrix product: 16-bit products accumulate in fp32 inside the kernel",
+        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum chain_matmul linalg_multi_dot"
+        " _addmm_activation",
+    ),
+    (
+        "low",
+        "attention: two matrix products around a softmax that the kernel keeps in fp32",
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention",
+    ),
+    (
+        "low",
+        "a recurrent cell: matrix products of inputs and state",
+        f"{_RNN_CELLS} lstm gru rnn_tanh rnn_relu _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer",
+    ),
+    ("low", "follows a low op and has one small weight; bound by memory", "prelu"),
+    (
+        "full",
+        "grows or cancels fast: one rounding of the input moves the output by many",
+        _POINTWISE_FULL,
+    ),
+    (
+        "full",
+        "a sum of many terms: partial sums and the result outgrow 16 bits",
+        "sum* mean* prod* cumsum* cumprod* nansum* nanmean* logsumexp logcumsumexp var std var_mean std_mean trace",
+    ),
+    (
+        "full",
+        "a norm: squares leave the range of fp16 and the result feeds a division",
+        "norm linalg_vector_norm* linalg_matrix_norm* linalg_norm* frobenius_norm nuclear_norm dist pdist cdist"
+        " renorm cosine_similarity",
+    ),
+    (
+        "full",
+        "a loss: a mean of small terms, and the root of every gradient",
+        f"{_LOSSES} cross_entropy_loss ctc_loss log_softmax*",
+    ),
+    (
+        "full",
+        "no 16-bit kernel, or a factorisation that 16 bits do not carry",
+        f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile",
+    ),
+    (
+        "keep",
+        "its kernel holds statistics in fp32: 16 bits in and out cost one rounding",
+        "layer_norm native_layer_norm rms_norm group_norm batch_norm instance_norm softmax",
+    ),
+    (
+        "keep",
+        "pooling: picks values, or averages a few in fp32 inside the kernel",
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d"
+        " adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+    ),
+    (
+        "widest",
+        "joins tensors: none of them loses bits",
+        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2 bilinear cross dot vdot"
+        " linalg_vecdot tensordot grid_sampler",
+    ),
+    (
+        "banned:fp16",
+        "log of a probability that fp16 rounded to 0 or 1 is infinite",
+        "binary_cross_entropy",
+    ),
+)
+
+_TORCH_CUDA_REASON = "as torch's CUDA autocast list has it"
+TORCH_CUDA: Groups = (
+    (
+        "low",
+        _TORCH_CUDA_REASON,
+        f"_convolution {_CONVOLUTIONS} convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear"
+        f" addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell"
+        f" {_RNN_CELLS} _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution"
+        f" cudnn_convolution_transpose",
+    ),
+    (
+        "full",
+        _TORCH_CUDA_REASON,
+        f"{_POINTWISE_FULL} layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm"
+        f" cosine_similarity {_LOSSES} dist pdist cdist renorm logsumexp {_UPSAMPLES} norm prod* softmax*"
+        f" log_softmax* cumprod* cumsum* linalg_vector_norm* linalg_matrix_norm* sum*",
+    ),
+    (
+        "widest",
+        _TORCH_CUDA_REASON,
+        "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    ),
+    (
+        "banned",
+        _TORCH_CUDA_REASON,
+        "binary_cross_entropy",
+    ),
+)
+
+_TORCH_CPU_REASON = "as torch's CPU autocast list has it"
+TORCH_CPU: Groups = (
+    (
+        "low",
+        _TORCH_CPU_REASON,
+        f"_convolution {_CONVOLUTIONS} bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul"
+        f" mkldnn_rnn_layer prelu scaled_dot_product_attention _native_multi_head_attention",
+    ),
+    (
+        "full",
+        _TORCH_CPU_REASON,
+        f"avg_pool3d binary_cross_entropy grid_sampler polar prod quantile nanquantile stft cdist grid_sampler_2d"
+        f" _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex {_FACTORISATIONS} max_pool3d"
+        f" max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d"
+        f" replication_pad2d replication_pad3d {_LOSSES} cross_entropy_loss ctc_loss {_FFTS}"
+        f" fake_quantize_per_tensor_affine fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d"
+        f" multilabel_margin_loss_forward",
+    ),
+    ("widest", _TORCH_CPU_REASON, "stack cat index_copy"),
+)
+
+_APEX_REASON = "as Apex's override lists have it"
+APEX: Groups = (
+    (
+        "low",
+        _APEX_REASON,
+        f"{_CONVOLUTIONS} linear prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
+    ),
+    (
+        "full",
+        _APEX_REASON,
+        f"{_UPSAMPLES} grid_sampler softplus softmax log_softmax gelu layer_norm group_norm cosine_similarity"
+        f" poisson_nll_loss cosine_embedding_loss cross_entropy_loss hinge_embedding_loss kl_div l1_loss mse_loss"
+        f" margin_ranking_loss multilabel_margin_loss multi_margin_loss nll_loss nll_loss2d"
+        f" binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss acos asin"
+        f" cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum"
+        f" var renorm",
+    ),
+    (
+        "widest",
+        _APEX_REASON,
+        "addcdiv addcmul atan2 cross bilinear dot add sub div mul eq equal ge gt le lt ne cat stack",
+    ),
+    ("banned", _APEX_REASON, "binary_cross_entropy"),
+)
+
+_MINDSPORE_REASON = "as MindSpore's lists have it"
+MINDSPORE: Groups = (
+    (
+        "low",
+        _MINDSPORE_REASON,
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear lstm_cell gru_cell"
+        " rnn_tanh_cell rnn_relu_cell matmul mm bmm prelu relu addr",
+    ),
+)
+
+_MLU_SAME = "as torch's CUDA list, which the port starts from"
+_MLU_FULL = "the port runs it in fp32"
+MLU: Groups = (
+    *((rule, _MLU_SAME, names) for rule, _, names in TORCH_CUDA),
+    ("full", _MLU_FULL, "dot vdot batch_norm softmax* sigmoid"),
+)
+
+PAPER: Groups = (
+    (
+        "low",
+        "products accumulate in fp32, then one rounding to 16 bits",
+        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum dot vdot chain_matmul linalg_multi_dot"
+        f" {_CONVOLUTIONS} scaled_dot_product_attention {_RNN_CELLS} lstm gru rnn_tanh rnn_relu",
+    ),
+    (
+        "keep",
+        "a large reduction: 16 bits in and out, fp32 inside",
+        "batch_norm layer_norm group_norm instance_norm rms_norm softmax log_softmax sum mean",
+    ),
+)
