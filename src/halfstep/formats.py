@@ -176,15 +176,16 @@ def round_reference(x: float | Fraction, fmt: str | torch.dtype | Format, satura
     return math.copysign(float(rounded), sign)
 
 
-_EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
-
-
 @torch.no_grad()
 def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False) -> Tensor:
     """Every element rounded as `round_reference` does, in a new tensor of the same shape and dtype.
 
+    Differs from torch's cast in two places: torch 2.12 and newer cast to e4m3fn saturating, infinities
+    included, where older torch, ml_dtypes and this function give NaN unless `saturate` is asked for; and
+    torch casts fp64 by way of fp32, rounding twice, where this rounds once.
+
     Args:
-        t: fp32 or fp64, any shape and device that has fp64. The result carries no gradient.
+        t: fp32 or fp64, any shape. The result carries no gradient.
         fmt: format to round to; one wider than `t` leaves the values unchanged.
         saturate: largest finite number in place of infinity or NaN on overflow.
 
@@ -198,8 +199,30 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
         )
     if fmt.bits >= _BY_DTYPE[t.dtype].bits:
         return t.clamp(-fmt.max, fmt.max) if saturate else t.clone()
-    # In fp64 every step below is exact, subnormals of fp32 included, and denormal flushing cannot touch it.
-    size = t.to(torch.float64).abs_().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 2))
+    if t.dtype == torch.float32 and fmt.torch_dtype is not None:
+        return _round_by_cast(t, fmt, fmt.torch_dtype, saturate)
+    return _round_by_arithmetic(t, fmt, saturate)
+
+
+def _round_by_cast(t: Tensor, fmt: Format, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """torch's conversions, kept from overflowing where torch versions disagree about it."""
+    settled = saturate or not fmt.has_inf
+    rounded = (t.clamp(-fmt.max, fmt.max) if settled else t).to(dtype).to(t.dtype)
+    if settled and not saturate:
+        half_spacing = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits - 1)
+        rounded.masked_fill_(t.abs() > fmt.max + half_spacing, math.nan)
+    return rounded
+
+
+_EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
+
+
+def _round_by_arithmetic(t: Tensor, fmt: Format, saturate: bool) -> Tensor:
+    """Divide by the spacing, round to an integer, multiply back.
+
+    In fp64 every step is exact, subnormals of fp32 included, and denormal flushing cannot touch it.
+    """
+    size = t.to(torch.float64, copy=True).abs_().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 2))
     spacing = size.view(torch.int64).bitwise_and(_EXPONENT_FIELD_FP64).view(torch.float64)
     spacing.clamp_(min=fmt.smallest_normal).mul_(fmt.epsilon)
     size.div_(spacing).round_().mul_(spacing)
