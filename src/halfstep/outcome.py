@@ -6,6 +6,7 @@ a property is first read. `StepRecord` is the plain value that comes out; nothin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -74,6 +75,7 @@ class Outcome:
         self._reason = reason
         self._record: StepRecord | None = None
         self._on_read = on_read
+        self._copies: list[_Copy] | None = None
         self.result = result
 
     @property
@@ -120,10 +122,29 @@ class Outcome:
         """Whether the values are on the host already."""
         return self._record is not None
 
+    def start_copy(self) -> None:
+        """Begin copying device values to the host behind the work already queued, without waiting."""
+        if self._copies is None:
+            self._copies = _start_copies(self._values)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading would not wait: the values are on the host or their copy has finished."""
+        return self._copies is not None and all(copy.done() for copy in self._copies)
+
+    def _host_values(self) -> dict[str, Scalar]:
+        host: dict[str, Scalar] = {
+            name: None if isinstance(v, Tensor) else v for name, v in self._values.items()
+        }
+        for copy in self._copies or ():
+            host.update(copy.wait())
+        return host
+
     def read(self) -> StepRecord:
         """Copy the values to the host (once, in one transfer a device) and return them."""
         if self._record is None:
-            host = _to_host(self._values)
+            self.start_copy()
+            host = {name: None if v is None else float(v) for name, v in self._host_values().items()}
             taken, finite = bool(host["taken"]), bool(host["finite"])
             reason = _reason(taken, finite) if self._reason is None else self._reason
             self._record = StepRecord(
@@ -147,7 +168,7 @@ class Outcome:
         """Pickle and copy as plain values."""
         record = self.read()
         values: dict[str, Scalar] = {name: getattr(record, name) for name in _FIELDS}
-        return self.__dict__ | {"_values": values, "_on_read": None}
+        return self.__dict__ | {"_values": values, "_on_read": None, "_copies": None}
 
     def __repr__(self) -> str:
         on_host = self._record is not None or not any(_is_remote(v) for v in self._values.values())
@@ -167,17 +188,64 @@ def _is_remote(value: Scalar) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _to_host(values: Mapping[str, Scalar]) -> dict[str, float | None]:
-    """Read every scalar; tensors that share a device travel in one copy."""
-    host: dict[str, float | None] = {}
+@dataclass(frozen=True)
+class _Copy:
+    """Scalars of one device on their way to the host, packed into one tensor."""
+
+    names: tuple[str, ...]
+    packed: Tensor
+    event: torch.Event | None
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> dict[str, float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return dict(zip(self.names, cast(list[float], self.packed.tolist()), strict=True))
+
+
+def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             by_device.setdefault(value.device, {})[name] = value.detach()
-        else:
-            host[name] = None if value is None else float(value)
-    for tensors in by_device.values():
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
-        packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()]).tolist()
-        host.update(zip(tensors, packed, strict=True))
-    return host
+    return [_start_copy(device, tensors) for device, tensors in by_device.items()]
+
+
+def _start_copy(device: torch.device, tensors: Mapping[str, Tensor]) -> _Copy:
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+    packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()])
+    on_cpu = packed.to("cpu", non_blocking=True)
+    if device.type == "cpu":
+        return _Copy(tuple(tensors), on_cpu, None)
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return _Copy(tuple(tensors), on_cpu, event)
+
+
+class OutcomeQueue:
+    """Reads outcomes at most `late` steps after they were pushed, without making the accelerator wait.
+
+    An outcome whose values are on the host is read at once.
+    """
+
+    def __init__(self, late: int = 2) -> None:
+        self._late = late
+        self._waiting: deque[Outcome] = deque()
+
+    def push(self, outcome: Outcome) -> list[StepRecord]:
+        """Queue one outcome; return, oldest first, the records of those that have arrived."""
+        outcome.start_copy()
+        self._waiting.append(outcome)
+        return self._take(self._late)
+
+    def drain(self) -> list[StepRecord]:
+        """Wait for all that are queued and return their records, oldest first."""
+        return self._take(0)
+
+    def _take(self, may_wait: int) -> list[StepRecord]:
+        records: list[StepRecord] = []
+        while self._waiting and (len(self._waiting) > may_wait or self._waiting[0].arrived):
+            records.append(self._waiting.popleft().read())
+        return records

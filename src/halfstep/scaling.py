@@ -12,13 +12,14 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import ConfigError, LossScaleCollapsed
+from halfstep.formats import FP16
 
 T = TypeVar("T")
 L = TypeVar("L", bound="LossScale")
@@ -122,10 +123,15 @@ class LossScale:
         super().__init_subclass__(**kwargs)
         LossScale._kinds[cls.__name__] = cls
 
-    @property
-    def value(self) -> float | Tensor:
-        """The scale: a float when its state is on the host, else a 0-d float32 device tensor."""
-        raise TypeError(f"{type(self).__name__} must define value")
+    #: Whether `adjust` wants the largest gradient magnitude.
+    needs_max_abs: ClassVar[bool] = False
+
+    if TYPE_CHECKING:
+
+        @property
+        def value(self) -> float | Tensor:
+            """The scale: a float when its state is on the host, else a 0-d float32 device tensor."""
+            ...
 
     def read(self) -> float:
         """Return the scale as a Python float (synchronises when it lives on an accelerator)."""
@@ -157,8 +163,11 @@ class LossScale:
         """
         return map_floats(lambda t: multiply(t, self.inverse(t.device), dtype or t.dtype), tree)
 
-    def adjust(self: L, finite: bool | Tensor) -> L:
-        """Return the next scale after a step whose gradients were, or were not, finite."""
+    def adjust(self: L, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> L:
+        """Return the next scale after a step whose gradients were, or were not, finite.
+
+        `max_abs` is the largest magnitude of the unscaled gradients; only scales with `needs_max_abs` look.
+        """
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,6 +175,8 @@ class LossScale:
         state: dict[str, Any] = {"kind": type(self).__name__}
         for f in fields(self):  # pyright: ignore[reportArgumentType]
             item = getattr(self, f.name)
+            if isinstance(item, LossScale):
+                item = item.state_dict()
             state[f.name] = item.tolist() if isinstance(item, Tensor) else item
         return state
 
@@ -217,15 +228,10 @@ class NoLossScale(LossScale):
 class StaticLossScale(LossScale):
     """A constant scale. Steps that overflow are skipped; the scale stays."""
 
-    scale_value: float
+    value: float  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        check_scale("StaticLossScale", self.scale_value, SMALLEST_SCALE, LARGEST_SCALE)
-
-    @property
-    def value(self) -> float:
-        """The constant."""
-        return float(self.scale_value)
+        check_scale("StaticLossScale", self.value, SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def check_scale(owner: str, value: Any, low: float, high: float) -> None:
@@ -306,7 +312,7 @@ class DynamicLossScale(LossScale):
             return self
         return replace(self, current=self.read(), clean=int(self.clean), overflows=int(self.overflows))
 
-    def adjust(self, finite: bool | Tensor) -> DynamicLossScale:
+    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> DynamicLossScale:
         """Return the next scale; with a tensor nothing is read and the state moves to the tensor's device."""
         if isinstance(finite, Tensor):
             return self._adjust_on_device(finite)
@@ -350,6 +356,88 @@ def _count_tensor(count: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count.to(device, non_blocking=True)
     return torch.full((), count, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class HeadroomLossScale(LossScale):
+    """The largest power of two that leaves `bits` of headroom under `overflow_at`, never above `limit`.
+
+    The largest gradient magnitude of the last `window` finite steps says how far the scale may go. A step
+    that overflows all the same (a jump, or an inf from inside the network) counts as a gradient that just
+    reached `overflow_at`, so the scale drops by `bits`, for `window` steps. `limit` is run as the blind
+    growth it replaces: where all that overflows is seen in the weight gradients, its scale is what a
+    DynamicLossScale of the same settings would have, ours is never above, and so a step is skipped only where
+    blind growth skips it too. A short `limit.interval` follows shrinking gradients closely at no price
+    in skips. `history` is the state (magnitudes of unscaled gradients); leave it to `adjust`.
+    """
+
+    needs_max_abs: ClassVar[bool] = True
+
+    bits: int = 2
+    window: int = 20
+    limit: DynamicLossScale = field(default_factory=DynamicLossScale)
+    overflow_at: float = FP16.max
+    history: tuple[float, ...] | Tensor = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_count("HeadroomLossScale", "bits", self.bits)
+        _check_count("HeadroomLossScale", "window", self.window)
+        check_scale("HeadroomLossScale (overflow_at)", self.overflow_at, 1.0, LARGEST_SCALE * 2)
+        if isinstance(self.limit, Mapping):
+            object.__setattr__(self, "limit", LossScale.from_state(self.limit))
+        if isinstance(self.history, list):
+            object.__setattr__(self, "history", tuple(self.history))
+
+    @property
+    def value(self) -> float | Tensor:
+        """The scale: a float on the host, a 0-d float32 tensor after `adjust(tensor)`."""
+        peak, limit = self._peak(), self.limit.value
+        if isinstance(peak, Tensor):
+            room = _power_of_two_below(self.overflow_at / (peak * 2.0**self.bits))
+            return torch.minimum(room, self.limit.tensor(peak.device)).clamp(min=self.limit.min)
+        assert not isinstance(limit, Tensor)  # history and limit move to a device together
+        spared = peak * 2.0**self.bits
+        if spared == 0.0:
+            return limit
+        room = as_float32(self.overflow_at / spared)
+        return max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min)
+
+    def _peak(self) -> float | Tensor:
+        if isinstance(self.history, Tensor):
+            return self.history.max()
+        return max(self.history, default=0.0)
+
+    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> HeadroomLossScale:
+        """Return the next scale; ConfigError without `max_abs`. Tensors in, state on their device."""
+        if max_abs is None:
+            raise ConfigError(
+                "HeadroomLossScale.adjust(finite, max_abs) needs the largest magnitude of the unscaled "
+                "gradients; halfstep's GradScaler and sessions measure it"
+            )
+        if isinstance(finite, Tensor) or isinstance(max_abs, Tensor) or isinstance(self.history, Tensor):
+            return self._adjust_on_device(finite, max_abs)
+        at = self.read()
+        seen = as_float32(max_abs) if finite else as_float32(self.overflow_at / at)
+        clean = bool(finite) and self.limit.read() * seen <= self.overflow_at
+        return replace(self, limit=self.limit.adjust(clean), history=(*self.history, seen)[-self.window :])
+
+    def _adjust_on_device(self, finite: bool | Tensor, max_abs: float | Tensor) -> HeadroomLossScale:
+        device = home_device([x for x in (finite, max_abs, self.history) if isinstance(x, Tensor)])
+        flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
+        peak = torch.as_tensor(max_abs, dtype=torch.float32).to(device, non_blocking=True).reshape(())
+        seen = torch.where(flag, peak, self.overflow_at * self.inverse(device))
+        clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
+        past = torch.zeros(self.window, device=device)
+        if isinstance(self.history, Tensor):
+            past = self.history.to(device, non_blocking=True)
+        elif self.history:
+            past = torch.tensor((0.0,) * (self.window - len(self.history)) + self.history, device=device)
+        return replace(self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], seen.reshape(1)]))
+
+
+def _power_of_two_below(x: Tensor) -> Tensor:
+    """Return the largest power of two not above a positive normal float32 (its exponent bits alone)."""
+    return (x.float().clamp(max=LARGEST_SCALE).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 @dataclass(frozen=True)
