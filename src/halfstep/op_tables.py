@@ -10,7 +10,8 @@ _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_tra
 _RNN_CELLS = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _LOSSES = (
     "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss"
-    " smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss"
+    " smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
+    " soft_margin_loss"
     " triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits"
 )
 _FFTS = (
@@ -19,9 +20,11 @@ _FFTS = (
 )
 _FACTORISATIONS = (
     "cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse linalg_cond"
-    " linalg_matrix_rank linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv"
+    " linalg_matrix_rank linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals"
+    " linalg_eigvalsh linalg_inv"
     " linalg_householder_product linalg_tensorinv linalg_tensorsolve geqrf _lu_with_info qr svd"
-    " triangular_solve linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex"
+    " triangular_solve linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh"
+    " linalg_lstsq linalg_inv_ex"
 )
 _POINTWISE_FULL = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"
@@ -41,7 +44,8 @@ HALFSTEP: Groups = (
     (
         "low",
         "a matrix product: 16-bit products accumulate in fp32 inside the kernel",
-        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum chain_matmul linalg_multi_dot"
+        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum chain_matmul"
+        " linalg_multi_dot"
         " _addmm_activation",
     ),
     (
@@ -52,7 +56,8 @@ HALFSTEP: Groups = (
     (
         "low",
         "a recurrent cell: matrix products of inputs and state",
-        f"{_RNN_CELLS} lstm gru rnn_tanh rnn_relu _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer",
+        f"{_RNN_CELLS} lstm gru rnn_tanh rnn_relu _thnn_fused_lstm_cell _thnn_fused_gru_cell"
+        f" mkldnn_rnn_layer",
     ),
     ("low", "follows a low op and has one small weight; bound by memory", "prelu"),
     (
@@ -63,12 +68,14 @@ HALFSTEP: Groups = (
     (
         "full",
         "a sum of many terms: partial sums and the result outgrow 16 bits",
-        "sum* mean* prod* cumsum* cumprod* nansum* nanmean* logsumexp logcumsumexp var std var_mean std_mean trace",
+        "sum* mean* prod* cumsum* cumprod* nansum* nanmean* logsumexp logcumsumexp var std"
+        " var_mean std_mean trace",
     ),
     (
         "full",
         "a norm: squares leave the range of fp16 and the result feeds a division",
-        "norm linalg_vector_norm* linalg_matrix_norm* linalg_norm* frobenius_norm nuclear_norm dist pdist cdist"
+        "norm linalg_vector_norm* linalg_matrix_norm* linalg_norm* frobenius_norm nuclear_norm"
+        " dist pdist cdist"
         " renorm cosine_similarity",
     ),
     (
@@ -90,12 +97,14 @@ HALFSTEP: Groups = (
         "keep",
         "pooling: picks values, or averages a few in fp32 inside the kernel",
         "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d"
-        " adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+        " adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d"
+        " adaptive_max_pool3d",
     ),
     (
         "widest",
         "joins tensors: none of them loses bits",
-        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2 bilinear cross dot vdot"
+        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2"
+        " bilinear cross dot vdot"
         " linalg_vecdot tensordot grid_sampler",
     ),
     (
@@ -110,16 +119,21 @@ TORCH_CUDA: Groups = (
     (
         "low",
         _TORCH_CUDA_REASON,
-        f"_convolution {_CONVOLUTIONS} convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear"
-        f" addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-        f" {_RNN_CELLS} _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution"
+        f"_convolution {_CONVOLUTIONS} convolution prelu addmm addmv addr matmul einsum mm mv"
+        f" linalg_vecdot linear"
+        f" addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell"
+        f" _thnn_fused_gru_cell"
+        f" {_RNN_CELLS} _scaled_dot_product_flash_attention scaled_dot_product_attention"
+        f" cudnn_convolution"
         f" cudnn_convolution_transpose",
     ),
     (
         "full",
         _TORCH_CUDA_REASON,
-        f"{_POINTWISE_FULL} layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm"
-        f" cosine_similarity {_LOSSES} dist pdist cdist renorm logsumexp {_UPSAMPLES} norm prod* softmax*"
+        f"{_POINTWISE_FULL} layer_norm native_layer_norm rms_norm group_norm frobenius_norm"
+        f" nuclear_norm"
+        f" cosine_similarity {_LOSSES} dist pdist cdist renorm logsumexp {_UPSAMPLES} norm prod*"
+        f" softmax*"
         f" log_softmax* cumprod* cumsum* linalg_vector_norm* linalg_matrix_norm* sum*",
     ),
     (
@@ -139,17 +153,22 @@ TORCH_CPU: Groups = (
     (
         "low",
         _TORCH_CPU_REASON,
-        f"_convolution {_CONVOLUTIONS} bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul"
+        f"_convolution {_CONVOLUTIONS} bmm mm linalg_vecdot baddbmm addmm _addmm_activation"
+        f" addbmm linear matmul"
         f" mkldnn_rnn_layer prelu scaled_dot_product_attention _native_multi_head_attention",
     ),
     (
         "full",
         _TORCH_CPU_REASON,
-        f"avg_pool3d binary_cross_entropy grid_sampler polar prod quantile nanquantile stft cdist grid_sampler_2d"
-        f" _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex {_FACTORISATIONS} max_pool3d"
-        f" max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d"
+        f"avg_pool3d binary_cross_entropy grid_sampler polar prod quantile nanquantile stft cdist"
+        f" grid_sampler_2d"
+        f" _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex {_FACTORISATIONS}"
+        f" max_pool3d"
+        f" max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d"
+        f" replication_pad1d"
         f" replication_pad2d replication_pad3d {_LOSSES} cross_entropy_loss ctc_loss {_FFTS}"
-        f" fake_quantize_per_tensor_affine fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d"
+        f" fake_quantize_per_tensor_affine fractional_max_pool2d fractional_max_pool3d"
+        f" adaptive_max_pool3d"
         f" multilabel_margin_loss_forward",
     ),
     ("widest", _TORCH_CPU_REASON, "stack cat index_copy"),
@@ -165,11 +184,15 @@ APEX: Groups = (
     (
         "full",
         _APEX_REASON,
-        f"{_UPSAMPLES} grid_sampler softplus softmax log_softmax gelu layer_norm group_norm cosine_similarity"
-        f" poisson_nll_loss cosine_embedding_loss cross_entropy_loss hinge_embedding_loss kl_div l1_loss mse_loss"
+        f"{_UPSAMPLES} grid_sampler softplus softmax log_softmax gelu layer_norm group_norm"
+        f" cosine_similarity"
+        f" poisson_nll_loss cosine_embedding_loss cross_entropy_loss hinge_embedding_loss kl_div"
+        f" l1_loss mse_loss"
         f" margin_ranking_loss multilabel_margin_loss multi_margin_loss nll_loss nll_loss2d"
-        f" binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss acos asin"
-        f" cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum"
+        f" binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss"
+        f" ctc_loss acos asin"
+        f" cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist"
+        f" norm prod std sum"
         f" var renorm",
     ),
     (
@@ -185,7 +208,8 @@ MINDSPORE: Groups = (
     (
         "low",
         _MINDSPORE_REASON,
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear lstm_cell gru_cell"
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear lstm_cell"
+        " gru_cell"
         " rnn_tanh_cell rnn_relu_cell matmul mm bmm prelu relu addr",
     ),
 )
@@ -201,7 +225,8 @@ PAPER: Groups = (
     (
         "low",
         "products accumulate in fp32, then one rounding to 16 bits",
-        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum dot vdot chain_matmul linalg_multi_dot"
+        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum dot vdot chain_matmul"
+        " linalg_multi_dot"
         f" {_CONVOLUTIONS} scaled_dot_product_attention {_RNN_CELLS} lstm gru rnn_tanh rnn_relu",
     ),
     (

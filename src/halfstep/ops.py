@@ -58,8 +58,8 @@ class OpRow:
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "binary_cross_entropy": (
-            "give the logits to binary_cross_entropy_with_logits (or BCEWithLogitsLoss) and drop the sigmoid, or "
-            "compute this loss inside autocast(enabled=False) on float32 inputs"
+            "give the logits to binary_cross_entropy_with_logits (or BCEWithLogitsLoss) and drop the "
+            "sigmoid, or compute this loss inside autocast(enabled=False) on float32 inputs"
         )
     }
 )
@@ -94,13 +94,13 @@ _TORCH_BY_DEVICE: Mapping[str, Mapping[str, OpRow]] = MappingProxyType({"cpu": _
 def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
     """Return the rows of `table` as they hold on `device_type`, by op name.
 
-    Only the table "torch" differs by device: it mirrors torch's CPU list on "cpu" and its CUDA list elsewhere.
+    Only the table "torch" differs by device: it mirrors torch's CPU list on "cpu", its CUDA list elsewhere.
     Raises ConfigError for an unknown table.
     """
     if table not in TABLES:
         raise ConfigError(f"unknown op table {table!r}: expected one of {', '.join(TABLES)}")
-    if table == "torch" and device_type in _TORCH_BY_DEVICE:
-        return _TORCH_BY_DEVICE[device_type]
+    if table == "torch" and device_type is not None:
+        return _TORCH_BY_DEVICE.get(device_type, TABLES["torch"])
     return TABLES[table]
 
 
@@ -132,6 +132,22 @@ _OPERATORS: Mapping[Any, str] = {
 }
 
 
+TAKES_DTYPE: frozenset[str] = frozenset(
+    name for table in TABLES.values() for name, row in table.items() if row.via_dtype
+)
+_NN: Any = getattr(torch._C, "_nn")  # noqa: B009 - a submodule without stubs
+OWN_OP_MARK = "__halfstep_op__"
+OWN_OPS: dict[str, Callable[..., Any]] = {}
+
+
+def known_names() -> list[str]:
+    """Return every name that `canonical_op` accepts as is: aten ops and own functions."""
+    aten = {
+        name[6:].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
+    }
+    return sorted(aten | set(OWN_OPS))
+
+
 def _known(name: str) -> str | None:
     name = _ALIASES.get(name, name)
     if any(name in table for table in TABLES.values()) or hasattr(torch.ops.aten, name):
@@ -140,6 +156,8 @@ def _known(name: str) -> str | None:
 
 
 def _name_of_callable(fn: Callable[..., Any]) -> str | None:
+    if hasattr(fn, OWN_OP_MARK):
+        return getattr(fn, OWN_OP_MARK)
     if isinstance(fn, torch._ops.OpOverload):
         fn = fn.overloadpacket
     if isinstance(fn, torch._ops.OpOverloadPacket):
@@ -148,7 +166,7 @@ def _name_of_callable(fn: Callable[..., Any]) -> str | None:
     if fn in _OPERATORS:
         return _OPERATORS[fn]
     name = getattr(fn, "__name__", "")
-    homes = (torch, torch.nn.functional, torch.Tensor, torch._C._nn, torch.special, torch.linalg, torch.fft)
+    homes = (torch, torch.nn.functional, torch.Tensor, _NN, torch.special, torch.linalg, torch.fft)
     short = name.removeprefix("linalg_").removeprefix("fft_").removeprefix("special_")
     return name if any(getattr(home, n, None) is fn for home in homes for n in (name, short)) else None
 
@@ -160,6 +178,8 @@ def canonical_op(op: str | Callable[..., Any]) -> str | None:
     another library keeps its namespace ("mylib::op").
     """
     if isinstance(op, str):
+        if op in OWN_OPS:
+            return op
         name = op
         for prefix in _PREFIXES:
             if name.startswith(prefix):
@@ -169,6 +189,8 @@ def canonical_op(op: str | Callable[..., Any]) -> str | None:
         found = _name_of_callable(op)
         if found is None:
             return None
+        if found in OWN_OPS:
+            return found
         name = found
     if "::" in name:
         namespace, _, rest = name.partition("::")
