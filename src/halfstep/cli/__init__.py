@@ -1,1 +1,108 @@
-"""cli."""
+"""The command line: `halfstep COMMAND ...`.
+
+A command is a module of this package with a function `run` whose typed signature tyro turns into options.
+Only the module of the command that was asked for is imported. Wrong input ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import io
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+COMMANDS: Mapping[str, str] = {
+    "devices": "what this machine's devices do with each dtype and op",
+    "formats": "the number formats, and how each stores a number",
+}
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for wrong input."""
+    given = list(sys.argv[1:] if args is None else args)
+    from halfstep.errors import HalfstepError
+
+    try:
+        return _run(given)
+    except HalfstepError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) closed early; keep the interpreter from complaining at exit.
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+
+
+def _run(given: Sequence[str]) -> int:
+    if not given:
+        return _refuse(f"no command given; expected one of {', '.join(COMMANDS)} (halfstep --help)")
+    name, rest = given[0], given[1:]
+    if name in ("-h", "--help"):
+        return _help()
+    if name == "--version":
+        from halfstep import __version__
+
+        print(f"halfstep {__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return _refuse(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{hint}")
+    command = importlib.import_module(f"halfstep.cli.{name}").run
+    parsed = _parse(name, command, rest)
+    return parsed if isinstance(parsed, int) else parsed() or 0
+
+
+def _help() -> int:
+    from halfstep.cli._output import console, table
+
+    out = console()
+    out.print("Mixed-precision training for PyTorch.\n\nusage: halfstep COMMAND [OPTIONS]")
+    out.print(table("", ("command", "what it shows or does"), list(COMMANDS.items())))
+    out.print("halfstep COMMAND --help lists a command's options.")
+    return 0
+
+
+def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], Any] | int:
+    """The command with its arguments filled in, or the exit code where they were wrong or help was asked."""
+    import tyro
+
+    @functools.wraps(command)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return functools.partial(command, *args, **kwargs)
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(bind, prog=f"halfstep {name}", args=list(rest))  # type: ignore[return-value]
+    except SystemExit as end:
+        if end.code:
+            return _refuse(f"{_one_line(complaint.getvalue())} (halfstep {name} --help)")
+        return 0
+
+
+def _one_line(boxed: str) -> str:
+    """tyro frames what it says in several lines; this is the text of the first frame."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│╭╮╰╯─ ") for line in boxed.splitlines()]
+    body = []
+    for line in lines:
+        if set(line) <= set("─ ") or line in ("Parsing error", "Unrecognized options", "Required options"):
+            if body:
+                break
+            continue
+        body.append(line)
+    return " ".join(body)
+
+
+def _refuse(message: str) -> int:
+    print("halfstep: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT
