@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling import dense_values, home_device
+from halfstep.unscale import unscale_
 
-#: Above this 2-norm, squares summed in float32 may overflow.
-_SAFE_NORM = math.sqrt(torch.finfo(torch.float32).max)
+__all__ = ["GradStats", "measure", "unscale_"]
 
 
 @dataclass(frozen=True)
