@@ -1,0 +1,471 @@
+"""`prepare`: the one facade over autocast, conversion, masters, loss scale and the checked step.
+
+A `Session` keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero)
+and tells what each step did. It decides nothing about formats and holds no numerics of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import devices
+from halfstep.autocast import autocast
+from halfstep.convert import Conversion, convert
+from halfstep.distributed import all_ranks
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.formats import parse_dtype
+from halfstep.levels import Level, level_of
+from halfstep.optim.masters import MasterWeights
+from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.plan import Plan
+from halfstep.policy import Policy
+from halfstep.scaling import (
+    DynamicLossScale,
+    HeadroomLossScale,
+    LossScale,
+    NoLossScale,
+    SkipCount,
+    StaticLossScale,
+    all_finite,
+)
+from halfstep.steppers import OnePassStepper, Stepper, TorchStepper, parameters_of
+
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Listener = Callable[["Session", Outcome], None]
+
+#: Outcomes that `Session.history` keeps.
+HISTORY = 10_000
+
+
+def prepare(
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    level: str | Level = "O1",
+    dtype: str | torch.dtype | None = None,
+    policy: str | Policy | None = None,
+    plan: Plan | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    skip_nonfinite: bool | None = None,
+    max_skips: int = 50,
+) -> Session:
+    """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
+
+    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
+    built before keep working; `Session.revert()` undoes everything.
+
+    Args:
+        model: one module or several (a generator and a discriminator, say).
+        optimizer: none (evaluation only), one or several, over parameters of these models.
+        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
+            such as "bf16-mixed".
+        dtype: the compute dtype; None takes the level's word or asks the device.
+        policy: dtypes and op rules, instead of the level's.
+        plan: precision by module path, on top of the level.
+        loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
+            O2 and none otherwise.
+        skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
+        max_skips: skips in a row that raise LossScaleCollapsed.
+
+    Raises:
+        ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
+            parameters of another model.
+        UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = _as_optimizers(optimizer)
+    row, word_dtype = level_of(level)
+    device = _device_of(models)
+    compute = _compute_dtype(row, dtype, word_dtype, policy, device)
+    _check_ownership(models, optimizers)
+    scale = _loss_scale(loss_scale, row, compute)
+    skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
+    chosen = row.policy(compute) if policy is None else Policy.parse(policy)
+    conversions, masters = _apply_level(row, models, optimizers, plan, compute)
+    counts = SkipCount(limit=max_skips)
+    return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
+
+
+def _as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    optimizers = [] if optimizer is None else optimizer
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ConfigError(
+                f"prepare got {type(one).__name__} as an optimizer: pass a torch.optim.Optimizer"
+            )
+    return optimizers
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device:
+    for model in models:
+        for tensor in model.parameters():
+            return tensor.device
+    names = ", ".join(type(m).__name__ for m in models) or "nothing"
+    raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
+
+
+def _compute_dtype(
+    level: Level,
+    dtype: str | torch.dtype | None,
+    word_dtype: torch.dtype | None,
+    policy: str | Policy | None,
+    device: torch.device,
+) -> torch.dtype:
+    given = None if dtype is None else parse_dtype(dtype)
+    if given is not None and word_dtype is not None and given != word_dtype:
+        raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
+    if level.name == "O0":
+        return torch.float32
+    if policy is not None:
+        compute = Policy.parse(policy).compute_dtype
+    else:
+        compute = given or word_dtype or devices.default_dtype(device)
+    devices.check_dtype(device, compute)
+    return compute
+
+
+def _check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    mine = {id(p) for model in models for p in model.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        strangers = [p for p in parameters_of(optimizer) if id(p) not in mine]
+        if strangers:
+            raise ConfigError(
+                f"optimizer {index} ({type(optimizer).__name__}) holds {len(strangers)} parameters that are "
+                f"not the model's, the first of shape {tuple(strangers[0].shape)}: "
+                "build it from the model given to prepare"
+            )
+
+
+def _loss_scale(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
+    if isinstance(given, LossScale):
+        return given
+    if given is None:
+        return DynamicLossScale() if compute == torch.float16 and level.needs_scale_in_fp16 else NoLossScale()
+    if isinstance(given, str):
+        named: dict[str, Callable[[], LossScale]] = {
+            "none": NoLossScale,
+            "dynamic": DynamicLossScale,
+            "headroom": HeadroomLossScale,
+        }
+        if given in named:
+            return named[given]()
+        try:
+            given = float(given)
+        except ValueError:
+            raise ConfigError(
+                f"unknown loss scale {given!r}: expected a number, 'dynamic', 'headroom', 'none' "
+                "or a LossScale"
+            ) from None
+    return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
+
+
+def _apply_level(
+    level: Level,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan | None,
+    compute: torch.dtype,
+) -> tuple[list[Conversion], dict[int, MasterWeights]]:
+    """Convert the models; give fp32 masters to the optimizers of a level that has them."""
+    conversions: list[Conversion] = []
+    if level.converts or plan is not None:
+        conversions = [convert(model, level if plan is None else plan, compute) for model in models]
+    masters: dict[int, MasterWeights] = {}
+    try:
+        if level.masters:
+            originals = {p: value for c in conversions for p, value in c.originals.items()}
+            for index, optimizer in enumerate(optimizers):
+                if getattr(optimizer, "one_pass", False):
+                    optimizer.seed_masters(originals)  # pyright: ignore[reportAttributeAccessIssue]
+                else:
+                    masters[index] = MasterWeights(optimizer, list(models), initial=originals)
+    except Exception:
+        for one in masters.values():
+            one.revert()
+        for conversion in conversions:
+            conversion.revert()
+        raise
+    return conversions, masters
+
+
+@dataclass
+class _Pending:
+    """What backward left behind for one optimizer: the scale its gradients carry, who shares its loss."""
+
+    scale: LossScale
+    group: frozenset[int]
+    found_inf: bool | Tensor | None = None
+
+
+class Session:
+    """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
+
+    `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
+    called with (session, outcome) after every step and must not change anything.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        level: Level,
+        policy: Policy,
+        loss_scale: LossScale,
+        device: torch.device,
+        skip_nonfinite: bool,
+        skips: SkipCount,
+        conversions: list[Conversion],
+        masters: dict[int, MasterWeights],
+    ) -> None:
+        self.models, self.optimizers = models, optimizers
+        self.level, self.policy, self.device = level, policy, device
+        self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
+        self.conversions, self.masters = conversions, masters
+        self.steps = 0
+        self.history: deque[Outcome] = deque(maxlen=HISTORY)
+        self.listeners: list[Listener] = []
+        self._pending: dict[int, _Pending] = {}
+        self._queue = OutcomeQueue()
+        self._warned = False
+        self._steppers: list[Stepper] = [
+            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o) for o in optimizers
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The first (usually the only) model."""
+        return self.models[0]
+
+    def autocast(self, enabled: bool = True) -> autocast:
+        """The region to run forward and loss in: ops run under the session's policy."""
+        return autocast(self.device.type, policy=self.policy, enabled=enabled)
+
+    def backward(self, loss: Tensor, optimizer: Optimizers = None, **kwargs: Any) -> None:
+        """Scale the loss and run backward; call it several times before a step to accumulate.
+
+        Args:
+            loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled.
+            optimizer: the optimizers whose parameters this loss trains; None means all. An inf found in the
+                gradients of one skips the others of the same loss too.
+            kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
+
+        Raises:
+            ConfigError: a loss without a graph, or an optimizer that is not this session's.
+        """
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ConfigError(
+                "backward got a loss that no parameter can learn from (requires_grad is False): "
+                "compute it with gradients enabled and without detach()"
+            )
+        indices = self._indices(optimizer)
+        self._open(indices)
+        self.loss_scale.scale(loss).backward(**kwargs)
+
+    def scale(self, tree: Any) -> Any:
+        """Scale losses without running backward, for `torch.autograd.grad` and the like."""
+        return self.loss_scale.scale(tree)
+
+    def _indices(self, optimizer: Optimizers) -> list[int]:
+        if optimizer is None:
+            return list(range(len(self.optimizers)))
+        named = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        return [self._index(one) for one in named]
+
+    def _index(self, optimizer: torch.optim.Optimizer | None) -> int:
+        if optimizer is None:
+            if len(self.optimizers) != 1:
+                raise ConfigError(f"this session has {len(self.optimizers)} optimizers: name the one to step")
+            return 0
+        for index, mine in enumerate(self.optimizers):
+            if mine is optimizer:
+                return index
+        raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")
+
+    def _open(self, indices: Sequence[int]) -> None:
+        """Note which scale the coming gradients carry; bring older ones to it."""
+        group = frozenset(indices)
+        for index in indices:
+            before = self._pending.get(index)
+            if before is None:
+                self._pending[index] = _Pending(self.loss_scale, group)
+                continue
+            if before.scale is not self.loss_scale:
+                self._rescale(index, before.scale)
+            self._pending[index] = _Pending(self.loss_scale, group | before.group)
+
+    def _rescale(self, index: int, old: LossScale) -> None:
+        gradients = self._steppers[index].gradients()
+        if gradients:
+            home = gradients[0].device
+            factor = self.loss_scale.tensor(home) * old.inverse(home)
+            torch._foreach_mul_(gradients, factor)
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        clip_norm: float | None = None,
+        scheduler: Any = None,
+        zero_grad: bool = True,
+    ) -> Outcome:
+        """Unscale, check, clip, update, write back and zero; returns what happened.
+
+        Args:
+            optimizer: which one, where the session has several.
+            clip_norm: clip the 2-norm of this optimizer's unscaled gradients to this.
+            scheduler: advanced only if the step was taken (on an accelerator at most two steps late).
+            zero_grad: drop the gradients afterwards.
+
+        Raises:
+            ScalerStateError: no gradients, or gradients that did not come through `backward`.
+            LossScaleCollapsed: `max_skips` steps in a row were skipped.
+        """
+        index = self._index(optimizer)
+        stepper = self._steppers[index]
+        pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
+        scaled = not isinstance(pending.scale, NoLossScale)
+        stats = stepper.measure(pending.scale.inverse(self.device) if scaled else None)
+        first = pending.found_inf is None
+        found = self._found_inf(index, pending, stats.finite)
+        norm = stepper.update(stats, clip_norm, found if self.skip_nonfinite else False)
+        if first:
+            self.loss_scale = self.loss_scale.adjust(_inverse(found), stats.max_abs)
+        if zero_grad:
+            stepper.clear()
+        self.steps += 1
+        outcome = Outcome(
+            taken=_inverse(found) if self.skip_nonfinite else True,
+            finite=_inverse(found),
+            scale=pending.scale.value,
+            grad_norm=norm,
+            max_abs=stats.max_abs,
+            step=self.steps,
+            on_read=partial(self._arrived, scheduler),
+        )
+        self.history.append(outcome)
+        self._queue.push(outcome)
+        for listener in self.listeners:
+            listener(self, outcome)
+        return outcome
+
+    def _unscaled_gradients(self, index: int) -> _Pending:
+        if not self._steppers[index].gradients():
+            raise ScalerStateError("step() found no gradients: call backward(loss) on this session first")
+        if not isinstance(self.loss_scale, NoLossScale):
+            raise ScalerStateError(
+                "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
+            )
+        return _Pending(self.loss_scale, frozenset({index}))
+
+    def _found_inf(self, index: int, pending: _Pending, finite: Tensor) -> bool | Tensor:
+        """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
+        found = ~finite
+        if pending.found_inf is not None:
+            return _host_if_free(found | pending.found_inf)
+        siblings = [j for j in pending.group if j != index and j in self._pending]
+        for other in siblings:
+            found = found | ~all_finite(self._steppers[other].gradients()).to(found.device)
+        if self.skip_nonfinite:
+            found = all_ranks(found)
+        found = _host_if_free(found)
+        for other in siblings:
+            self._pending[other].found_inf = found
+        return found
+
+    def _arrived(self, scheduler: Any, record: StepRecord) -> None:
+        """Count, warn and advance the scheduler once the outcome is on the host."""
+        if scheduler is not None and record.taken:
+            scheduler.step()
+        if record.taken and not record.finite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"step {record.step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
+                "does; pass skip_nonfinite=True to prepare() to skip such steps (said once)",
+                HalfstepWarning,
+                stacklevel=2,
+            )
+        self.skips = self.skips.after(record.taken, scale=record.scale)
+
+    def sync(self) -> None:
+        """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
+        self._queue.drain()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
+        modes = [(m, m.training) for model in self.models for m in model.modules()]
+        with ExitStack() as stack, torch.inference_mode():
+            for conversion in self.conversions if self.masters else ():
+                stack.enter_context(conversion.suspended())
+            for masters in list(self.masters.values())[:1]:
+                stack.enter_context(masters.swap())
+            for model in self.models:
+                model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale and counts as plain values; models and optimizers save themselves."""
+        self.sync()
+        return {
+            "format": 1,
+            "level": self.level.name,
+            "policy": str(self.policy),
+            "loss_scale": self.loss_scale.state_dict(),
+            "steps": self.steps,
+            "skips_in_row": self.skips.in_row,
+            "skips": self.skips.total,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            CheckpointError: not such a state, or one of another level; nothing is changed then.
+        """
+        if state.get("format") != 1:
+            raise CheckpointError(f"not a session state of format 1: it has the keys {sorted(state)}")
+        if state["level"] != self.level.name:
+            raise CheckpointError(
+                f"this state was saved at level {state['level']}, the session is at {self.level.name}: "
+                "prepare with that level to resume"
+            )
+        self.loss_scale = LossScale.from_state(state["loss_scale"])
+        self.steps = int(state["steps"])
+        self.skips = replace(
+            self.skips,
+            in_row=int(state["skips_in_row"]),
+            total=int(state["skips"]),
+            steps=int(state["steps"]),
+        )
+
+    def revert(self) -> None:
+        """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
+        for conversion in self.conversions:
+            conversion.revert()
+        for masters in self.masters.values():
+            masters.revert()
+        self.conversions, self.masters = [], {}
+
+
+def _host_if_free(flag: Tensor) -> bool | Tensor:
+    """On a CPU reading a flag costs nothing, and Python values are cheaper than 0-d tensors."""
+    return bool(flag) if flag.device.type == "cpu" else flag
+
+
+def _inverse(flag: bool | Tensor) -> bool | Tensor:
+    return ~flag if isinstance(flag, Tensor) else not flag
