@@ -34,9 +34,9 @@ Status = Literal["native", "slow", "absent"]
 # kernel beyond twice fp32 is not worth running.
 SLOW_RATIO = 2.0
 
-_CPU_FEATURES: Mapping[torch.dtype, tuple[str, ...]] = {
-    torch.bfloat16: ("amx_bf16", "avx512_bf16", "avx_ne_convert", "sve_bf16", "arm_bf16"),
-    torch.float16: ("amx_fp16", "avx512_fp16", "arm_fp16_fml", "fphp"),
+_X86_FEATURES: Mapping[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: ("amx_bf16", "avx512_bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16"),
 }
 _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _WIDE = (torch.float32, torch.float64)
@@ -195,14 +195,16 @@ def _reason(device: torch.device, dtype: torch.dtype, ratio: float, status: Stat
         return "faster than fp32" if ratio < 1 else "has its own kernels, no faster than fp32"
     if device.type != "cpu":
         return "no fast kernels in this hardware"
-    known = _CPU_FEATURES[dtype]
+    known = _X86_FEATURES[dtype] if platform.machine() in ("x86_64", "AMD64") else ()
     have = ", ".join(feature for feature in known if _cpu_facts().get(feature) is True)
     limits = ", ".join(f"{v}={os.environ[v]}" for v in _ISA_LIMITS if os.environ.get(v))
     if status == "native":
         return f"this CPU has {have}" if have else "faster than fp32"
-    if not have:
+    if known and not have:
         return f"this CPU has none of {', '.join(known)}"
-    return f"{limits} hides this CPU's {have}" if limits else "torch has no fast kernel for it on this CPU"
+    if limits:
+        return f"{limits} hides this CPU's {have}"
+    return "torch has no fast kernel for it on this CPU"
 
 
 # --- measuring ---------------------------------------------------------------------------------------------

@@ -197,8 +197,9 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
         raise ConfigError(
             f"round_to takes an fp32 or fp64 tensor, was given {dtype_name(t.dtype)}; cast it first"
         )
-    if fmt.bits >= _BY_DTYPE[t.dtype].bits:
-        return t.clamp(-fmt.max, fmt.max) if saturate else t.clone()
+    own = _BY_DTYPE[t.dtype]
+    if fmt.bits >= own.bits:
+        return t.clamp(-fmt.max, fmt.max) if saturate and fmt is own else t.clone()
     if t.dtype == torch.float32 and fmt.torch_dtype is not None:
         return _round_by_cast(t, fmt, fmt.torch_dtype, saturate)
     return _round_by_arithmetic(t, fmt, saturate)
@@ -220,7 +221,7 @@ _EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
 def _round_by_arithmetic(t: Tensor, fmt: Format, saturate: bool) -> Tensor:
     """Divide by the spacing, round to an integer, multiply back.
 
-    In fp64 every step is exact, subnormals of fp32 included, and denormal flushing cannot touch it.
+    In fp64 every step is exact, subnormals of fp32 included.
     """
     size = t.to(torch.float64, copy=True).abs_().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 2))
     spacing = size.view(torch.int64).bitwise_and(_EXPONENT_FIELD_FP64).view(torch.float64)
