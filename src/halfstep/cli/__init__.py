@@ -19,6 +19,7 @@ from typing import Any
 COMMANDS: Mapping[str, str] = {
     "devices": "what this machine's devices do with each dtype and op",
     "formats": "the number formats, and how each stores a number",
+    "train": "train a recipe at several precisions and compare them",
 }
 
 BAD_INPUT = 2

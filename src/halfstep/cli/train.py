@@ -1,0 +1,323 @@
+"""`halfstep train RECIPE`: train at several precisions and seeds, compare in one table, write a report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import tyro
+
+from halfstep.cli._output import console, print_json, table
+from halfstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from halfstep.recipes import Recipe
+    from halfstep.recipes.runs import OnStep, Setting
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+def run(
+    recipe: tyro.conf.Positional[str],
+    level: str | None = None,
+    dtype: str | None = None,
+    loss_scale: str = "default",
+    seeds: int | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+    data: str | None = None,
+    report: Path | None = None,
+    json: Flag = False,
+) -> None:
+    """Train a recipe at several precisions and compare them.
+
+    Args:
+        recipe: digits-mlp, digits-cnn, text-gpt, digits-faint, several separated by commas, or demo (all).
+        level: Levels to compare: O0, O1, O2, O3 or words such as bf16-mixed, separated by commas.
+        dtype: 16-bit dtypes to compare, separated by commas: bf16, fp16. Default: what the device prefers.
+        loss_scale: default (dynamic for fp16 at O1 and O2), dynamic, headroom, none or a number; commas too.
+        seeds: Trainings of each setting, with seeds 0, 1, ...
+        steps: Steps of each training. Default: the recipe's own.
+        epochs: Passes over the training data instead of steps.
+        device: cpu, cuda, ... Default: the accelerator if there is one.
+        threads: CPU threads of torch. Default: torch's own.
+        data: Folder with MNIST's IDX files, instead of the bundled digits.
+        report: Write an HTML report to this file.
+        json: Print JSON instead of the table.
+    """
+    from halfstep import devices
+    from halfstep.recipes.runs import run_recipe
+
+    order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
+    _check_report(report)
+    if threads is not None:
+        torch.set_num_threads(_at_least_one("threads", threads))
+    where = devices.resolve(device)
+    jobs = [_job(one, order, where, data) for one in order.recipes]
+    kept = where.type == "cpu" and devices.keep_freed_memory()
+    results = []
+    with _progress(sum(job.total for job in jobs), quiet=json) as on_step:
+        for job in jobs:
+            done = run_recipe(
+                job.recipe,
+                job.settings,
+                seeds=order.seeds,
+                steps=job.steps,
+                device=where,
+                folder=data,
+                rounds=order.rounds,
+                on_step=on_step,
+            )
+            results.append(done.as_dict())
+    document = {"machine": _machine(where, kept), "recipes": results}
+    if report is not None:
+        from halfstep.report import write_report
+
+        write_report(document, report)
+    if json:
+        return print_json(document)
+    return _print(document, report)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The command line, read and checked."""
+
+    recipes: tuple[Recipe, ...]
+    demo: bool
+    levels: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    scales: tuple[str | None, ...]
+    seeds: int
+    steps: int | None
+    epochs: int | None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the timing in turns."""
+        return 8 if self.demo else 15
+
+
+@dataclass(frozen=True)
+class _Job:
+    recipe: Recipe
+    settings: tuple[Setting, ...]
+    steps: int
+    seeds: int
+
+    @property
+    def total(self) -> int:
+        return self.steps * self.seeds * len(self.settings)
+
+
+def _order(
+    recipe: str,
+    level: str | None,
+    dtype: str | None,
+    loss_scale: str,
+    seeds: int | None,
+    steps: int | None,
+    epochs: int | None,
+) -> _Order:
+    from halfstep.formats import dtype_name, parse_dtype
+    from halfstep.levels import level_of
+    from halfstep.recipes import RECIPES, recipe_of
+
+    demo = recipe == "demo"
+    names = tuple(RECIPES) if demo else tuple(_list(recipe, "recipe"))
+    words = [level_of(word) for word in _list(level or ("O0,O1,O2,O3" if demo else "O0,O1"), "level")]
+    dtypes = [
+        parse_dtype(word)
+        for word in _list(dtype or ("bf16,fp16" if demo else "default"), "dtype")
+        if word != "default"
+    ]
+    for chosen in dtypes:
+        if chosen not in (torch.bfloat16, torch.float16):
+            raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
+    return _Order(
+        recipes=tuple(recipe_of(name) for name in names),
+        demo=demo,
+        levels=tuple(dict.fromkeys(row.name for row, _ in words)),
+        dtypes=tuple(
+            dict.fromkeys(dtype_name(d) for d in (*dtypes, *(d for _, d in words if d is not None)))
+        ),
+        scales=tuple(_scale(word) for word in _list(loss_scale, "loss scale")),
+        seeds=_at_least_one("seeds", seeds if seeds is not None else (2 if demo else 1)),
+        steps=None if steps is None else _at_least_one("steps", steps),
+        epochs=None if epochs is None else _at_least_one("epochs", epochs),
+    )
+
+
+def _list(text: str, what: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{what} list {text!r} has an empty entry; separate entries by single commas")
+    return list(dict.fromkeys(words))
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"--{name} {value}: expected 1 or more")
+    return value
+
+
+def _scale(word: str) -> str | None:
+    if word in ("default", "dynamic", "headroom", "none"):
+        return None if word == "default" else word
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ConfigError(
+            f"--loss-scale {word!r}: expected default, dynamic, headroom, none or a positive number"
+        )
+    return word
+
+
+def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> _Job:
+    from halfstep import devices
+    from halfstep.formats import dtype_name
+    from halfstep.recipes.runs import Setting
+
+    if order.steps is not None and order.epochs is not None:
+        raise ConfigError("--steps and --epochs were both given; choose one")
+    dtypes = order.dtypes or (dtype_name(devices.default_dtype(device)),)
+    settings: list[Setting] = []
+    for level in order.levels:
+        if level == "O0":
+            settings.append(Setting("O0", None))
+            continue
+        for dtype in dtypes:
+            devices.check_dtype(device, dtype)
+            settings.extend(Setting(level, dtype, scale) for scale in order.scales)
+    steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
+    if order.epochs is not None:
+        steps = order.epochs * len(recipe.task(data).train(0))
+    return _Job(recipe, tuple(settings), steps, order.seeds)
+
+
+def _check_report(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--report {path} is a folder; give a file name such as {path / 'report.html'}")
+    if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"--report {path}: cannot write into {path.absolute().parent}; create it or choose another"
+        )
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[OnStep]:
+    """A bar on a terminal; else a line on standard error for each run that begins, or nothing with --json."""
+    if sys.stderr.isatty():
+        from rich.progress import MofNCompleteColumn, Progress
+
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task("training", total=total)
+            yield lambda name: bar.update(task, advance=1, description=name)
+        return
+    seen: set[str] = set()
+
+    def on_step(name: str) -> None:
+        if not quiet and name not in seen:
+            seen.add(name)
+            print(f"training {name}", file=sys.stderr, flush=True)
+
+    yield on_step
+
+
+def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
+    from halfstep import __version__, devices
+
+    facts = {
+        "halfstep": __version__,
+        "torch": torch.__version__,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": devices.float32_matmul_precision(),
+        "freed_memory_kept": kept,
+        **devices.machine(device),
+    }
+    slow = {}
+    for name in ("bf16", "fp16"):
+        found = devices.capability(device, name)
+        if found.status == "slow":
+            slow[name] = found.why
+    return facts | {"slow": slow}
+
+
+def _print(document: Mapping[str, Any], report: Path | None) -> None:
+    out = console()
+    machine = document["machine"]
+    for recipe in document["recipes"]:
+        seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
+        title = f"{recipe['name']}: {recipe['about']} ({recipe['data']}, {recipe['steps']} steps, {seeds})"
+        metric = "test accuracy %" if recipe["metric"] == "accuracy" else "test loss"
+        columns = (
+            "level",
+            metric,
+            "from O0",
+            "ms/step",
+            "samples/s",
+            "peak MB",
+            "saved MB",
+            "skipped",
+            "scale",
+        )
+        rows = [_cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]
+        out.print(table(title, columns, rows, ",".join(columns[1:])))
+        for row in recipe["rows"]:
+            if row["failed"]:
+                out.print(f"{row['label']} failed: {row['failed']}", style="red")
+    used = {row["dtype"] for recipe in document["recipes"] for row in recipe["rows"]}
+    for name, why in ((n, w) for n, w in machine["slow"].items() if n in used):
+        out.print(
+            f"{name} is slow here ({why}): inputs and outputs are rounded to {name}, the arithmetic is fp32."
+        )
+    out.print(
+        "peak: tensors alive during a step; saved: kept between forward and backward, parameters not counted"
+        + ("; freed memory is kept for the next tensor (mallopt)." if machine["freed_memory_kept"] else ".")
+    )
+    if report is not None:
+        out.print(f"report: {report}")
+
+
+def _cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[str]:
+    percent = 100.0 if metric == "accuracy" else 1.0
+    digits = 2 if metric == "accuracy" else 4
+    label = row["label"] + (" (slow here)" if row["dtype"] in slow else "")
+    return [
+        label,
+        _mean(row, percent, digits),
+        "" if row["difference"] is None else f"{percent * row['difference']:+.{digits}f}",
+        _number(row["seconds"], 1e3, 2),
+        _number(row["samples_per_second"], 1.0, 0),
+        _number(row["peak_bytes"], 1e-6, 1),
+        _number(row["saved_bytes"], 1e-6, 1),
+        str(row["skipped"]),
+        _number(row["last_scale"], 1.0, 0) if row["last_scale"] != 1.0 else "none",
+    ]
+
+
+def _mean(row: Mapping[str, Any], percent: float, digits: int) -> str:
+    if row["mean"] is None:
+        return "failed"
+    text = f"{percent * row['mean']:.{digits}f}"
+    if row["spread"] is not None:
+        text += f" ± {percent * row['spread']:.{digits}f}"
+    return text + (" diverged" if row["diverged"] else "")
+
+
+def _number(value: float | None, factor: float, digits: int) -> str:
+    return "" if value is None else f"{value * factor:,.{digits}f}"

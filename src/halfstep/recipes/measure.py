@@ -1,0 +1,219 @@
+"""Measuring a training step: time, peak memory, bytes saved for backward, and what bounds it.
+
+Every figure comes from a step of its own, so that counting does not disturb timing. Times are taken in turns,
+one step of each setting after the other, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Step = Callable[[], Any]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def times_in_turn(steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2) -> list[float]:
+    """Median seconds of each step, over `rounds` rounds in which every step runs once."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(warm_up + rounds):
+        for step, taken in zip(steps, seconds):
+            _wait(device)
+            started = time.perf_counter()
+            step()
+            _wait(device)
+            if turn >= warm_up:
+                taken.append(time.perf_counter() - started)
+    return [median(taken) for taken in seconds]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Storage address -> its bytes; tensors that share a storage count once."""
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps between `forward` and backward, without the parameters themselves.
+
+    Counted from the tensors handed to `torch.autograd.graph.saved_tensors_hooks`: each storage once, whole.
+    """
+    own = storage_bytes(parameters)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.update(storage_bytes([tensor]))
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    del loss
+    return sum(size for address, size in kept.items() if address not in own)
+
+
+def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
+    """Peak bytes of tensors during one `step`, allocator-exact.
+
+    CUDA: its allocator's own peak. CPU: the `resident` tensors (weights, masters, optimizer states, batch),
+    each storage once, plus the highest running sum of the allocations and releases that the profiler
+    reports from torch's allocator during the step. Scratch space inside kernels and the process itself are
+    left out.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    before = sum(storage_bytes(resident).values())
+    # Kineto prints a line at each start and stop unless told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+        step()
+    events: Any = session.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    live = highest = 0
+    for _, change in changes:
+        live += change
+        highest = max(highest, live)
+    return before + highest
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does: floating-point operations by dtype, bytes read and written, ops dispatched."""
+
+    flops: Mapping[str, int]
+    bytes: int
+    ops: int
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry
+
+        self.registry: Mapping[Any, Any] = flop_registry
+        self.flops: dict[str, int] = defaultdict(int)
+        self.bytes = self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func.is_view or not outputs:
+            return out
+        self.ops += 1
+        self.bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        count = self.registry.get(func.overloadpacket)
+        if count is not None:
+            floating = [t.dtype for t in inputs if t.is_floating_point()]
+            self.flops[str(floating[0]).removeprefix("torch.")] += count(*args, **kwargs, out_val=out)
+        return out
+
+
+def work_of(step: Step) -> Work:
+    """Count one step's work op by op, at the level of aten calls (fused kernels count as one op)."""
+    with _Counter() as counter:
+        step()
+    return Work(dict(counter.flops), counter.bytes, counter.ops)
+
+
+def _best(action: Step, device: torch.device, least: int = 5, budget: float = 0.05) -> float:
+    # The best of many: other processes can only make a sample slower.
+    action()
+    best = float("inf")
+    until = time.perf_counter() + budget
+    while least > 0 or time.perf_counter() < until:
+        least -= 1
+        _wait(device)
+        started = time.perf_counter()
+        action()
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+@lru_cache(maxsize=16)
+def matmul_rate(device: torch.device, dtype: str, size: int = 768) -> float:
+    """Measured floating-point operations a second of a square matmul of `size` in `dtype`."""
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    return 2 * size**3 / _best(lambda: a @ a, device)
+
+
+@lru_cache(maxsize=16)
+def copy_rate(device: torch.device, elements: int = 1 << 22) -> float:
+    """Measured bytes a second (read plus written) of an fp32 copy of `elements`."""
+    a = torch.ones(elements, device=device)
+    b = torch.empty_like(a)
+    return 8 * elements / _best(lambda: b.copy_(a), device)
+
+
+@lru_cache(maxsize=4)
+def op_latency(device: torch.device, calls: int = 300) -> float:
+    """Measured seconds of one op on a tensor too small to matter."""
+    a = torch.ones(8, device=device)
+
+    def run() -> None:
+        for _ in range(calls):
+            a.add(1.0)
+
+    return _best(run, device) / calls
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Estimated seconds of a step's arithmetic, memory traffic and op latency; the largest bounds it."""
+
+    arithmetic: float
+    memory: float
+    latency: float
+    flops: int
+    bytes: int
+    ops: int
+
+    @property
+    def what(self) -> str:
+        """`arithmetic`, `memory` or `latency`."""
+        parts = {"arithmetic": self.arithmetic, "memory": self.memory, "latency": self.latency}
+        return max(parts, key=lambda name: parts[name])
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"what": self.what}
+
+
+def bound_of(work: Work, device: torch.device) -> Bound:
+    """A roofline with three roofs: work divided by this device's measured matmul, copy and dispatch speeds.
+
+    The copy speed is taken at the step's mean tensor size, since small tensors stay in the cache.
+    """
+    mean = work.bytes // max(1, 8 * work.ops)
+    elements = min(1 << 22, max(1 << 10, 1 << mean.bit_length()))
+    return Bound(
+        arithmetic=sum(count / matmul_rate(device, dtype) for dtype, count in work.flops.items()),
+        memory=work.bytes / copy_rate(device, elements),
+        latency=work.ops * op_latency(device),
+        flops=sum(work.flops.values()),
+        bytes=work.bytes,
+        ops=work.ops,
+    )

@@ -1,0 +1,105 @@
+"""The recipes' networks. Plain PyTorch: no precision is chosen here, `hs.prepare` does that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def digits_mlp(width: int = 512) -> nn.Module:
+    """784-512-512-10 on flattened 28x28 images; returns logits [batch, 10]."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
+
+
+class DigitsCNN(nn.Module):
+    """5x5 convolutions 1-16 and 16-32, each with ReLU and 2x2 max-pool; linear 1568-10; log_softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.classify = nn.Linear(32 * 7 * 7, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [batch, 1, 28, 28] -> log-probabilities [batch, 10]."""
+        return F.log_softmax(self.classify(self.features(x).flatten(1)), dim=1)
+
+
+class Block(nn.Module):
+    """A transformer block, normalised before each part: causal attention, then a GELU MLP of 4 widths."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.join(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] -> the same."""
+        x = x + self._attend(self.norm_attention(x))
+        return x + self.contract(F.gelu(self.expand(self.norm_mlp(x))))
+
+
+class TextGPT(nn.Module):
+    """A small GPT on characters: token and position embeddings, blocks, layer norm, linear head."""
+
+    def __init__(
+        self, vocabulary: int, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.apply(self._initialise)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Codes [batch, length] int64 -> logits [batch, length, vocabulary]."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def autoencoder(widths: tuple[int, ...] = (784, 256, 64, 256, 784)) -> nn.Module:
+    """Dense autoencoder with ReLU between layers; images [batch, 1, 28, 28] -> pixels [batch, 784]."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for index in range(len(widths) - 1):
+        layers.append(nn.Linear(widths[index], widths[index + 1]))
+        if index < len(widths) - 2:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)

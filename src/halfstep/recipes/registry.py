@@ -1,0 +1,152 @@
+"""The recipes by name: each is data that says model, optimizer, loss, data and how long to train."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.recipes import data as _data
+from halfstep.recipes import models as _models
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe trains on: `train(seed)` gives endless batches, `test` is a fixed list of batches."""
+
+    name: str
+    train: Callable[[int], _data.Batches]
+    test: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training set-up. `metric` is what the table shows: test "accuracy" (higher is better) or "loss".
+
+    `steps` is a training that ends well, `demo_steps` one short enough to be run at every level in a row.
+    """
+
+    name: str
+    about: str
+    metric: str
+    steps: int
+    demo_steps: int
+    batch_size: int
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[Any]], Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    data: Callable[[int, str | None], Task]
+
+    def build(self, seed: int) -> tuple[nn.Module, Optimizer]:
+        """A freshly initialised model and its optimizer; the global generator is left as it was."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = self.model()
+        return model, self.optimizer(model.parameters())
+
+    def task(self, folder: str | None = None) -> Task:
+        """The data, from `folder` (MNIST's IDX files) where the recipe can use one."""
+        return self.data(self.batch_size, folder)
+
+
+def _in_batches(x: Tensor, y: Tensor, size: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    return tuple(zip(x.split(size), y.split(size)))
+
+
+def _images(mean: float, std: float) -> Callable[[int, str | None], Task]:
+    def build(batch_size: int, folder: str | None) -> Task:
+        data = _data.normalise(_data.image_data(folder), mean, std)
+        return Task(
+            data.name,
+            lambda seed: _data.Batches(data.train_x, data.train_y, batch_size, seed=seed),
+            _in_batches(data.test_x, data.test_y, 250),
+        )
+
+    return build
+
+
+def _pixels(batch_size: int, folder: str | None) -> Task:
+    data = _data.normalise(_data.image_data(folder), 0.0, 1.0)
+    return Task(
+        data.name,
+        lambda seed: _data.Batches(data.train_x, data.train_x.flatten(1), batch_size, seed=seed),
+        _in_batches(data.test_x, data.test_x.flatten(1), 250),
+    )
+
+
+_CONTEXT = 128
+
+
+def _text(batch_size: int, folder: str | None) -> Task:
+    if folder is not None:
+        raise ConfigError("text-gpt reads the standard library's source; --data is for the digits recipes")
+    train, test = _data.stdlib_text()
+    held = _data.TextBatches(test, 32, _CONTEXT, seed=0)
+    batches = tuple(batch for _, batch in zip(range(6), held))
+    return Task(
+        "stdlib text", lambda seed: _data.TextBatches(train, batch_size, _CONTEXT, seed=seed), batches
+    )
+
+
+def _next_character(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+_ALL = (
+    Recipe(
+        name="digits-mlp",
+        about="784-512-512-10 perceptron on handwritten digits",
+        metric="accuracy",
+        steps=400,
+        demo_steps=300,
+        batch_size=64,
+        model=_models.digits_mlp,
+        optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+        loss=F.cross_entropy,
+        data=_images(0.1307, 0.3081),
+    ),
+    Recipe(
+        name="digits-cnn",
+        about="two 5x5 convolutions on handwritten digits, log_softmax and negative log-likelihood",
+        metric="accuracy",
+        steps=300,
+        demo_steps=150,
+        batch_size=64,
+        model=_models.DigitsCNN,
+        optimizer=lambda parameters: SGD(parameters, lr=0.02, momentum=0.9),
+        loss=F.nll_loss,
+        data=_images(0.5, 0.5),
+    ),
+    Recipe(
+        name="text-gpt",
+        about="4-layer GPT of width 128 on the standard library's source, character by character",
+        metric="loss",
+        steps=200,
+        demo_steps=80,
+        batch_size=16,
+        model=lambda: _models.TextGPT(_data.VOCABULARY, _CONTEXT),
+        optimizer=lambda parameters: AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        loss=_next_character,
+        data=_text,
+    ),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})
+"""Every recipe by name."""
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe called `name`; ConfigError with the nearest names otherwise."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown recipe {name!r}; expected one of {', '.join(RECIPES)}{hint}")

@@ -1,0 +1,218 @@
+"""Running a recipe at several precision settings and seeds, and measuring each setting's step.
+
+The result is a tree of plain values (`RecipeReport.as_dict`), printed by the command line and drawn by the
+report.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import HalfstepError
+from halfstep.recipes import measure
+from halfstep.recipes.registry import Recipe, Task
+from halfstep.trainer import Callback, Trainer, accuracy, prepare
+
+OnStep = Callable[[str], None]
+"""Told, after every step of every run, the name of the run."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A precision to train at. `dtype` is None for fp32; `loss_scale` None means the level's own choice."""
+
+    level: str
+    dtype: str | None
+    loss_scale: Any = None
+
+    @property
+    def label(self) -> str:
+        """`O1 bf16`, or `O0` for fp32."""
+        return self.level if self.dtype is None else f"{self.level} {self.dtype}"
+
+    def prepare_options(self) -> dict[str, Any]:
+        """Keyword arguments for `hs.prepare`."""
+        return {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
+
+
+@dataclass
+class SeedRun:
+    """One training: loss and scale at each step, the skipped steps, the test metrics; or why it failed."""
+
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    test: dict[str, float] = field(default_factory=dict)
+    diverged_at: int | None = None
+    failed: str | None = None
+
+
+@dataclass
+class Row:
+    """One setting's runs and measurements; None where a failure prevented the measurement."""
+
+    setting: Setting
+    runs: list[SeedRun]
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    bound: measure.Bound | None = None
+
+    def finals(self, metric: str) -> list[float]:
+        """The test metric of every run that ended."""
+        return [run.test[metric] for run in self.runs if metric in run.test]
+
+
+@dataclass
+class RecipeReport:
+    """A recipe at every setting."""
+
+    recipe: Recipe
+    task: str
+    steps: int
+    seeds: int
+    rows: list[Row]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: the recipe's words, and for each row its summary and raw runs."""
+        metric = self.recipe.metric
+        base = next((row.finals(metric) for row in self.rows if row.setting.dtype is None), [])
+        return {
+            "name": self.recipe.name,
+            "about": self.recipe.about,
+            "data": self.task,
+            "metric": metric,
+            "steps": self.steps,
+            "batch_size": self.recipe.batch_size,
+            "seeds": self.seeds,
+            "rows": [_row_dict(row, self.recipe, base) for row in self.rows],
+        }
+
+
+def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]:
+    finals = row.finals(recipe.metric)
+    mean = statistics.fmean(finals) if finals else None
+    last = [run.scales[-1] for run in row.runs if run.scales]
+    return {
+        "label": row.setting.label,
+        "level": row.setting.level,
+        "dtype": row.setting.dtype or "fp32",
+        "mean": mean,
+        "spread": statistics.stdev(finals) if len(finals) > 1 else None,
+        "difference": mean - statistics.fmean(base) if mean is not None and base else None,
+        "seconds": row.seconds,
+        "samples_per_second": recipe.batch_size / row.seconds if row.seconds else None,
+        "peak_bytes": row.peak_bytes,
+        "saved_bytes": row.saved_bytes,
+        "skipped": sum(len(run.skipped) for run in row.runs),
+        "last_scale": last[-1] if last else None,
+        "failed": next((run.failed for run in row.runs if run.failed), None),
+        "diverged": sum(run.diverged_at is not None for run in row.runs),
+        "bound": row.bound.as_dict() if row.bound else None,
+        "runs": [asdict(run) for run in row.runs],
+    }
+
+
+class _Tell(Callback):
+    def __init__(self, on_step: OnStep, name: str) -> None:
+        self.on_step, self.name = on_step, name
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.on_step(self.name)
+
+
+def train_once(
+    recipe: Recipe, task: Task, setting: Setting, seed: int, steps: int, device: torch.device, on_step: OnStep
+) -> SeedRun:
+    """Train the recipe from `seed` and evaluate it; an error of ours becomes the run's `failed`."""
+    model, optimizer = recipe.build(seed)
+    run = SeedRun(seed)
+    trainer = Trainer(
+        model,
+        optimizer,
+        recipe.loss,
+        device=device,
+        metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
+        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}")],
+        progress=False,
+        **setting.prepare_options(),
+    )
+    try:
+        trainer.fit(task.train(seed), steps=steps)
+        run.test = trainer.evaluate(task.test)
+    except HalfstepError as error:
+        run.failed = str(error)
+    history = trainer.history
+    run.losses, run.skipped, run.diverged_at = history.losses, history.skipped, history.diverged_at
+    run.scales = [log.scale for log in history.steps]
+    return run
+
+
+class Bench:
+    """A prepared model and one fixed batch: the parts of a step that the measurements need."""
+
+    def __init__(self, recipe: Recipe, task: Task, setting: Setting, device: torch.device) -> None:
+        self.model, self.optimizer = recipe.build(0)
+        self.model.to(device)
+        self.amp = prepare(self.model, self.optimizer, **setting.prepare_options())
+        self.loss = recipe.loss
+        self.x, self.y = (part.to(device) for part in next(iter(task.train(0))))
+
+    def forward(self) -> Tensor:
+        """The loss on the batch."""
+        with self.amp.autocast():
+            return self.loss(self.model(self.x), self.y)
+
+    def step(self) -> None:
+        """One whole training step."""
+        self.amp.backward(self.forward())
+        self.amp.step()
+
+    def resident(self) -> list[Tensor]:
+        """Every tensor that lives between steps."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        groups = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *groups, *state, self.x, self.y]
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.device, rounds: int) -> None:
+    """Fill in time, memory and bound of every row, the times taken in turns."""
+    benches = [Bench(recipe, task, row.setting, device) for row in rows]
+    seconds = measure.times_in_turn([bench.step for bench in benches], device, rounds)
+    for row, bench, taken in zip(rows, benches, seconds):
+        row.seconds = taken
+        row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
+        row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
+        row.bound = measure.bound_of(measure.work_of(bench.step), device)
+
+
+def run_recipe(
+    recipe: Recipe,
+    settings: Sequence[Setting],
+    *,
+    seeds: int,
+    steps: int,
+    device: torch.device,
+    folder: str | None,
+    rounds: int,
+    on_step: OnStep,
+) -> RecipeReport:
+    """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step."""
+    task = recipe.task(folder)
+    rows = [
+        Row(
+            setting,
+            [train_once(recipe, task, setting, seed, steps, device, on_step) for seed in range(seeds)],
+        )
+        for setting in settings
+    ]
+    measure_rows(recipe, task, rows, device, rounds)
+    return RecipeReport(recipe, task.name, steps, seeds, rows)
