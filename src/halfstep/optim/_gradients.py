@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep import distributed
 from halfstep.scaling import dense_values, home_device
 from halfstep.unscale import unscale_
 
-__all__ = ["GradStats", "measure", "unscale_"]
+__all__ = ["GradStats", "combine", "measure", "measure_over_ranks", "unscale_"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,11 @@ def measure(
     """Return finite flag, total 2-norm and largest magnitude of `grads`, each times `inv_scale`.
 
     `grads` may mix dtypes (fp16, bf16, fp32, fp64, complex), devices and layouts (sparse gradients count with
-    duplicates summed; of a sharded tensor only the local shard is seen: combine over ranks with
-    `distributed.global_stats`). None entries are left out. The answer lies on `device`, by default the
-    first accelerator met. Norms are accumulated in at least float32, per tensor and then over tensors, as
-    `torch.nn.utils.clip_grad_norm_` does, so float32 norms are bit-identical to its. Where the squares of
-    finite gradients overflow float32 (a norm above 1.8e19) the norm is recomputed in float64 on a CPU, and
-    elsewhere replaced by the bound max_abs * sqrt(elements).
+    duplicates summed; of a sharded tensor only the local shard is seen: see `measure_over_ranks`); None is
+    left out. The answer lies on `device`, by default the first accelerator met. Norms are accumulated in at
+    least float32, per tensor and then over tensors, as `torch.nn.utils.clip_grad_norm_` does, so float32
+    norms are bit-identical to its. Where the squares of finite gradients overflow float32 (a norm above
+    1.8e19) the norm is recomputed in float64 on a CPU, elsewhere replaced by max_abs * sqrt(elements).
     """
     tensors = [t for g in grads if g is not None and (t := dense_values(g.detach())).numel()]
     home = device or (home_device(tensors) if tensors else torch.device("cpu"))
@@ -63,6 +64,41 @@ def measure(
             inv_scale = inv_scale.to(home, non_blocking=True)
         norm, max_abs = norm * inv_scale, max_abs * inv_scale
     return GradStats(finite, norm, max_abs)
+
+
+@torch.no_grad()
+def measure_over_ranks(
+    grads: Iterable[Tensor | None], inv_scale: float | Tensor | None = None, *, group: Any = None
+) -> GradStats:
+    """Return `measure` over all ranks: norm and magnitude of sharded gradients (DTensor) over their shards.
+
+    The finite flag is an AND over all ranks of `group` (default: all), whatever the sharding; every rank
+    must call this. Gradients that are not sharded count once: after DDP each rank holds the same.
+    """
+    by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            by_groups.setdefault(distributed.shard_groups(grad), []).append(grad)
+    parts = [_over_shards(measure(part, inv_scale), groups) for groups, part in by_groups.items()]
+    total = combine(parts) if parts else measure([])
+    return GradStats(~distributed.all_ranks(~total.finite, group), total.norm, total.max_abs)
+
+
+def _over_shards(stats: GradStats, groups: tuple[Any, ...]) -> GradStats:
+    norm, max_abs = stats.norm, stats.max_abs
+    for group in groups:
+        norm, max_abs = distributed.global_norm(norm, group), distributed.global_max(max_abs, group)
+    return GradStats(stats.finite, norm, max_abs)
+
+
+def combine(parts: Sequence[GradStats]) -> GradStats:
+    """Return the stats of several disjoint sets of gradients taken together (at least one set)."""
+    if len(parts) == 1:
+        return parts[0]
+    home = home_device([part.norm for part in parts])
+    finite = torch.stack([part.finite.to(home, non_blocking=True) for part in parts]).all()
+    norm = torch.linalg.vector_norm(_gather([part.norm for part in parts], home))
+    return GradStats(finite, norm, _gather([part.max_abs for part in parts], home).amax())
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
