@@ -1,1 +1,5 @@
-"""optim."""
+"""Optimizers and master weights: what updates a model whose weights are 16 bits wide."""
+
+from halfstep.optim.masters import MasterWeights
+
+__all__ = ["MasterWeights"]

@@ -1,0 +1,35 @@
+"""Names of modules and parameters that stay the same under DDP, torch.compile and checkpoint wrappers.
+
+State is keyed by these names (law 11, ARCHITECTURE.md). Nothing here knows about precision.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def canonical(name: str) -> str:
+    """`name` without the path segments that DDP, torch.compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def canonical_all(names: Iterable[str]) -> dict[str, str]:
+    """Each name with its canonical form, or unchanged where two names would become one."""
+    given = list(names)
+    short = [canonical(name) for name in given]
+    return {name: (c if c and short.count(c) == 1 else name) for name, c in zip(given, short)}
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters under canonical names, a tied parameter once, under its first name."""
+    found = dict(model.named_parameters())
+    names = canonical_all(found)
+    return {names[name]: parameter for name, parameter in found.items()}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module that a compiled module (`torch.compile`) wraps, or the module itself."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else unwrap(inner)

@@ -1,0 +1,262 @@
+"""fp32 master weights for any torch optimizer: its groups hold the masters, the model keeps 16-bit weights.
+
+`MasterWeights` edits the optimizer's groups in place and `revert()` puts everything back; nothing is rebound.
+There is one gradient, that of the model's weight: the first reader on the optimizer's side (a step, a scaler,
+clipping) widens it to fp32 where it lies, so unscaling and clipping never happen in 16 bits, on either side.
+"""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.names import canonical
+from halfstep.optim._link import Link, LoadHook, Master, foreach_mul_
+
+__all__ = ["MasterWeights"]
+
+_OWN_REFERENCES = {
+    "LBFGS": "it walks along its own flat copy of the parameters",
+    "ZeroRedundancyOptimizer": "it shards and re-broadcasts the parameters it was given",
+    "PostLocalSGDOptimizer": "it averages the parameters it was given",
+    "_NamedOptimizer": "it looks parameters up by name",
+}
+
+
+class MasterWeights:
+    """Keep an fp32 master of every fp16 or bf16 parameter an optimizer updates.
+
+    The optimizer's groups then hold the masters (fp32 and fp64 parameters stay as they are), its state moves
+    to them, its step reads fp32 gradients and writes the weights back with torch's own cast (ties to even).
+    `optimizer.zero_grad()`, `add_param_group`, schedulers and closures work as before; `state_dict()` gains
+    an entry `masters`, keyed by canonical parameter name. Weights changed in place between steps (a loaded
+    checkpoint, a clamp) are adopted where they differ from the rounded master; after changes that torch
+    cannot see (`.data`, numpy) call `refresh()`.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` that reads its parameters from `param_groups`.
+        model: one module or several, for names, `swap()` and exact loading of fp32 checkpoints.
+        names: `(name, parameter)` pairs, where there is no model.
+        initial: exact fp32 values by parameter, e.g. `Conversion.originals`; otherwise the masters start as
+            the 16-bit weights.
+
+    Raises:
+        UnsupportedError: an optimizer with references of its own (LBFGS, wrappers), 8-bit or meta parameters.
+        ConfigError: a parameter that is not the model's, or that already has a master.
+
+    A moving average of the masters, rather than of the rounded weights:
+
+        >>> import torch
+        >>> from torch.optim.swa_utils import AveragedModel
+        >>> model = torch.nn.Linear(2, 1).bfloat16()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> masters = MasterWeights(optimizer, model)
+        >>> with masters.swap():
+        ...     average = AveragedModel(model)
+        ...     average.update_parameters(model)
+        >>> next(average.parameters()).dtype
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        names: Iterable[tuple[str, Tensor]] | None = None,
+        initial: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        _refuse_own_references(optimizer)
+        self.optimizer = optimizer
+        self._models = _as_models(model)
+        given = {parameter: canonical(name) for name, parameter in names or ()}
+        self._link: Link | None = Link(self._models, given)
+        self._link.adopt(optimizer, initial or {})
+        self._handles = self._register(self._link)
+
+    def _register(self, link: Link) -> list[Any]:
+        optimizer = self.optimizer
+        handles: list[Any] = [
+            optimizer.register_step_pre_hook(link.before_step),
+            optimizer.register_step_post_hook(link.after_step),
+            optimizer.register_state_dict_post_hook(link.on_state_dict),
+            optimizer.register_load_state_dict_pre_hook(link.before_load),
+            optimizer.register_load_state_dict_post_hook(link.after_load),
+        ]
+        for model in self._models:
+            handles.append(model.register_load_state_dict_pre_hook(LoadHook(link)))
+        return handles
+
+    @property
+    def link(self) -> Link:
+        """The live record; ConfigError after `revert()`."""
+        if self._link is None:
+            raise ConfigError("these MasterWeights were reverted; make new ones to train with masters again")
+        return self._link
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """`(16-bit weight, fp32 master)` for every parameter that has a master."""
+        self.link.adopt(self.optimizer, {})
+        return list(zip(self.link.weights, self.link.masters))
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """`(canonical name, fp32 master)`, in the optimizer's order."""
+        self.link.adopt(self.optimizer, {})
+        return list(zip(self.link.names(self.optimizer), self.link.masters))
+
+    def params(self) -> list[Tensor]:
+        """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
+        self.link.adopt(self.optimizer, {})
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def copy_grads(self, inv_scale: float | Tensor | None = None) -> list[Tensor]:
+        """Widen the gradients to fp32, then multiply them by `inv_scale`; return those that exist.
+
+        Covers every parameter of the optimizer, also those without a master. The widening comes first, so an
+        fp16 gradient does not underflow when it is unscaled. `inv_scale`: a float or a 0-d fp32 tensor.
+        """
+        self.link.adopt(self.optimizer, {})
+        self.link.widen()
+        grads = [p.grad for p in self.params() if p.grad is not None]
+        if inv_scale is not None:
+            _multiply(grads, inv_scale)
+        return grads
+
+    def write_back(self) -> None:
+        """Round the masters into the model's weights (ties to even); each step does it by itself."""
+        self.link.write_back()
+
+    def refresh(self, values: Mapping[str, Tensor] | None = None) -> None:
+        """Take the model's present weights into the masters where they differ from the rounded masters.
+
+        With `values` (canonical name to tensor of any float dtype, e.g. an fp32 checkpoint's `state_dict()`)
+        the named masters take those exactly, and the weights follow.
+        """
+        if values is None:
+            self.link.sync(everything=True)
+            return
+        given = {canonical(name): value for name, value in values.items()}
+        for name, master in self.named():
+            if name in given:
+                with torch.no_grad():
+                    master.copy_(given[name])
+        self.write_back()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the masters by canonical name, or `group.position` where no name is known."""
+        return {name: master.detach().clone() for name, master in self.named()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set the masters from `state_dict()`'s form and round them into the weights.
+
+        Raises:
+            CheckpointError: a name is missing or too many, or a shape differs; nothing is changed then.
+        """
+        self.link.adopt(self.optimizer, {})
+        self.link.load(self.link.matched(self.optimizer, state))
+
+    @contextmanager
+    def swap(self) -> Generator[None]:
+        """Within, the model's parameters are the fp32 masters (same memory), to evaluate, copy or average.
+
+        Replaces the entries of the modules, not the data of the weights, so DDP and autograd do not notice.
+        Not for training: gradients of that time belong to the stand-ins. Other 16-bit parameters, buffers and
+        the casts of a `Conversion` are for `Conversion.suspended()` to widen:
+        `with conversion.suspended(), masters.swap(): ...`.
+        """
+        if not self._models:
+            raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
+        places = self.link.places(self._models)
+        stand_ins = {m: nn.Parameter(m.detach(), requires_grad=m.requires_grad) for _, _, _, m in places}
+        try:
+            for module, key, _, master in places:
+                _put(module, key, stand_ins[master])
+            yield
+        finally:
+            for module, key, weight, _ in places:
+                _put(module, key, weight)
+            self.link.write_back()
+
+    def revert(self) -> None:
+        """Put the parameters back into the optimizer with the masters' values, cast to their present dtype.
+
+        State and gradients take the weights' dtype; the hooks go. Revert a `Conversion` first to get the
+        masters into fp32 weights exactly. A second call does nothing.
+        """
+        if self._link is None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._link.release(self.optimizer)
+        self._link, self._handles = None, []
+
+
+def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
+    if model is None:
+        return []
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def _put(module: nn.Module, key: str, value: Tensor) -> None:
+    # RNNs keep a second list of their weights, which only their own __setattr__ maintains.
+    if isinstance(module, nn.RNNBase):
+        setattr(module, key, value)
+    else:
+        module._parameters[key] = cast(nn.Parameter, value)
+
+
+def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    dense = [g for g in grads if not g.is_sparse]
+    for g in grads:
+        if g.is_sparse:
+            g.mul_(factor)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for g in dense:
+        by_device.setdefault(g.device, []).append(g)
+    for device, group in by_device.items():
+        here = factor.to(device) if isinstance(factor, Tensor) else factor
+        foreach_mul_(group, here)
+
+
+def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"MasterWeights takes a torch.optim.Optimizer, not {kind}; pass the one it wraps")
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _OWN_REFERENCES:
+            raise UnsupportedError(
+                f"{kind} cannot have master weights: {_OWN_REFERENCES[base.__name__]}. Use O1 (fp32 weights)"
+            )
+    if getattr(optimizer, "one_pass", False):
+        raise ConfigError(
+            f"{kind} keeps masters of its own (its argument master=...); use it without MasterWeights"
+        )
+    if optimizer.defaults.get("differentiable", False):
+        raise UnsupportedError(
+            f"{kind}(differentiable=True) cannot have master weights; use O1 (fp32 weights)"
+        )
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(type(p) is Master for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(f"this {kind} already has master weights; revert() those first")
+    for key, value in vars(optimizer).items():
+        if key not in {"param_groups", "state", "defaults"} and _holds(value, mine):
+            raise UnsupportedError(
+                f"{kind} keeps its own references to parameters in .{key}, which masters cannot follow. "
+                "Wrap the inner optimizer, or use O1 (fp32 weights)"
+            )
+
+
+def _holds(value: object, mine: set[int], depth: int = 3) -> bool:
+    if isinstance(value, torch.optim.Optimizer) or id(value) in mine:
+        return True
+    if depth == 0 or isinstance(value, (Tensor, str)):
+        return False
+    if isinstance(value, Mapping):
+        items: Iterable[object] = [*cast(Mapping[object, object], value).keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        items = cast(Iterable[object], value)
+    else:
+        return False
+    return any(_holds(item, mine, depth - 1) for item in items)
