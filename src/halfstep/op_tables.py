@@ -203,15 +203,24 @@ APEX: Groups = (
     ("banned", _APEX_REASON, "binary_cross_entropy"),
 )
 
-_MINDSPORE_REASON = "as MindSpore's lists have it"
+_MINDSPORE_AUTO = "as MindSpore's amp level auto has it"
 MINDSPORE: Groups = (
     (
         "low",
-        _MINDSPORE_REASON,
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear lstm_cell"
-        " gru_cell"
+        "on MindSpore's white list",
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear lstm_cell gru_cell"
         " rnn_tanh_cell rnn_relu_cell matmul mm bmm prelu relu addr",
     ),
+    ("low", _MINDSPORE_AUTO, "_convolution convolution einsum addmm"),
+    (
+        "full",
+        _MINDSPORE_AUTO,
+        "pow acos asin cosh erfinv exp expm1 log log1p reciprocal rsqrt sinh tan softplus layer_norm"
+        " native_layer_norm batch_norm group_norm kl_div smooth_l1_loss multilabel_margin_loss soft_margin_loss"
+        " triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits pdist cdist renorm prod*"
+        " softmax* log_softmax* cumprod* cumsum* sum* norm mse_loss",
+    ),
+    ("widest", _MINDSPORE_AUTO, "addcdiv addcmul cross dot grid_sampler cat"),
 )
 
 _MLU_SAME = "as torch's CUDA list, which the port starts from"

@@ -1,7 +1,7 @@
 """A plan: which module gets which precision, and why, as a list of rules that reads and writes TOML.
 
 A rule names modules by a glob over their path or by class. Rules are ranked, so that their order in the file
-does not matter; a rule that matches nothing and two rules of equal rank are errors. `convert.py` applies plans.
+does not matter; a rule that matches nothing and two of equal rank are errors. `convert.py` applies plans.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class PlanRule:
     """What the modules that `pattern` matches get, and why. The rule reaches everything below a match.
 
     pattern: a module path in which `*`, `?` and `[...]` match within one component and `**` any number of
-    components ("encoder", "blocks.*.attn", "**.head", "**"); or "type:" and a class name or glob, compared with
-    the module's class and its bases ("type:LayerNorm", "type:*Norm").
+    components ("encoder", "blocks.*.attn", "**.head", "**"); or "type:" and a class name or glob, compared
+    with the module's class and its bases ("type:LayerNorm", "type:*Norm").
     dtype: parameters and floating buffers are stored in it; None leaves them.
     rule: what the module's ops do: FULL runs them in fp32, LOW in the compute dtype, KEEP as given.
     ops: edits to the op table inside the module.
-    required: False lets the rule match nothing; level defaults are such and yield to equals that are required.
+    required: False lets the rule match nothing; level defaults are such and yield to required equals.
+    One rule holds for a module, whole: what it leaves unset stays as the module has it.
     Raises PlanError for a pattern that cannot be read and for a rule that sets nothing.
     """
 
@@ -66,17 +67,15 @@ class PlanRule:
         if self.rule is not None and self.rule not in _MODULE_RULES:
             given = self.rule.value
             raise PlanError(f"plan rule {self.pattern!r}: a module can be full, low or keep, not {given}")
-        edits = Policy().with_rules(
-            **{r.value: [n for n, given in self.ops.items() if given is r] for r in Rule}
-        )
+        named = {rule.value: [op for op, given in self.ops.items() if given is rule] for rule in Rule}
+        edits = Policy().with_rules(**named)
         object.__setattr__(self, "ops", edits.edits)
         if self.dtype is None and self.rule is None and not self.ops:
             raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, a rule or ops")
 
     def __hash__(self) -> int:
-        return hash(
-            (self.pattern, self.dtype, self.rule, self.reason, tuple(self.ops.items()), self.required)
-        )
+        edits = tuple(self.ops.items())
+        return hash((self.pattern, self.dtype, self.rule, self.reason, edits, self.required))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PlanRule, (self.pattern, self.dtype, self.rule, self.reason, dict(self.ops), self.required))
@@ -155,9 +154,9 @@ class Plan:
     def resolve(self, model: nn.Module) -> Mapping[str, PlanRule]:
         """Return the rule that holds for each module, by module path; modules without one are absent.
 
-        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError for a
-        required rule that matches no module, for two rules of equal rank on one module, and for a module shared
-        under two paths whose rules differ.
+        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError for
+        a required rule that matches no module, for two rules of equal rank on one module, and for a module
+        shared under two paths whose rules differ.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         public = canonical_all(modules)
@@ -173,8 +172,8 @@ class Plan:
             first = owner.setdefault(id(module), path)
             if resolved.get(first) != chosen:
                 raise PlanError(
-                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} holds for "
-                    f"the first and {_shown(chosen)} for the second: give both the same rule"
+                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} holds "
+                    f"for the first and {_shown(chosen)} for the second: give both the same rule"
                 )
         for rule in self.rules:
             if rule.required and rule not in matched:
@@ -224,7 +223,7 @@ def _closest(own: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None
         )
     if own and (own[0][0][0] > 1 or above is None):
         return own[0][1]
-    return above if above is not None else None
+    return above
 
 
 def _shown(rule: PlanRule | None) -> str:
@@ -246,9 +245,8 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 def _quoted(text: str) -> str:
     """Write a TOML basic string: every control character escaped."""
-    return (
-        '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text) + '"'
-    )
+    written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
+    return f'"{"".join(written)}"'
 
 
 def _rule_to_toml(rule: PlanRule) -> str:
