@@ -1,0 +1,39 @@
+"""Run every benchmark of this folder, one process each; each writes its JSON to results/.
+
+python benchmarks/run_all.py [--device cpu|cuda] [NAME ...]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="benchmarks to run, without .py (default: all)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    arguments = parser.parse_args()
+    known = {p.stem: p for p in sorted(HERE.glob("*.py")) if p.stem != "run_all" and p.stem[0] != "_"}
+    unknown = set(arguments.names) - set(known)
+    if unknown:
+        print(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(known)}", file=sys.stderr)
+        return 2
+    failed = []
+    for name in arguments.names or known:
+        print(f"== {name}", flush=True)
+        start = time.perf_counter()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HALFSTEP_BENCH_DEVICE": arguments.device}
+        code = subprocess.run([sys.executable, str(known[name])], env=env).returncode
+        print(f"== {name}: exit {code} after {time.perf_counter() - start:.0f} s", flush=True)
+        failed += [name] * (code != 0)
+    print(f"{len(arguments.names or known) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
