@@ -179,18 +179,104 @@ def noise(index, key):
     return u32(x ^ u32(x >> u32(16)))
 
 
+# ---- 8-bit states ---------------------------------------------------------------------------------------
+
+
+def moments_of(algorithm: int) -> int:
+    """How many state tensors the algorithm keeps."""
+    return 0 if algorithm == L.SGD else 2 if algorithm in (L.ADAMW, L.ADAM) else 1
+
+
+@compiled()
+def read_signed(stored, exponent):
+    """A signed E4M3 code with subnormals, its block's top exponent field given."""
+    code = i32(stored)
+    magnitude = i32(code & i32(127))
+    unit = float_of(i32(i32(exponent - i32(17)) << i32(23)))
+    small = bits_of(f32(f32(magnitude) * unit))
+    large = i32(i32(magnitude + i32(i32(exponent - i32(15)) << i32(3))) << i32(20))
+    sign = i32(i32(code & i32(128)) << i32(24))
+    return float_of(i32((small if magnitude < i32(8) else large) | sign))
+
+
+@compiled()
+def read_unsigned(stored, exponent):
+    """An E5M3 code without subnormals; code 0 is zero."""
+    code = i32(stored)
+    large = i32(i32(code + i32(i32(exponent - i32(31)) << i32(3))) << i32(20))
+    return float_of(i32(0) if code == i32(0) else large)
+
+
+@compiled("void(float32[::1],int32[::1],uint8[::1])")
+def top_exponents(values, tops, stored):
+    """Per block, the exponent field under which rounding up the largest magnitude still fits the code."""
+    n = values.shape[0]
+    for start in range(0, n, L.BLOCK):
+        block = values[start : min(n, start + L.BLOCK)]
+        top = i32(0)
+        for i in range(block.shape[0]):
+            top = max(top, i32(bits_of(block[i]) & MASK))
+        exponent = max(i32(32), i32(i32(i32(top >> i32(20)) + i32(1)) >> i32(3)))
+        stored[start // L.BLOCK] = u8(exponent)
+        tops[start : min(n, start + L.BLOCK)] = exponent
+
+
+@compiled("void(uint8[::1],int32[::1])")
+def expand(stored, tops):
+    """The block exponents, once for each element."""
+    n = tops.shape[0]
+    for start in range(0, n, L.BLOCK):
+        tops[start : min(n, start + L.BLOCK)] = i32(stored[start // L.BLOCK])
+
+
+@compiled("void(float32[::1],uint8[::1],int32[::1],uint32[::1])")
+def write_signed(values, codes, tops, dither):
+    for i in range(codes.shape[0]):
+        b = bits_of(values[i])
+        magnitude = i32(b & MASK)
+        random = i32(dither[i] & u32(0xFFFF))
+        scaled = f32(float_of(magnitude) * float_of(i32(i32(i32(271) - tops[i]) << i32(23))))
+        small = i32(f32(scaled + f32(f32(random) * f32(2.0**-16))))
+        offset = i32(i32(tops[i] - i32(15)) << i32(3))
+        large = i32(i32(i32(magnitude + i32(random << i32(4))) >> i32(20)) - offset)
+        code = small if scaled < f32(8.0) else large
+        code = i32(127) if code > i32(127) else code
+        codes[i] = u8(i32(code | i32(i32(b >> i32(24)) & i32(128))))
+
+
+@compiled("void(float32[::1],uint8[::1],int32[::1],uint32[::1])")
+def write_unsigned(values, codes, tops, dither):
+    for i in range(codes.shape[0]):
+        magnitude = i32(bits_of(values[i]) & MASK)
+        random = i32(dither[i] >> u32(16))
+        offset = i32(i32(tops[i] - i32(31)) << i32(3))
+        code = i32(i32(i32(magnitude + i32(random << i32(4))) >> i32(20)) - offset)
+        code = i32(1) if code < i32(1) else code
+        code = i32(255) if code > i32(255) else code
+        codes[i] = u8(i32(0) if magnitude == i32(0) else code)
+
+
 # ---- the update -----------------------------------------------------------------------------------------
 
 
 @cache
-def core(algorithm: int, weight: int, grad: int) -> Any:
-    """The elementwise update of one slice, moments in fp32: algorithm, weight and grad are _layout codes."""
+def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
+    """The elementwise update of one slice; the four arguments are _layout codes.
+
+    8-bit states are read here, under the exponents in `m_top` and `v_top`; their new values go to `m32` and
+    `v32`, with the random bits for encoding them in `dither`, because a block must be complete first.
+    """
     signature = (
         "void(int16[::1],int16[::1],float32[::1],int16[::1],float32[::1],float32[::1],float32[::1],"
+        "int16[::1],int16[::1],uint8[::1],uint8[::1],int32[::1],int32[::1],uint32[::1],"
         "float32[::1],uint32,int64,int64[::1])"
     )
 
-    def update(w16, x16, w32, g16, g32, m_state, v_state, s, key, start, status):
+    moments = moments_of(algorithm)
+
+    def update(
+        w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_top, v_top, dither, s, key, start, status
+    ):
         bad = i32(0)
         factor, decay = s[0], s[1]
         c2, c3, c4, c5, c6, c7 = s[2], s[3], s[4], s[5], s[6], s[7]
@@ -214,35 +300,63 @@ def core(algorithm: int, weight: int, grad: int) -> Any:
             else:
                 w = from_bf16(w16[i])
 
+            m = f32(0)
+            v = f32(0)
+            if moments > 0:
+                if state == L.STATE_FP32:
+                    m = m32[i]
+                elif state == L.STATE_BF16:
+                    m = from_bf16(m16[i])
+                else:
+                    m = read_signed(m8[i], m_top[i])
+            if moments > 1:
+                if state == L.STATE_FP32:
+                    v = v32[i]
+                elif state == L.STATE_BF16:
+                    v = from_bf16(v16[i])
+                else:
+                    v = read_unsigned(v8[i], v_top[i])
+
             if algorithm == L.ADAMW or algorithm == L.ADAM:
                 if algorithm == L.ADAMW:
                     w = w * decay
                 else:
                     g = g + decay * w
-                m = m_state[i]
                 m = m + (g - m) * c2
-                v = v_state[i] * c3 + (g * g) * c4
+                v = v * c3 + (g * g) * c4
                 change = c7 * (m / (f32(math.sqrt(v)) * c5 + c6))
-                m_state[i] = m
-                v_state[i] = v
             elif algorithm == L.LION:
                 w = w * decay
-                m = m_state[i]
                 u = m * c2 + g * c3
                 positive = c6 if u > f32(0) else f32(0)
                 change = -c6 if u < f32(0) else positive
-                m_state[i] = m * c4 + g * c5
+                m = m * c4 + g * c5
             else:
                 g = g + decay * w
                 if algorithm == L.SGD:
                     change = c4 * g
                 else:
-                    m = m_state[i] * c2 + g * c3
-                    m_state[i] = m
+                    m = m * c2 + g * c3
                     if algorithm == L.SGD_NESTEROV:
                         change = c4 * (g + m * c5)
                     else:
                         change = c4 * m
+
+            random = u32(0)
+            if state != L.STATE_FP32 or weight == L.BF16_STOCHASTIC:
+                random = noise(u32(start + i), key)
+            if state == L.STATE_BF16:
+                if moments > 0:
+                    m16[i] = bf16_random(m, random)
+                if moments > 1:
+                    v16[i] = bf16_random(v, u32(random >> u32(16)))
+            else:
+                if moments > 0:
+                    m32[i] = m
+                if moments > 1:
+                    v32[i] = v
+                if state == L.STATE_8BIT:
+                    dither[i] = random
 
             w = w - change
             if weight == L.PLAIN or weight == L.BF16_MASTER or weight == L.FP16_MASTER:
@@ -265,171 +379,74 @@ def core(algorithm: int, weight: int, grad: int) -> Any:
             elif weight == L.BF16_NONE:
                 w16[i] = bf16_even(w)
             elif weight == L.BF16_STOCHASTIC:
-                w16[i] = bf16_random(w, noise(u32(start + i), key))
+                w16[i] = bf16_random(w, noise(random, key))
         if bad != i32(0):
             status[0] = 1
 
     return compiled(signature)(update)
 
 
-# ---- compressed states ----------------------------------------------------------------------------------
-
-
-@compiled("void(int16[::1],float32[::1])")
-def read_bf16_state(stored, out):
-    for i in range(stored.shape[0]):
-        out[i] = from_bf16(stored[i])
-
-
-@compiled("void(float32[::1],int16[::1],uint32,int64,int64)")
-def write_bf16_state(values, stored, key, start, shift):
-    for i in range(stored.shape[0]):
-        stored[i] = bf16_random(values[i], u32(noise(u32(start + i), key) >> u32(shift)))
-
-
-@compiled("void(uint8[::1],int32,float32[::1])")
-def read_signed(codes, exponent, out):
-    """One block of signed E4M3 codes with subnormals, the block's top exponent field given."""
-    offset = i32(i32(exponent - i32(15)) << i32(3))
-    unit = float_of(i32(i32(exponent - i32(17)) << i32(23)))
-    for i in range(codes.shape[0]):
-        code = i32(codes[i])
-        magnitude = i32(code & i32(127))
-        small = bits_of(f32(f32(magnitude) * unit))
-        large = i32(i32(magnitude + offset) << i32(20))
-        sign = i32(i32(code & i32(128)) << i32(24))
-        out[i] = float_of(i32((small if magnitude < i32(8) else large) | sign))
-
-
-@compiled("void(uint8[::1],int32,float32[::1])")
-def read_unsigned(codes, exponent, out):
-    """One block of E5M3 codes without subnormals; code 0 is zero."""
-    offset = i32(i32(exponent - i32(31)) << i32(3))
-    for i in range(codes.shape[0]):
-        code = i32(codes[i])
-        out[i] = float_of(i32(0) if code == i32(0) else i32(i32(code + offset) << i32(20)))
-
-
-@compiled("int32(float32[::1])")
-def top_exponent(values):
-    """The exponent field under which rounding up the largest magnitude still fits the code."""
-    top = i32(0)
-    for i in range(values.shape[0]):
-        top = max(top, i32(bits_of(values[i]) & MASK))
-    return max(i32(32), i32(i32(i32(top >> i32(20)) + i32(1)) >> i32(3)))
-
-
-@compiled("int32(float32[::1],uint8[::1],uint32,int64)")
-def write_signed(values, codes, key, start):
-    exponent = top_exponent(values)
-    offset = i32(i32(exponent - i32(15)) << i32(3))
-    per_unit = float_of(i32(i32(i32(271) - exponent) << i32(23)))
-    for i in range(codes.shape[0]):
-        b = bits_of(values[i])
-        magnitude = i32(b & MASK)
-        dither = i32(noise(u32(start + i), key) & u32(0xFFFF))
-        scaled = f32(float_of(magnitude) * per_unit)
-        small = i32(f32(scaled + f32(f32(dither) * f32(2.0**-16))))
-        large = i32(i32(i32(magnitude + i32(dither << i32(4))) >> i32(20)) - offset)
-        code = small if scaled < f32(8.0) else large
-        code = i32(127) if code > i32(127) else code
-        codes[i] = u8(i32(code | i32(i32(b >> i32(24)) & i32(128))))
-    return exponent
-
-
-@compiled("int32(float32[::1],uint8[::1],uint32,int64)")
-def write_unsigned(values, codes, key, start):
-    exponent = top_exponent(values)
-    offset = i32(i32(exponent - i32(31)) << i32(3))
-    for i in range(codes.shape[0]):
-        magnitude = i32(bits_of(values[i]) & MASK)
-        dither = i32(noise(u32(start + i), key) >> u32(16))
-        code = i32(i32(i32(magnitude + i32(dither << i32(4))) >> i32(20)) - offset)
-        code = i32(1) if code < i32(1) else code
-        code = i32(255) if code > i32(255) else code
-        codes[i] = u8(i32(0) if magnitude == i32(0) else code)
-    return exponent
-
-
 # ---- whole models ---------------------------------------------------------------------------------------
 
 
 @cache
-def updater(algorithm: int, weight: int, grad: int) -> Any:
-    """The update of work items first..last: items (parameter, start, count), one address row a parameter."""
-    update = core(algorithm, weight, grad)
-    moments = 0 if algorithm == L.SGD else 2 if algorithm in (L.ADAMW, L.ADAM) else 1
-    wide = 4 if weight == L.PLAIN else 2
-    wide_g = 4 if grad == L.FP32 else 2
-    master = 0 if weight == L.PLAIN else 1
+def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
+    """The update of work items first..last: items (parameter, start, count), one address row a parameter.
 
-    def run(first, last, items, table, scalars, keys, state, status):
-        m_panel = np.empty(PANEL, np.float32)
-        v_panel = np.empty(PANEL, np.float32)
+    Columns of the address table: weight, master or lacking bits, gradient, first and second state, and the
+    block exponents of these two.
+    """
+    update = core(algorithm, weight, grad, state)
+    moments = moments_of(algorithm)
+    wide_w = 4 if weight == L.PLAIN else 2
+    wide_g = 4 if grad == L.FP32 else 2
+    wide_s = (4, 2, 1)[state]
+    master = 0 if weight == L.PLAIN else 1
+    panel = PANEL if state == L.STATE_8BIT else 1 << 30
+
+    def run(first, last, items, table, scalars, keys, status):
+        m_panel, v_panel = np.empty(PANEL, np.float32), np.empty(PANEL, np.float32)
+        m_tops, v_tops = np.empty(PANEL, np.int32), np.empty(PANEL, np.int32)
+        dithers = np.empty(PANEL, np.uint32)
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            panel = count if state == L.STATE_FP32 else PANEL
             for j in range(start, start + count, panel):
                 n = min(panel, start + count - j)
-                w16 = carray(at(table[p, 0] + wide * j), n, np.int16)
+                w16 = carray(at(table[p, 0] + wide_w * j), n, np.int16)
                 x16 = carray(at(table[p, 1] + 2 * j), n, np.int16)
                 w32 = carray(at(table[p, master] + 4 * j), n, np.float32)
                 g16 = carray(at(table[p, 2] + wide_g * j), n, np.int16)
                 g32 = carray(at(table[p, 2] + wide_g * j), n, np.float32)
-                if state == L.STATE_FP32:
-                    m = carray(at(table[p, 3] + 4 * j), n, np.float32)
-                    v = carray(at(table[p, 4] + 4 * j), n, np.float32)
-                else:
-                    m, v = m_panel[:n], v_panel[:n]
-                    read_states(moments, state, table[p], j, m, v)
-                update(w16, x16, w32, g16, g32, m, v, scalars[p], keys[p], j, status)
-                if state != L.STATE_FP32:
-                    write_states(moments, state, table[p], j, m, v, keys[p])
+                m32 = carray(at(table[p, 3] + wide_s * j), n, np.float32)
+                v32 = carray(at(table[p, 4] + wide_s * j), n, np.float32)
+                m16 = carray(at(table[p, 3] + wide_s * j), n, np.int16)
+                v16 = carray(at(table[p, 4] + wide_s * j), n, np.int16)
+                m8 = carray(at(table[p, 3] + wide_s * j), n, np.uint8)
+                v8 = carray(at(table[p, 4] + wide_s * j), n, np.uint8)
+                blocks = (n + L.BLOCK - 1) // L.BLOCK
+                m_exp = carray(at(table[p, 5] + j // L.BLOCK), blocks, np.uint8)
+                v_exp = carray(at(table[p, 6] + j // L.BLOCK), blocks, np.uint8)
+                m_top, v_top, dither = m_tops[:n], v_tops[:n], dithers[:n]
+                if state == L.STATE_8BIT:
+                    m32, v32 = m_panel[:n], v_panel[:n]
+                    if moments > 0:
+                        expand(m_exp, m_top)
+                    if moments > 1:
+                        expand(v_exp, v_top)
+                update(
+                    w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_top, v_top, dither,
+                    scalars[p], keys[p], j, status,
+                )  # fmt: skip
+                if state == L.STATE_8BIT:
+                    if moments > 0:
+                        top_exponents(m32, m_top, m_exp)
+                        write_signed(m32, m8, m_top, dither)
+                    if moments > 1:
+                        top_exponents(v32, v_top, v_exp)
+                        write_unsigned(v32, v8, v_top, dither)
 
-    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64,int64[::1])"
+    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1])"
     return compiled(signature)(run)
-
-
-@compiled("void(int64,int64,int64[::1],int64,float32[::1],float32[::1])")
-def read_states(moments, state, row, j, m, v):
-    n = m.shape[0]
-    if state == L.STATE_BF16:
-        if moments > 0:
-            read_bf16_state(carray(at(row[3] + 2 * j), n, np.int16), m)
-        if moments > 1:
-            read_bf16_state(carray(at(row[4] + 2 * j), n, np.int16), v)
-        return
-    for b in range(0, n, L.BLOCK):
-        size = min(L.BLOCK, n - b)
-        block = (j + b) // L.BLOCK
-        if moments > 0:
-            exponents = carray(at(row[5] + block), 1, np.uint8)
-            read_signed(carray(at(row[3] + j + b), size, np.uint8), i32(exponents[0]), m[b : b + size])
-        if moments > 1:
-            exponents = carray(at(row[6] + block), 1, np.uint8)
-            read_unsigned(carray(at(row[4] + j + b), size, np.uint8), i32(exponents[0]), v[b : b + size])
-
-
-@compiled("void(int64,int64,int64[::1],int64,float32[::1],float32[::1],uint32)")
-def write_states(moments, state, row, j, m, v, key):
-    n = m.shape[0]
-    if state == L.STATE_BF16:
-        if moments > 0:
-            write_bf16_state(m, carray(at(row[3] + 2 * j), n, np.int16), key, j, 0)
-        if moments > 1:
-            write_bf16_state(v, carray(at(row[4] + 2 * j), n, np.int16), key, j, 16)
-        return
-    for b in range(0, n, L.BLOCK):
-        size = min(L.BLOCK, n - b)
-        block = (j + b) // L.BLOCK
-        if moments > 0:
-            codes = carray(at(row[3] + j + b), size, np.uint8)
-            exponents = carray(at(row[5] + block), 1, np.uint8)
-            exponents[0] = u8(write_signed(m[b : b + size], codes, key, j + b))
-        if moments > 1:
-            codes = carray(at(row[4] + j + b), size, np.uint8)
-            exponents = carray(at(row[6] + block), 1, np.uint8)
-            exponents[0] = u8(write_unsigned(v[b : b + size], codes, key, j + b))
 
 
 @cache
