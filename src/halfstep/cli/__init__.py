@@ -11,6 +11,8 @@ import difflib
 import functools
 import importlib
 import io
+import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +40,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) closed early; keep the interpreter from complaining at exit.
-        sys.stdout = None  # type: ignore[assignment]
+        # The reader (head, less) left early; what is still buffered goes nowhere instead of failing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
@@ -91,17 +93,20 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
         return 0
 
 
+_RULE = re.compile(r"^[╭╰+]|^[─-]{3}|[─-]{3}[╮+]?$")
+
+
 def _one_line(boxed: str) -> str:
-    """tyro frames what it says in several lines; this is the text of the first frame."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│╭╮╰╯─ ") for line in boxed.splitlines()]
-    body = []
-    for line in lines:
-        if set(line) <= set("─ ") or line in ("Parsing error", "Unrecognized options", "Required options"):
-            if body:
-                break
-            continue
-        body.append(line)
-    return " ".join(body)
+    """tyro frames what it says; this is the first paragraph inside the frame, and its guess if it has one."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", boxed)
+    lines = [line.strip("│ ") for line in plain.splitlines()]
+    if "╭" not in plain:
+        # Without Unicode the title stands on a line of its own, above a rule.
+        lines = list(itertools.dropwhile(lambda line: not _RULE.search(line), lines))
+    body = itertools.dropwhile(lambda line: not line or _RULE.search(line), lines)
+    said = " ".join(itertools.takewhile(lambda line: line and not _RULE.search(line), body))
+    guess = re.search(r"Perhaps you meant:[\s│|]*(--[\w-]+)", plain)
+    return f"{said}; perhaps you meant {guess[1]}" if guess else said
 
 
 def _refuse(message: str) -> int:

@@ -19,9 +19,14 @@ def console(stderr: bool = False) -> Console:
     """A rich console; where there is no terminal (and no COLUMNS) lines are left long, not cut."""
     from rich.console import Console
 
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would end the process; main() decides that.
+            raise
+
     stream = sys.stderr if stderr else sys.stdout
     wide = None if stream.isatty() or os.environ.get("COLUMNS") else 160
-    return Console(stderr=stderr, width=wide, highlight=False)
+    return Quiet(stderr=stderr, width=wide, highlight=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], right: str = "") -> Table:

@@ -1,0 +1,179 @@
+"""The command line: what it prints, and one line with exit code 2 for wrong input."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep import cli
+from halfstep.cli import formats as formats_command
+from halfstep.errors import UnsupportedError
+
+
+@pytest.fixture
+def halfstep(capsys):
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    def call(*args):
+        code = cli.main(args)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_every_listed_command_exists_and_every_module_is_listed():
+    folder = Path(cli.__file__).parent
+    modules = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("_")}
+    assert set(cli.COMMANDS) == modules
+    for name in cli.COMMANDS:
+        assert callable(importlib.import_module(f"halfstep.cli.{name}").run)
+
+
+def test_help_lists_the_commands(halfstep):
+    code, out, _ = halfstep("--help")
+    assert code == 0
+    assert all(name in out for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_each_command_has_help(halfstep, name):
+    code, out, err = halfstep(name, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: halfstep {name}" in out
+
+
+def test_version(halfstep):
+    code, out, _ = halfstep("--version")
+    assert code == 0
+    assert out.startswith("halfstep 0.")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "no command given; expected one of"),
+        (("formts",), "unknown command 'formts'; expected one of"),
+        (("formts",), "did you mean formats?"),
+        (("formats", "abc"), "'abc' is not a number; expected one like 0.1"),
+        (("formats", "1/0"), "'1/0' is not a number"),
+        (("formats", "0x1p99999999"), "'0x1p99999999' is not a number"),
+        (("formats", "1e999999999"), "give an exponent within 5000"),
+        (
+            ("formats", "--jsn"),
+            "Unrecognized options: --jsn; perhaps you meant --json (halfstep formats --help)",
+        ),
+        (("devices", "tpu9"), "unknown device 'tpu9'; expected one of cpu"),
+        (("devices", "cpu", "too", "many"), "too"),
+        (("train",), "'recipe'"),
+        (("train", "digits-mlp", "--seeds", "x"), "Error parsing --seeds"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(halfstep, args, says):
+    code, out, err = halfstep(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("halfstep: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_an_error_message_of_several_lines_becomes_one(halfstep, monkeypatch):
+    def fail(**_):
+        raise UnsupportedError("first\n  second")
+
+    monkeypatch.setattr(formats_command, "_print_formats", fail)
+    monkeypatch.setattr(formats_command, "run", lambda: fail())
+    assert halfstep("formats") == (2, "", "halfstep: first second\n")
+
+
+def test_an_interrupt_ends_quietly(halfstep, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(formats_command, "run", interrupt)
+    assert halfstep("formats") == (130, "", "")
+
+
+def test_the_exit_code_of_a_command_is_passed_on(halfstep, monkeypatch):
+    monkeypatch.setattr(formats_command, "run", lambda: 1)
+    assert halfstep("formats")[0] == 1
+
+
+def test_formats_table(halfstep):
+    code, out, _ = halfstep("formats")
+    assert code == 0
+    for word in ("fp64", "tf32", "65504", "5.96046e-08", "1s 8e 7m", "e4m3fn", "57344"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("0.00006666666", ["6.663799285888672e-05", "0 00001 0001011110", "underflow", "5.96e-08"]),
+        ("0.11111111", ["0.111083984375", "0.111328125", "0 01111011 1100100"]),
+        ("65519", ["65504.0", "65536.0", "overflow: beyond 448", "no infinity"]),
+        ("65520", ["inf", "overflow: beyond 65504"]),
+        ("1e-8", ["underflow: zero up to 2.98e-08"]),
+        ("1e-7", ["subnormal: below 6.1e-05"]),
+        ("nan", ["not a number", "1111111111"]),
+        ("-inf", ["-inf", "1 11111 0000000000"]),
+        ("-0", ["-0.0", "1 00000 0000000000"]),
+        ("-1/3", ["-0.333251953125"]),
+        ("0x1p-24", ["5.960464477539063e-08"]),
+        ("1e400", ["overflow: beyond 1.79769e+308"]),
+    ],
+)
+def test_formats_shows_how_each_stores_a_number(halfstep, number, words):
+    code, out, err = halfstep("formats", number)
+    assert (code, err) == (0, "")
+    assert [word for word in words if word not in out] == []
+
+
+def test_bits_are_coloured_on_a_terminal():
+    from rich.console import Console
+
+    drawn = Console(force_terminal=True, color_system="standard", file=None)
+    with drawn.capture() as captured:
+        drawn.print(formats_command._coloured(("0", "01111", "0000000000")))
+    assert len({part for part in captured.get().split("\x1b[") if "m" in part}) >= 3
+
+
+def test_formats_as_json(halfstep):
+    rows = json.loads(halfstep("formats", "--json")[1])
+    assert {row["name"]: row["max"] for row in rows}["fp16"] == 65504.0
+    first, second = json.loads(halfstep("formats", "0.1", "inf", "--json")[1])
+    assert first["given"] == "0.1"
+    assert first["formats"]["fp16"]["value"] == 0.0999755859375
+    assert second["formats"]["fp16"]["value"] == "inf"
+    assert second["formats"]["e4m3fn"]["status"] == "overflow"
+
+
+def test_devices_table_and_json(halfstep):
+    code, out, _ = halfstep("devices", "cpu")
+    assert code == 0
+    for word in ("cpu", "bf16", "fp16", "native", "default dtype: bf16", "matmul precision"):
+        assert word in out
+    (facts,) = json.loads(halfstep("devices", "cpu", "--json")[1])
+    assert facts["default_dtype"] == "bf16"
+    assert facts["dtypes"]["fp32"]["time_over_fp32"] == 1.0
+
+
+def test_only_the_module_asked_for_is_imported():
+    code = (
+        "import sys; from halfstep import cli; cli.main(['formats', '1'])\n"
+        "print(sorted(m for m in sys.modules if m.startswith('halfstep.cli.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "['halfstep.cli._output', 'halfstep.cli.formats']"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = "from halfstep.cli import main; raise SystemExit(main(['formats', *map(str, range(3000))]))"
+    command = f'"{sys.executable}" -c "{code}" | head -c 100 > /dev/null; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n", "")
