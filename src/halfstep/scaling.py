@@ -170,6 +170,10 @@ class LossScale:
         """
         return self
 
+    def with_value(self, value: float | Tensor) -> LossScale:
+        """Return this kind of scale set by hand to `value` (a number, or a 1-element tensor, not read)."""
+        raise ConfigError(f"the value of a {type(self).__name__} cannot be set")
+
     def state_dict(self) -> dict[str, Any]:
         """Return configuration and state as plain Python values; `LossScale.from_state` reads it."""
         state: dict[str, Any] = {"kind": type(self).__name__}
@@ -232,6 +236,10 @@ class StaticLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check_scale("StaticLossScale", self.value, SMALLEST_SCALE, LARGEST_SCALE)
+
+    def with_value(self, value: float | Tensor) -> StaticLossScale:
+        """Return a constant scale of `value` (a tensor is read)."""
+        return StaticLossScale(float(value))
 
 
 def check_scale(owner: str, value: Any, low: float, high: float) -> None:
@@ -328,6 +336,15 @@ class DynamicLossScale(LossScale):
             current, clean, overflows = self._clamp(as_float32(current * self.growth)), 0, 0
         return replace(self, current=current, clean=clean, overflows=overflows)
 
+    def adjust_by_kernel(self, update: Callable[..., None], found_inf: Tensor) -> DynamicLossScale:
+        """Return the next scale as a device's own scale-update kernel makes it, kept within the bounds."""
+        if self.hysteresis != 1:
+            return self.adjust(~found_inf)
+        scale = self.tensor(found_inf.device).clone()
+        clean = _count_tensor(self.clean, found_inf.device).clone()
+        update(scale, clean, found_inf.float(), self.growth, self.backoff, self.interval)
+        return replace(self, current=scale.clamp(self.min, self.max), clean=clean)
+
     def _clamp(self, value: float) -> float:
         return as_float32(min(max(value, self.min), self.max))
 
@@ -401,6 +418,10 @@ class HeadroomLossScale(LossScale):
             return limit
         room = as_float32(self.overflow_at / spared)
         return max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min)
+
+    def with_value(self, value: float | Tensor) -> HeadroomLossScale:
+        """Return this scale with its limit set to `value` and its memory of gradients emptied."""
+        return replace(self, limit=self.limit.with_value(value), history=())
 
     def _peak(self) -> float | Tensor:
         if isinstance(self.history, Tensor):
