@@ -109,7 +109,7 @@ _ALL = (
         demo_steps=300,
         batch_size=64,
         model=_models.digits_mlp,
-        optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+        optimizer=lambda parameters: SGD(parameters, lr=0.02, momentum=0.9),
         loss=F.cross_entropy,
         data=_images(0.1307, 0.3081),
     ),

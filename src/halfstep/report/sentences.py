@@ -1,0 +1,72 @@
+"""The sentences of the report: what each setting did, and what bounds its step, from measured numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep.levels import LEVELS
+
+Row = Mapping[str, Any]
+
+_REMEDY = {
+    "arithmetic": "faster matrix arithmetic is what would shorten it",
+    "memory": "fewer or smaller tensors are what would shorten it",
+    "latency": "larger batches or fewer, larger ops are what would shorten it",
+}
+
+
+def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
+    """What the row's level did, what that bought against O0, and what bounds its step."""
+    parts = [f"{LEVELS[row['level']].summary}."]
+    if row["dtype"] in slow:
+        parts.append(
+            f"{row['dtype']} is slow on this device ({slow[row['dtype']]}), so values are rounded to it "
+            "and the arithmetic is fp32: the same numbers, no gain in speed."
+        )
+    parts.append(_against(row, base))
+    parts.append(_scaling(row))
+    parts.append(_bound(row))
+    return " ".join(part for part in parts if part)
+
+
+def _against(row: Row, base: Row | None) -> str:
+    if base is None or row is base:
+        return ""
+    found = []
+    for key, what in (("seconds", "time"), ("peak_bytes", "peak memory"), ("saved_bytes", "saved bytes")):
+        if row[key] and base[key]:
+            found.append(f"{row[key] / base[key]:.2f} of its {what}")
+    return f"Against O0: {', '.join(found)}." if found else ""
+
+
+def _scaling(row: Row) -> str:
+    if row["failed"]:
+        return f"A run failed: {row['failed'].rstrip('.')}."
+    if row["diverged"]:
+        return f"{row['diverged']} of {len(row['runs'])} runs diverged: the loss became NaN or infinite."
+    scales = {scale for run in row["runs"] for scale in run["scales"]}
+    if scales <= {1.0}:
+        return ""
+    skipped = f"{row['skipped']} step" + ("" if row["skipped"] == 1 else "s")
+    if len(scales) == 1:
+        return f"The loss scale stayed at {scales.pop():,.0f} and {skipped} were skipped."
+    return f"The loss scale moved between {min(scales):,.0f} and {max(scales):,.0f}; {skipped} skipped."
+
+
+def _bound(row: Row) -> str:
+    bound = row["bound"]
+    if not bound or not row["seconds"]:
+        return ""
+    parts = {name: bound[name] for name in ("arithmetic", "memory", "latency")}
+    listed = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
+    what = bound["what"]
+    return (
+        f"Bounded by {what}: at this device's measured speeds its {bound['flops'] / 1e9:,.3g} GFLOP, "
+        f"{bound['bytes'] / 1e6:,.3g} MB and {bound['ops']:,} ops would take {listed}, each alone; "
+        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}."
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.3g} µs"
