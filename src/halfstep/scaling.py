@@ -181,7 +181,8 @@ class LossScale:
             item = getattr(self, f.name)
             if isinstance(item, LossScale):
                 item = item.state_dict()
-            state[f.name] = item.tolist() if isinstance(item, Tensor) else item
+            item = item.tolist() if isinstance(item, Tensor) else item
+            state[f.name] = list(item) if isinstance(item, tuple) else item
         return state
 
     @staticmethod

@@ -1,0 +1,88 @@
+"""Outcomes: lazily read, once, in one transfer; what they say about a step."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from halfstep.outcome import Outcome, OutcomeQueue
+
+
+def outcome(finite: bool = True, **kwargs) -> Outcome:
+    flag = torch.tensor(finite)
+    return Outcome(taken=flag, finite=flag, **kwargs)
+
+
+def test_reads_device_scalars_as_plain_values():
+    o = outcome(scale=torch.tensor(4.0), grad_norm=torch.tensor(2.0, dtype=torch.float64), max_abs=1, step=7)
+    plain = {"taken": True, "finite": True, "scale": 4.0, "grad_norm": 2.0, "max_abs": 1.0}
+    assert o.read().as_dict() == plain | {"reason": "", "step": 7}
+    assert all(getattr(o, name) == value for name, value in o.read().as_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("taken", "finite", "reason"),
+    [
+        (True, True, ""),
+        (False, False, "skipped: gradients hold inf or NaN"),
+        (True, False, "taken although gradients hold inf or NaN"),
+        (False, True, "skipped"),
+    ],
+)
+def test_bool_and_reason(taken, finite, reason):
+    o = Outcome(taken=taken, finite=torch.tensor(finite))
+    assert bool(o) is taken
+    assert o.reason == reason
+
+
+def test_given_reason_wins():
+    assert Outcome(taken=False, finite=True, reason="no gradients").reason == "no gradients"
+
+
+def test_on_read_runs_once_when_read():
+    seen = []
+    o = outcome(on_read=seen.append)
+    assert seen == []
+    assert o.taken
+    assert o.finite
+    assert [record.taken for record in seen] == [True]
+
+
+def test_reading_is_one_transfer(monkeypatch):
+    copies = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: copies.append(t) or original(t))
+    o = outcome(scale=torch.tensor(8.0), grad_norm=torch.tensor(1.0), max_abs=torch.tensor(0.5))
+    assert (o.scale, o.grad_norm, o.max_abs, o.taken) == (8.0, 1.0, 0.5, True)
+    assert len(copies) == 1
+
+
+def test_repr_says_what_happened():
+    assert "scale=4.0" in repr(outcome(scale=4.0))
+
+
+def test_repr_of_a_device_value_does_not_read_it():
+    o = Outcome(taken=torch.empty((), dtype=torch.bool, device="meta"), finite=True, step=3)
+    assert "step=3" in repr(o)
+    assert not o.is_read
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_carry_plain_values(clone):
+    twin = clone(outcome(scale=torch.tensor(2.0), result=5, on_read=lambda record: None))
+    assert (twin.scale, twin.result, twin.device_value("scale")) == (2.0, 5, 2.0)
+
+
+def test_queue_reads_host_outcomes_at_once():
+    queue = OutcomeQueue()
+    assert [r.taken for flag in (True, False) for r in queue.push(outcome(flag))] == [True, False]
+    assert queue.drain() == []
+
+
+def test_queue_waits_for_at_most_two_steps(monkeypatch):
+    monkeypatch.setattr(Outcome, "arrived", property(lambda self: False))
+    queue = OutcomeQueue(late=2)
+    arrived = [len(queue.push(outcome())) for _ in range(5)]
+    assert arrived == [0, 0, 1, 1, 1]
+    assert len(queue.drain()) == 2
