@@ -177,3 +177,15 @@ def test_a_reader_that_leaves_early_is_no_error():
     command = f'"{sys.executable}" -c "{code}" | head -c 100 > /dev/null; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_devices_shows_every_op_of_the_policy_that_was_named(halfstep):
+    code, out, err = halfstep("devices", "cpu", "--policy", "paper", "--dtype", "fp16")
+    assert (code, err) == (0, "")
+    assert "fp32 arithmetic, rounded" in out or "agrees" in out
+    (facts,) = json.loads(halfstep("devices", "cpu", "--policy", "mlu", "--json")[1])
+    rules = {row["op"]: row["rule"] for row in facts["ops"]}
+    assert rules["softmax"] == "full"
+    code, _, err = halfstep("devices", "cpu", "--policy", "mluu")
+    assert code == 2
+    assert err.startswith("halfstep: unknown policy 'mluu'")

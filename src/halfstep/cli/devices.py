@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -10,32 +13,74 @@ import tyro
 from halfstep import devices
 from halfstep.cli._output import console, print_json, table
 from halfstep.devices import Capability
-from halfstep.formats import dtype_name
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.ops import TABLES, Rule
+from halfstep.policy import Policy
+from halfstep.probe import Observed, groups, probe_casting, summary
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
+_VERDICTS = {"agrees": "", "differs": "bold red", "absent": "dim", "unsampled": "dim"}
 _STYLES = {"native": "green", "slow": "yellow", "absent": "red"}
 
 
 def run(
     device: tyro.conf.Positional[str] = "",
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    policy: str = "halfstep",
+    dtype: str = "",
+    json: Flag = False,
 ) -> None:
-    """Show what each device here does with each dtype, how fast, and why not.
+    """Show what each device here does with each dtype, how fast, why not, and with each op of the table.
 
     Args:
         device: Device to show, such as cpu or cuda:0. None gives all of them.
+        policy: Op table to probe (halfstep, torch, apex, mindspore, mlu, paper) or a policy string.
+        dtype: 16-bit dtype to probe. Default: what the device prefers.
         json: Print JSON instead of tables.
     """
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
-    facts = [_facts(each) for each in chosen]
-    if json:
-        return print_json(facts)
+    facts = []
     for each in chosen:
-        _print_device(each)
-    return None
+        seen = _probe(each, policy, dtype)
+        if json:
+            facts.append(_facts(each) | {"ops": [_op_facts(o) for o in seen]})
+        else:
+            _print_device(each)
+            _print_ops(each, seen)
+    if json:
+        print_json(facts)
+
+
+def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
+    """What a region of ours does on `device` with every op of the table."""
+    from halfstep.autocast import autocast
+
+    named = Policy.parse(text)
+    low = parse_dtype(dtype) if dtype else devices.default_dtype(device)
+    policy = named.with_dtype(low) if dtype or text in TABLES else named
+    rows = policy.rows(device.type)
+    compute = policy.compute_dtype
+    devices.check_dtype(device, compute)
+    with _native_stderr_hidden():
+        return list(
+            probe_casting(device, compute, rows, lambda: autocast(device.type, policy=policy)).values()
+        )
+
+
+@contextmanager
+def _native_stderr_hidden() -> Iterator[None]:
+    """torch's C++ side writes its deprecation notices straight to descriptor 2; the probed ops raise many."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _capabilities(device: torch.device) -> list[Capability]:
@@ -78,3 +123,38 @@ def _cells(c: Capability) -> list[str | Text]:
 
     ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
     return [dtype_name(c.dtype), Text(c.status, _STYLES[c.status]), ratio, c.why]
+
+
+def _print_ops(device: torch.device, seen: list[Observed]) -> None:
+    out = console()
+    rows = [
+        [o.rule.value, _names(o.given), _names(o.compute), _names((o.output,)), _verdict(o), ", ".join(names)]
+        for o, names in groups(seen)
+    ]
+    columns = ("rule", "given", "computes in", "gives", "observed", "ops")
+    out.print(table(f"What a region does with each op on {device}", columns, rows))
+    counts = summary(seen)
+    out.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+
+
+def _names(dtypes: tuple[torch.dtype | None, ...]) -> str:
+    return "+".join(dtype_name(d) for d in dtypes if d is not None) or "-"
+
+
+def _verdict(o: Observed) -> Text:
+    from rich.text import Text
+
+    note = f": {o.note}" if o.note and o.rule is not Rule.BANNED else ""
+    return Text(o.verdict + note, _VERDICTS[o.verdict])
+
+
+def _op_facts(o: Observed) -> dict[str, object]:
+    return {
+        "op": o.op,
+        "rule": o.rule.value,
+        "given": [dtype_name(d) for d in o.given],
+        "compute": [dtype_name(d) for d in o.compute],
+        "output": None if o.output is None else dtype_name(o.output),
+        "verdict": o.verdict,
+        "note": o.note,
+    }
