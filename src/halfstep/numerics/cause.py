@@ -1,0 +1,250 @@
+"""Why an op gave inf or NaN: its re-run in a wider format on the same inputs, and on inputs computed wider.
+
+Finite when re-run wider: the range (by how many times) or the precision of the format. Finite only when the
+ops before it are re-run wider too: something earlier was flushed to zero or rounded away. Not finite even so:
+the mathematics, or the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from halfstep.formats import Format, dtype_name, format_of
+from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.tape import Node, is_finite, key_of, tensors_in, written_by
+
+_DEPTH = 48
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`kind`: range, precision, mathematics, data, weights, machine or unknown; `text` says it in words.
+
+    `times`: by how many times the largest value leaves the range. `format`: what could not hold it.
+    `culprit`: the earlier op at fault, where it is not the origin itself.
+    """
+
+    kind: str
+    text: str
+    times: float | None = None
+    format: str = ""
+    culprit: Node | None = None
+
+
+def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Copies with every floating tensor, and every floating dtype that is asked for, made `dtype`."""
+    leaves, spec = tree_flatten(tree)
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            low = dtype is not None and x.is_floating_point()
+            return x.detach().to(dtype, copy=True) if low else x.detach().clone()
+        if isinstance(x, torch.dtype) and x.is_floating_point and dtype is not None:
+            return dtype
+        return x
+
+    return tree_unflatten([widen(x) for x in leaves], spec)
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    with torch.no_grad():
+        out = func(*args, **kwargs)
+    return [*tensors_in(out), *written_by(func, args, kwargs)]
+
+
+def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
+    """The op's results on the same inputs in another dtype (None: unchanged); None if it cannot run so."""
+    try:
+        args, kwargs = _wider((node.args, node.kwargs or {}), dtype)
+        return _call(node.func, args, kwargs)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+class _Shadow:
+    """Results of past ops recomputed in a wider dtype, as deep as the tape remembers."""
+
+    def __init__(self, dtype: torch.dtype, originals: Mapping[Any, Tensor]) -> None:
+        self._dtype, self._originals = dtype, originals
+        self._nodes: dict[int, Node] = {}
+        self._done: dict[int, list[Tensor] | None] = {}
+
+    def results(self, node: Node, depth: int = 0) -> list[Tensor] | None:
+        if node.index not in self._done:
+            self._done[node.index] = None
+            self._done[node.index] = self._compute(node, depth)
+        return self._done[node.index]
+
+    def _compute(self, node: Node, depth: int) -> list[Tensor] | None:
+        random = torch.Tag.nondeterministic_seeded in node.func.tags
+        if node.dropped or random or depth > _DEPTH:
+            return None
+        leaves, spec = tree_flatten((node.args, node.kwargs or {}))
+        parents = iter(node.parents)
+        wide: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                wide.append(self._value(leaf, next(parents, None), depth))
+            else:
+                wide.append(_wider(leaf, self._dtype))
+        args, kwargs = tree_unflatten(wide, spec)
+        try:
+            return _call(node.func, args, kwargs)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None
+
+    def _value(self, leaf: Tensor, parent: tuple[Node, int] | None, depth: int) -> Tensor:
+        if parent is None:
+            return _wider(self._originals.get(key_of(leaf), leaf), self._dtype)
+        if leaf.is_floating_point():
+            results = self.results(parent[0], depth + 1)
+            if results is not None and results[parent[1]].shape == leaf.shape:
+                return results[parent[1]].clone()
+        return _wider(leaf, self._dtype)
+
+    def first_flush(self) -> Node | None:
+        """The earliest op whose stored result has zeros where the wider one has none."""
+        for index in sorted(self._done):
+            results, node = self._done[index], self._nodes.get(index)
+            if results is None or node is None or node.func.is_view:
+                continue
+            for low, wide in zip(node.outs, results):
+                if low.is_floating_point() and low.shape == wide.shape and ((low == 0) & (wide != 0)).any():
+                    return node
+        return None
+
+    def watch(self, node: Node) -> None:
+        """Collects the nodes behind `node`, for `first_flush`."""
+        todo = [(node, 0)]
+        while todo:
+            one, depth = todo.pop()
+            if one.index in self._nodes or depth > _DEPTH:
+                continue
+            self._nodes[one.index] = one
+            todo += [(p[0], depth + 1) for p in one.parents if p is not None]
+
+
+def _bad_dtype(node: Node) -> torch.dtype:
+    wrong = [t for t in node.outs if t.is_floating_point() and not is_finite(t)]
+    return wrong[0].dtype if wrong else torch.float32
+
+
+def _top(tensors: list[Tensor]) -> float:
+    return max((float(max_abs(t)) for t in tensors if t.is_floating_point()), default=0.0)
+
+
+def _all_finite(tensors: list[Tensor] | None) -> bool:
+    return tensors is not None and all(is_finite(t) for t in tensors)
+
+
+def explain(node: Node, originals: Mapping[Any, Tensor]) -> Cause:
+    """Finds out why `node`, whose inputs were finite, gave a result that is not.
+
+    `originals`: values that the step later overwrote, as the tape kept them.
+    """
+    dtype = _bad_dtype(node)
+    fmt = format_of(dtype)
+    same = rerun(node, None)
+    if same is None:
+        return Cause("unknown", f"{node.op} could not be run again on its own")
+    if _all_finite(same):
+        return Cause(
+            "machine",
+            f"{node.op} on the same inputs is finite when run again: nondeterminism, memory written by "
+            "another kernel, or faulty hardware",
+        )
+    for wide in (torch.float32, torch.float64):
+        if format_of(wide).bits <= fmt.bits:
+            continue
+        results = rerun(node, wide)
+        if _all_finite(results):
+            assert results is not None
+            return _range_or_precision(node, fmt, wide, _top(results))
+    return _earlier(node, fmt, originals)
+
+
+def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, top: float) -> Cause:
+    if top > fmt.max:
+        text = (
+            f"range: the result reaches {top:.3g} and {fmt} ends at {fmt.max:.5g} "
+            f"({top / fmt.max:.3g} times too large); finite in {dtype_name(wide)}"
+        )
+        return Cause("range", text, top / fmt.max, fmt.name)
+    zero = _zero_inputs(node)
+    if zero:
+        return Cause("precision", f"precision: {zero}", None, fmt.name)
+    text = (
+        f"range inside the op: in {dtype_name(wide)} the result is only {top:.3g}, but an intermediate value "
+        f"leaves {fmt}"
+    )
+    return Cause("range", text, None, fmt.name)
+
+
+def _zero_inputs(node: Node) -> str:
+    """A scalar argument that the tensors' format cannot hold (an epsilon that became zero), in words."""
+    low = next((t for t in node.tensors() if t.is_floating_point()), None)
+    if low is None:
+        return ""
+    smallest = format_of(low.dtype).smallest_subnormal
+    scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
+    lost = [x for x in scalars if 0 < abs(x) <= smallest / 2]
+    name = dtype_name(low.dtype)
+    return f"{lost[0]:g} is zero in {name}, whose smallest value is {smallest:.3g}" if lost else ""
+
+
+def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
+    """Not finite in fp64 on the same inputs: were those inputs ruined by rounding before?"""
+    shadow = _Shadow(torch.float64, originals)
+    results = shadow.results(node)
+    if _all_finite(results):
+        shadow.watch(node)
+        culprit = shadow.first_flush()
+        low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
+        name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
+        if culprit is not None:
+            eps = _zero_inputs(culprit)
+            why = eps or f"{culprit.op} flushed values to zero in {name}"
+            text = f"precision: {why} ({culprit.site.where}); finite when computed in fp64 from there on"
+            return Cause("precision", text, None, name or fmt.name, culprit)
+        text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp64"
+        return Cause("precision", text, None, dtype_name(low))
+    return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name)
+
+
+def _some(what: str, mask: Tensor) -> str:
+    count = int(mask.sum())
+    return f"{count} of {mask.numel()} {what}" if mask.numel() > 1 else what
+
+
+def _words(node: Node) -> str:
+    """The illegal operation in words, by kernel name."""
+    base = node.base.removesuffix("_").removeprefix("_foreach_")
+    tensors = [t for t in node.tensors() if t.is_floating_point()]
+    backward = "" if not node.site.node else f" in the gradient of {node.op}"
+    if base in ("div", "true_divide", "addcdiv"):
+        divisor = tensors[-1] if len(tensors) > 1 else None
+        if divisor is None:
+            return f"division by zero{backward}"
+        return f"division by zero{backward} ({_some('divisors are 0', divisor == 0)})"
+    first = tensors[0] if tensors else torch.zeros(())
+    if base in ("log", "log2", "log10"):
+        return f"logarithm of {_some('values that are not positive', first <= 0)}{backward}"
+    if base == "log1p":
+        return f"log1p of {_some('values at or below -1', first <= -1)}{backward}"
+    if base == "sqrt":
+        return f"square root of {_some('negative values', first < 0)}{backward}"
+    if base in ("rsqrt", "reciprocal"):
+        return f"{base} of {_some('values that are zero', first == 0)}{backward}"
+    if base == "pow":
+        return f"power of a value out of its domain ({_some('values are 0', first == 0)}){backward}"
+    if "softmax" in base:
+        return "softmax over a row in which every term is -inf"
+    if base == "exp":
+        return f"exp of values up to {float(first.max()):.3g} is infinite in every format"
+    return f"{node.op}{backward} is not finite in fp64 either on the same inputs"

@@ -1,0 +1,287 @@
+"""What to change so that a bad op stops being one: cheapest first, each applicable around a step.
+
+A cure is applied from outside (around the functions the user calls, or in the session), so that a replay can
+try it before a person edits anything; `code` says what to write once it is known to work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from halfstep.formats import FORMATS
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.replay import Actors
+from halfstep.numerics.sites import Site, look, op_label
+from halfstep.numerics.tape import Node
+
+Apply = Callable[[], AbstractContextManager[Any]]
+
+UNTRIED, WORKS, FAILS = "untried", "works", "does not help"
+
+
+@dataclass(frozen=True)
+class Cure:
+    """`kind`: full, scale, epsilon, clamp, loss_scale, bf16, data, masters or advice.
+
+    `status`: "works" or "does not help" where a replay tried it, else "untried". `apply` opens the context in
+    which steps run with the cure in place; None where it cannot be applied from outside.
+    """
+
+    kind: str
+    text: str
+    code: str = ""
+    status: str = UNTRIED
+    apply: Apply | None = None
+
+    def tried(self, worked: bool) -> Cure:
+        """The same cure with the replay's answer."""
+        return replace(self, status=WORKS if worked else FAILS)
+
+
+class _AtSite(TorchFunctionMode):
+    """Runs one call (by its source line and op name) through `change`; everything else as it is."""
+
+    def __init__(self, site: Site, op: str, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self._where = (site.file, site.line)
+        self._op, self._change = op, change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            with self:
+                return torch.autograd.backward(args[0], *args[1:], **kwargs)
+        name = getattr(func, "__name__", "")
+        if not name.startswith("__get") and op_label(func, name) == self._op:
+            _, file, line = look()
+            if (file, line) == self._where:
+                return self._change(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _autocast_off() -> AbstractContextManager[Any]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.autocast(device.type if device is not None else "cpu", enabled=False)
+
+
+def _to_fp32(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
+    with _autocast_off():
+        args, kwargs = tree_map(_to_fp32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _full_at(site: Site, op: str) -> Apply:
+    return lambda: _AtSite(site, op, _in_fp32)
+
+
+def _scaled_at(site: Site, op: str, bits: int) -> Apply:
+    def change(func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
+        return out.float() * 2.0**bits
+
+    return lambda: _AtSite(site, op, change)
+
+
+def _epsilon_at(site: Site, op: str, value: float) -> Apply:
+    def change(func: Any, args: Any, kwargs: Any) -> Any:
+        def lift(x: Any) -> Any:
+            return value if isinstance(x, float) and 0 < abs(x) < value else x
+
+        args, kwargs = tree_map(lift, (args, kwargs))
+        return func(*args, **kwargs)
+
+    return lambda: _AtSite(site, op, change)
+
+
+def _clamped_at(site: Site, op: str, value: float) -> Apply:
+    def change(func: Any, args: Any, kwargs: Any) -> Any:
+        args = list(args)
+        last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
+        place = last if op == "div" else 0
+        args[place] = args[place].clamp_min(value)
+        return func(*args, **kwargs)
+
+    return lambda: _AtSite(site, op, change)
+
+
+@contextmanager
+def _with_attributes(thing: Any, **values: Any) -> Iterator[None]:
+    before = {k: getattr(thing, k) for k in values}
+    for k, v in values.items():
+        setattr(thing, k, v)
+    try:
+        yield
+    finally:
+        for k, v in before.items():
+            setattr(thing, k, v)
+
+
+def _full_by_policy(actors: Actors, op: str) -> Apply | None:
+    session = actors.session
+    if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
+        return None
+    return lambda: _with_attributes(session, policy=session.policy.with_rules(full=[op]))
+
+
+@contextmanager
+def _bf16_autocast() -> Iterator[None]:
+    """Within, regions that ask for fp16 get bf16."""
+    set_dtype = torch.set_autocast_dtype
+
+    def swapped(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(device_type, torch.bfloat16 if dtype == torch.float16 else dtype)
+
+    with _with_attributes(torch, set_autocast_dtype=swapped):
+        yield
+
+
+def _bf16(actors: Actors) -> Apply | None:
+    session = actors.session
+    if session is not None:
+        if session.policy.compute_dtype != torch.float16:
+            return None
+        policy = replace(session.policy, compute_dtype=torch.bfloat16)
+        return lambda: _with_attributes(session, policy=policy)
+    if any(p.dtype == torch.float16 for p in actors.parameters()):
+        return None
+    return _bf16_autocast
+
+
+def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
+    """Multiplies the present loss scale by 2**bits for as long as the context is open."""
+    session, scaler = actors.session, actors.scaler
+    if session is not None:
+        present = session.loss_scale
+        if present.value == 1.0:
+            return None
+        lowered = type(present).from_state({**present.state_dict(), **_scaled_state(present, bits)})
+        return lambda: _with_attributes(session, loss_scale=lowered)
+    if scaler is None or not scaler.is_enabled():
+        return None
+
+    @contextmanager
+    def change() -> Iterator[None]:
+        before = scaler.get_scale()
+        scaler.update(before * 2.0**bits)
+        yield
+        scaler.update(before)
+
+    return change
+
+
+def _scaled_state(present: Any, bits: int) -> dict[str, Any]:
+    return {k: v * 2.0**bits for k, v in present.state_dict().items() if k in ("value", "scale")}
+
+
+def _here(site: Site) -> str:
+    return f" at {site.where}" if site.where else ""
+
+
+def _full(node: Node, actors: Actors) -> Cure:
+    op = node.op
+    apply = _full_by_policy(actors, op)
+    code = f'policy.with_rules(full=["{op}"])'
+    if apply is None:
+        apply, code = (
+            _full_at(node.site, op),
+            f"with hs.autocast(enabled=False): ...  # inputs .float(){_here(node.site)}",
+        )
+    return Cure("full", f"run {op} in fp32{_here(node.site)}", code, apply=apply)
+
+
+_BF16 = "use bf16: the range of fp32, no loss scale needed"
+
+
+def to_bf16(actors: Actors) -> Cure:
+    """Compute in bf16 instead of fp16."""
+    return Cure("bf16", _BF16, 'hs.prepare(..., dtype="bf16")', apply=_bf16(actors))
+
+
+def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+    if cause.format not in ("fp16", "e4m3fn", "e5m2"):
+        return _for_wide_range(node, cause)
+    bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
+    cures: list[Cure] = []
+    if node.phase == "backward":
+        lower = lift_loss_scale(actors, -bits)
+        if lower is not None or actors.session is not None or actors.scaler is not None:
+            text = f"lower the loss scale by 2^{bits} (a dynamic one does: the skip is harmless)"
+            cures.append(Cure("loss_scale", text, "", apply=lower))
+    cures.append(_full(node, actors))
+    if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
+        text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
+        cures.append(Cure("scale", text, f"x * 2**-{bits}", apply=_scaled_at(node.site, node.op, bits)))
+    return [*cures, to_bf16(actors)]
+
+
+def _for_wide_range(node: Node, cause: Cause) -> list[Cure]:
+    if node.phase == "optimizer":
+        text = "the values in the optimizer's state left the range: clip gradients before they get there"
+        return [Cure("advice", text, "amp.step(clip_norm=1.0)")]
+    text = (
+        f"values have left the range of {cause.format} itself: look for divergence (learning rate, missing "
+    )
+    return [Cure("advice", text + "normalisation) or unscaled data", "amp.step(clip_norm=1.0)")]
+
+
+def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+    culprit = cause.culprit or node
+    cures: list[Cure] = []
+    if "whose smallest value" in cause.text:
+        value = FORMATS[cause.format].smallest_normal
+        text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.site)}"
+        apply = _epsilon_at(culprit.site, culprit.op, value)
+        cures.append(Cure("epsilon", text, f"eps = {value:.2g}", apply=apply))
+    cures.append(_full(culprit, actors))
+    if culprit is not node:
+        cures.append(_full(node, actors))
+    if cause.format == "fp16":
+        cures.append(to_bf16(actors))
+    return cures
+
+
+def _for_mathematics(node: Node) -> list[Cure]:
+    if "softmax" in node.base:
+        text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
+        return [Cure("advice", text + _here(node.site))]
+    text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
+    if node.op in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
+        apply = _clamped_at(node.site, node.op, 1e-4)
+        return [Cure("clamp", text, ".clamp_min(1e-4)", apply=apply)]
+    return [Cure("advice", text)]
+
+
+def propose(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+    """The cures worth trying for this op and cause, cheapest first."""
+    if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
+        text = "keep optimizer state in fp32: fp32 master weights"
+        return [Cure("masters", text, 'hs.prepare(model, optimizer, level="O2")'), to_bf16(actors)]
+    if cause.kind == "range":
+        return _for_range(node, cause, actors)
+    if cause.kind == "precision":
+        return _for_precision(node, cause, actors)
+    if cause.kind == "mathematics":
+        return _for_mathematics(node)
+    if cause.kind == "data":
+        return [
+            Cure("data", "drop such batches, or clean them where they are loaded", "torch.isfinite(x).all()")
+        ]
+    if cause.kind == "weights":
+        return [
+            Cure("advice", "weights were spoiled before this step: go back to a checkpoint and trace earlier")
+        ]
+    text = "run the step again; if it stays finite, check the hardware and kernels that write without order"
+    return [Cure("advice", text, "torch.use_deterministic_algorithms(True)")]

@@ -1,0 +1,214 @@
+"""Running a training step again from the state it started from.
+
+A `Snapshot` holds copies of everything a step changes: weights, buffers, gradients, optimizer and scaler
+state, random generators. Restoring writes the copies back into the same tensors, so nothing loses its
+identity. What lives in plain Python (a data iterator, a counter of the user's) is not restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def random_state() -> Callable[[], None]:
+    """Notes the state of Python's, numpy's and torch's generators; the result puts it back."""
+    python, torch_cpu = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = torch.get_device_module(device) if device is not None else None
+    states = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(torch_cpu)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        if module is not None and states is not None:
+            module.set_rng_state_all(states)
+
+    return restore
+
+
+class _Tensors:
+    """Values of some tensors and of their gradients."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._saved = [(t, t.detach().clone(), _copied(t.grad) if t.is_leaf else None) for t in tensors]
+
+    def restore(self) -> None:
+        for tensor, value, gradient in self._saved:
+            if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                tensor.data.copy_(value)
+            else:
+                tensor.data = value.clone()
+            if tensor.is_leaf:
+                tensor.grad = _copied(gradient)
+
+
+def _copied(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().clone()
+
+
+class _Buffers:
+    """Buffers may be rebound by forward, so the binding is restored as well as the value."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        modules = [m for model in models for m in model.modules()]
+        self._bound = [(m, dict(m._buffers), m.training) for m in modules]
+        self._values = _Tensors({id(b): b for m in modules for b in m.buffers(recurse=False)}.values())
+
+    def restore(self) -> None:
+        for module, buffers, training in self._bound:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        self._values.restore()
+
+
+class _OptimizerState:
+    """State and options of one optimizer, restored in place: others may hold its groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._state = {p: _deep(s) for p, s in optimizer.state.items()}
+
+    def restore(self) -> None:
+        for group, saved in zip(self._optimizer.param_groups, self._groups):
+            group.update(saved)
+        for parameter in list(self._optimizer.state):
+            if parameter not in self._state:
+                del self._optimizer.state[parameter]
+        for parameter, saved in self._state.items():
+            self._optimizer.state[parameter] = _deep(saved)
+
+
+def _deep(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _deep(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+# What a halfstep Session counts up during a step.
+_SESSION = ("loss_scale", "steps", "skips", "_pending", "history", "_warned", "policy")
+
+
+class _SessionState:
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._saved = {k: copy.copy(session.__dict__[k]) for k in _SESSION if k in session.__dict__}
+
+    def restore(self) -> None:
+        self._session.__dict__.update({k: copy.copy(v) for k, v in self._saved.items()})
+
+
+class _ByStateDict:
+    """Schedulers, scalers and whatever else offers state_dict and load_state_dict."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing, self._state = thing, copy.deepcopy(thing.state_dict())
+
+    def restore(self) -> None:
+        self._thing.load_state_dict(copy.deepcopy(self._state))
+
+
+def is_session(thing: Any) -> bool:
+    """Whether this is a halfstep Session (by what it offers; sessions live above this floor)."""
+    return all(hasattr(type(thing), name) for name in ("backward", "step", "autocast", "revert"))
+
+
+class Actors:
+    """What takes part in a step: models, optimizers, a session, and other things that keep state.
+
+    What is not given is looked for among the names the step function uses.
+    """
+
+    def __init__(self, step: Callable[..., Any] | None, given: Iterable[Any] = ()) -> None:
+        things = list(given)
+        if step is not None:
+            things += [t for t in _reachable(step) if all(t is not g for g in things)]
+        self.session: Any = next((t for t in things if is_session(t)), None)
+        if self.session is not None:
+            things += [*self.session.models, *self.session.optimizers]
+        unique = list({id(t): t for t in things}.values())
+        self.models = [t for t in unique if isinstance(t, nn.Module)]
+        inner = {id(c) for m in self.models for c in m.modules() if c is not m}
+        self.models = [m for m in self.models if id(m) not in inner]
+        self.models.sort(key=lambda m: next(m.parameters(), None) is None)
+        self.optimizers = [t for t in unique if isinstance(t, torch.optim.Optimizer)]
+        others = (*self.models, *self.optimizers, self.session)
+        self.others = [t for t in unique if all(t is not o for o in others) and _keeps_state(t)]
+        self.scaler = next((t for t in self.others if hasattr(t, "get_scale")), None)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The first model, the one whose paths stand without a prefix."""
+        return self.models[0] if self.models else None
+
+    def parameters(self) -> list[Tensor]:
+        """Every parameter of the models and every tensor the optimizers update, once."""
+        owned = [p for m in self.models for p in m.parameters()]
+        updated = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        return list({id(p): p for p in (*owned, *updated)}.values())
+
+
+def _keeps_state(thing: Any) -> bool:
+    return not isinstance(thing, type) and all(
+        callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _reachable(step: Callable[..., Any]) -> list[Any]:
+    """Stateful objects a function refers to: its closure, globals it names, the object it is bound to."""
+    function = getattr(step, "__func__", step)
+    function = getattr(function, "func", function)
+    found: list[Any] = []
+    owner = getattr(step, "__self__", None)
+    if owner is not None:
+        found += [owner, *getattr(owner, "__dict__", {}).values()]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        names = getattr(function, "__globals__", {})
+        found += [names[n] for n in code.co_names if n in names]
+        for cell in function.__closure__ or ():
+            try:
+                found.append(cell.cell_contents)
+            except ValueError:  # a name the enclosing function has not bound yet
+                continue
+    listed = [x for t in found for x in (t if isinstance(t, list | tuple) else (t,))]
+    return [t for t in listed if is_session(t) or _keeps_state(t)]
+
+
+class Snapshot:
+    """The state before a step. `restore()` may be called any number of times."""
+
+    def __init__(self, actors: Actors, weights: bool = True) -> None:
+        self._random = random_state()
+        self._parts: list[Any] = [_Buffers(actors.models)]
+        if weights:
+            self.hold_weights(actors)
+        if actors.session is not None:
+            self._parts.append(_SessionState(actors.session))
+
+    def hold_weights(self, actors: Actors) -> None:
+        """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""
+        self._parts.append(_Tensors(actors.parameters()))
+        self._parts += [_OptimizerState(o) for o in actors.optimizers]
+        self._parts += [_ByStateDict(t) for t in actors.others]
+
+    def restore(self) -> None:
+        """Writes every value back and sets the random generators."""
+        with torch.no_grad():
+            for part in self._parts:
+                part.restore()
+        self._random()

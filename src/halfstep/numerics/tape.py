@@ -1,0 +1,403 @@
+"""An op-level tape of one training step: what ran, where, in which dtype, where values stopped being finite.
+
+The tape sits below autograd and autocast (a TorchDispatchMode), so it sees every kernel of forward, backward,
+recomputation and optimizer. A backward op is tied to the forward line that caused it by autograd's sequence
+numbers. It is slow (every result is looked at) and meant for one replayed step; it changes no value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from halfstep.formats import dtype_name
+from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.sites import ModuleStack, Site, look, op_label
+
+# Their results are memory nobody has written yet; whatever lies in it means nothing.
+_UNWRITTEN = frozenset(
+    ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"]
+)
+# They write without looking at what was there before.
+_OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_"])
+# Beside the result they return the logarithm of a sum, -inf for a row without terms.
+_ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_NO_SEQUENCE = 1 << 62
+
+
+def is_finite(t: Tensor) -> bool:
+    """Whether every element is finite (reads the device); integer tensors always are."""
+    if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
+        return True
+    return math.isfinite(max_abs(t).item())
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts, in order."""
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+
+
+def _storage(t: Tensor) -> int:
+    try:
+        return t.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return id(t)
+
+
+def key_of(t: Tensor) -> tuple[Any, ...]:
+    """Identity of the memory a tensor shows: the same for the aliases that autograd makes of it."""
+    if t.layout != torch.strided:
+        return (id(t),)
+    return (_storage(t), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
+
+
+@dataclass(eq=False)
+class Node:
+    """One op that ran. `parents[i]`: which node made the i-th tensor argument, as which of its results
+    (None: it came from outside the step).
+
+    `origins`: indices of the nodes whose non-finite results reached this one; its own index if it is one.
+    """
+
+    index: int
+    func: Any
+    phase: str
+    site: Site
+    args: Any = ()
+    kwargs: Any = None
+    outs: list[Tensor] = field(default_factory=list)
+    parents: list[tuple[Node, int] | None] = field(default_factory=list)
+    origins: frozenset[int] = frozenset()
+    intended: bool = False
+    outside: list[Tensor] = field(default_factory=list)
+    dropped: bool = False
+
+    @property
+    def aten(self) -> str:
+        """Full name of the kernel: `aten.mm.default`."""
+        return str(self.func)
+
+    @property
+    def base(self) -> str:
+        """The op's name without namespace and overload: `mm`."""
+        return self.func._schema.name.split("::")[-1]
+
+    @property
+    def op(self) -> str:
+        """The op as the user called it (`linear`), or the kernel's name where no call is known.
+
+        A cast is a `cast`, unless it rounds the result of the same call: that is part of the op.
+        """
+        if self.base == "_to_copy":
+            made = self.parents[0][0] if self.parents and self.parents[0] else None
+            if made is None or made.base == "_to_copy" or not 0 < self.site.call == made.site.call:
+                return "cast"
+        return op_label(self.site.function, self.base)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor arguments, as they were before the op ran."""
+        return tensors_in((self.args, self.kwargs))
+
+
+@dataclass(frozen=True)
+class End:
+    """A value that must be finite and is not: `kind` is loss, gradient, parameter, buffer or state."""
+
+    kind: str
+    name: str
+    origins: frozenset[int]
+
+
+class Tape:
+    """Context manager that records one step. Read `nodes`, `ends`, `counts` after it has closed.
+
+    Args:
+        model: names modules by its paths; without it the first module called is taken for the model.
+        keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
+        on_result: called with each finished node whose results are finite (used to look for underflow).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        keep_bytes: int = 1 << 30,
+        on_result: Callable[[Node], None] | None = None,
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.candidates: dict[int, Node] = {}
+        self.ends: list[End] = []
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.gradients: dict[str, Tensor] = {}
+        self.passed: list[Node] = []
+        self.backward_seen = False
+        self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
+        self.originals: dict[tuple[Any, ...], Tensor] = {}
+        self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
+        self._budget = self._left = keep_bytes
+        self._sites: dict[int, list[tuple[str, Site]]] = {}
+        self._lines: dict[str, Site] = {}
+        self._on_result = on_result
+        self._steps = 0
+        self._busy = False
+        self.calls: list[tuple[Any, int]] = []
+        self.call_count = 0
+        self._modules = ModuleStack(model, self._adopt)
+        self._handles: list[Any] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Tape:
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._stack.callback(self._remove)
+        self._stack.enter_context(self._modules)
+        self._stack.enter_context(_Calls(self))
+        self._stack.enter_context(_Kernels(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._made.clear()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, *_: object) -> None:
+        self._steps += 1
+
+    def _after_step(self, *_: object) -> None:
+        self._steps -= 1
+
+    def _adopt(self, names: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in names:
+            if parameter.is_leaf and parameter.requires_grad:
+                hook = _gradient_hook(self, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def check(self, kind: str, name: str, value: Tensor) -> bool:
+        """Notes `value` as an end of the step; returns whether it is finite."""
+        self._busy, busy = True, self._busy
+        try:
+            finite = is_finite(value)
+        finally:
+            self._busy = busy
+        if finite:
+            return True
+        origins, _ = self._bad.get(_storage(value), (frozenset(), value))
+        self.ends.append(End(kind, name, origins))
+        return False
+
+    def module_name(self, module: nn.Module) -> str:
+        """The path under which the tape knows a module."""
+        return self._modules.name_of(module)
+
+    def _phase(self, found: str) -> str:
+        if self._steps:
+            return "optimizer"
+        if torch._C._current_graph_task_id() != -1:
+            self.backward_seen = True
+            return found or "backward"
+        after = self.backward_seen and not torch.is_grad_enabled() and not self._modules.path
+        return "optimizer" if after else "forward"
+
+    def _locate(self, func: Any) -> tuple[str, Site]:
+        found, file, line = look()
+        phase = self._phase(found)
+        sequence = torch.autograd._get_sequence_nr() - 1
+        function, call = self.calls[-1] if self.calls else (None, 0)
+        site = Site(self._modules.path, self._modules.kind, function, file, line, "", call)
+        if phase != "backward":
+            if not file:
+                site = self._lines.get(site.module, site)
+            self._lines.setdefault(site.module, site)
+            known = self._sites.setdefault(sequence, [])
+            if not known or phase == "recompute":
+                known.append((func._schema.name.split("::")[-1], site))
+            return phase, site
+        return phase, self._forward_site(site)
+
+    def _forward_site(self, here: Site) -> Site:
+        """The forward call behind the backward node that is running; a custom backward keeps its own line."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return here
+        sequence = node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        known = self._sites.get(sequence) if sequence < _NO_SEQUENCE else None
+        if not known:
+            return here
+        name = node.name().lower()
+        site = next(
+            (s for base, s in reversed(known) if base.strip("_").replace("_", "") in name), known[-1][1]
+        )
+        if here.file:
+            return Site(site.module, site.module_class, site.function, here.file, here.line, node.name())
+        return Site(site.module, site.module_class, site.function, site.file, site.line, node.name())
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one kernel and records it."""
+        if self._busy or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        phase, site = self._locate(func)
+        node = Node(len(self.nodes), func, phase, site)
+        written = written_by(func, args, kwargs)
+        # What an op overwrites is copied first: its re-run needs the values it was given.
+        copies = {id(t): t.detach().clone() for t in written if t.layout == torch.strided}
+        for t in written:
+            if id(t) in copies:
+                self.originals.setdefault(key_of(t), copies[id(t)])
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        node.parents = [self._made.get(key_of(t)) for t in given]
+        node.args, node.kwargs = tree_unflatten([copies.get(id(x), x) for x in leaves], spec)
+        out = func(*args, **kwargs)
+        results = [*tensors_in(out), *(t for t in written)]
+        if node.base in _UNWRITTEN:
+            return out
+        node.outs = results
+        self.nodes.append(node)
+        self._count(node, results, given)
+        bad = self._judge(node, given, copies)
+        for place, t in enumerate(results):
+            self._made[key_of(t)] = (node, place)
+        self._keep(node, bad)
+        return out
+
+    def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
+        if node.func.is_view:
+            return
+        dtype = next((t.dtype for t in (*results, *given) if t.is_floating_point()), None)
+        if dtype is not None:
+            self.counts[(node.phase, node.op, dtype_name(dtype))] += 1
+
+    def _judge(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> bool:
+        """Decides whether the node's results are finite, and whether it is an origin or passed it on."""
+        if node.func.is_view:
+            return False
+        looked = node.outs[:1] if node.base.startswith(_ONLY_FIRST) else node.outs
+        wrong = [t for t in looked if not is_finite(t)]
+        if not wrong:
+            for t in looked:
+                self._bad.pop(_storage(t), None)
+            if self._on_result is not None:
+                self._on_result(node)
+            return False
+        unread = copies if node.base in _OVERWRITES else {}
+        culprits = [t for t in given if id(t) not in unread and not is_finite(copies.get(id(t), t))]
+        known = [self._bad.get(_storage(t)) for t in culprits]
+        node.outside = [t for t, k in zip(culprits, known) if k is None]
+        node.origins = frozenset().union(*(k[0] for k in known if k is not None))
+        fresh_nan = _has_nan(wrong) and not any(_has_nan([copies.get(id(t), t)]) for t in culprits)
+        masks = all(self.candidates[i].intended for i in node.origins)
+        if not culprits or node.outside or (masks and fresh_nan):
+            node.intended = not culprits and _writes_infinity(node)
+            node.origins |= {node.index}
+            self.candidates[node.index] = node
+        else:
+            self.passed.append(node)
+        for t in wrong:
+            self._bad[_storage(t)] = (node.origins, t)
+        return True
+
+    def _keep(self, node: Node, bad: bool) -> None:
+        """Holds on to arguments and results while the budget lasts; origins are held always."""
+        if bad and node.index in self.candidates and len(self.candidates) <= 16:
+            node.args, node.kwargs = _detached(node.args), _detached(node.kwargs)
+            return
+        size = sum(t.numel() * t.element_size() for t in node.outs)
+        self._kept[node.index] = (node, size)
+        self._left -= size
+        while self._left < 0 and self._kept:
+            old, freed = self._kept.popitem(last=False)[1]
+            self._left += freed
+            for t in old.outs:
+                if self._made.get(key_of(t), (None,))[0] is old:
+                    del self._made[key_of(t)]
+            old.args, old.kwargs, old.outs, old.parents, old.dropped = (), None, [], [], True
+
+
+def _gradient_hook(tape: Tape, name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tape.gradients[name] = parameter.grad
+            tape.check("gradient", name, parameter.grad)
+
+    return hook
+
+
+def _detached(tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the op changes in place, by its schema."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+            found += tensors_in(value)
+    return found
+
+
+def _has_nan(tensors: list[Tensor]) -> bool:
+    return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+def _writes_infinity(node: Node) -> bool:
+    """Whether the op was told to write an infinity (`masked_fill(mask, -inf)`): a mask, not an accident."""
+    scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
+    return any(math.isinf(x) for x in scalars)
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.run(func, args, kwargs or {})
+
+
+class _Calls(TorchFunctionMode):
+    """Remembers which torch function the user called, and sees the root of each backward."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            # Inside this handler the mode is off; recomputation in backward must see it again.
+            return self._backward(*args, **kwargs)
+        self._tape.call_count += 1
+        self._tape.calls.append((func, self._tape.call_count))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tape.calls.pop()
+
+    def _backward(
+        self,
+        loss: Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self._tape.check("loss", "loss", loss)
+        with self:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)

@@ -1,0 +1,344 @@
+"""The first bad op of a training step: where inf or NaN was born, why, what it spoiled, what cures it.
+
+`trace_step` runs one step under the tape and puts everything back as it was, so it may be called on a live
+training run. `first_bad_op` is its short form.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.formats import dtype_name
+from halfstep.numerics.cause import Cause, explain
+from halfstep.numerics.cures import Cure, propose
+from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.replay import Actors, Snapshot
+from halfstep.numerics.sites import Site
+from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
+from halfstep.numerics.underflow import Flushed, UnderflowProbe
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in words: dtype, shape, largest magnitude (inf or NaN where it is not finite)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    max_abs: float
+
+    @classmethod
+    def of(cls, t: Tensor) -> TensorInfo:
+        """Describes `t`."""
+        top = float(max_abs(t)) if t.is_floating_point() or t.is_complex() else 0.0
+        return cls(dtype_name(t.dtype), tuple(t.shape), top)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """What is not finite after the step and was before it, by name."""
+
+    gradients: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    optimizer_state: tuple[str, ...] = ()
+
+    @property
+    def lasting(self) -> tuple[str, ...]:
+        """What stays spoiled when the step is skipped or over: everything but the gradients."""
+        return (*self.parameters, *self.buffers, *self.optimizer_state)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for kind, names in (
+                ("gradients", self.gradients),
+                ("parameters", self.parameters),
+                ("buffers", self.buffers),
+                ("optimizer states", self.optimizer_state),
+            )
+            if names
+        ]
+        return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class BadOp:
+    """The op at which values stopped being finite (or, `underflow`, became zero).
+
+    `phase`: forward, backward, recompute or optimizer. `module`: path in the model, "" for the root.
+    `op`: as the op table names it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a
+    value that was not finite before the step). `passed_on`: ops that carried it further, first ones first.
+    """
+
+    phase: str
+    module: str
+    module_class: str
+    op: str
+    aten: str
+    site: Site
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    origin: bool
+    cause: Cause
+    cures: tuple[Cure, ...]
+    spoiled: Spoiled
+    reached: tuple[str, ...]
+    passed_on: tuple[str, ...] = ()
+    underflow: bool = False
+
+    @property
+    def where(self) -> str:
+        """Module and source line in one phrase."""
+        module = self.module or f"the root module{f' ({self.module_class})' if self.module_class else ''}"
+        return f"{module}{f', {self.site.where}' if self.site.where else ''}"
+
+    def summary(self) -> str:
+        """The verdict in a few lines of plain text."""
+        verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
+        shapes = ", ".join(map(str, self.inputs))
+        lines = [f"{self.phase}: {self.op} in {self.where} {verb}"]
+        if self.site.code:
+            lines.append(f"  {self.site.code}")
+        lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
+        lines += [f"  cure ({c.status}): {c.text}" for c in self.cures]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+@dataclass
+class Trace:
+    """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well."""
+
+    bad: BadOp | None
+    counts: Mapping[tuple[str, str, str], int]
+    ends: tuple[End, ...]
+    result: Any
+    ops: int
+    seconds: float
+    error: BaseException | None = None
+    flushed: tuple[Flushed, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def trace_step(
+    step: Callable[..., Any],
+    *batch: Any,
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    session: Any = None,
+    others: Iterable[Any] = (),
+    underflow: bool = False,
+    try_cures: bool = True,
+    keep_bytes: int = 1 << 30,
+) -> Trace:
+    """Runs `step(*batch)` once under the tape and restores weights, buffers, states and random generators.
+
+    Args:
+        step: does forward, backward and the optimizer's step; called again for each cure that is tried.
+        batch: its arguments.
+        model, optimizer, session, others: what takes part. Whatever is left out is found among the names that
+            `step` uses; `others` are further things with state_dict (schedulers, scalers).
+        underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
+        try_cures: replay the step with each cure that can be applied from outside.
+        keep_bytes: memory that results may hold for re-runs.
+
+    Raises:
+        Exception: what `step` raised, where nothing in it was found to be not finite.
+    """
+    actors = Actors(step, [*_listed(model), *_listed(optimizer), *_listed(session), *others])
+    snapshot = Snapshot(actors)
+    started = time.perf_counter()
+    try:
+        trace = _run(step, batch, actors, underflow, keep_bytes)
+    finally:
+        snapshot.restore()
+    if trace.bad is not None and try_cures:
+        trace.bad = _tried(trace.bad, step, batch, actors, snapshot)
+    trace.seconds = time.perf_counter() - started
+    if trace.error is not None and trace.bad is None:
+        raise trace.error
+    return trace
+
+
+def first_bad_op(step: Callable[..., Any], *batch: Any, **actors: Any) -> BadOp | None:
+    """The op at which a step's values stop being finite, or None; takes the arguments of `trace_step`."""
+    return trace_step(step, *batch, **actors).bad
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
+
+
+def _run(
+    step: Callable[..., Any], batch: tuple[Any, ...], actors: Actors, underflow: bool, keep_bytes: int
+) -> Trace:
+    before = bad_names(actors)
+    probe = UnderflowProbe() if underflow else None
+    tape = Tape(actors.model, keep_bytes, None if probe is None else probe.look)
+    result, error = None, None
+    # The tape sees kernels only where Python calls them; compiled regions run as written.
+    with torch.compiler.set_stance("force_eager"), tape:
+        try:
+            result = step(*batch)
+        except Exception as caught:
+            error = caught
+    for value in tensors_in(result):
+        tape.check("loss", "result", value)
+    return finish(tape, actors, before, result, error, probe, batch)
+
+
+def finish(
+    tape: Tape,
+    actors: Actors,
+    before: frozenset[tuple[str, str]],
+    result: Any,
+    error: BaseException | None,
+    probe: UnderflowProbe | None,
+    batch: Any = (),
+) -> Trace:
+    """Turns a closed tape into a Trace; `before` are the values that were not finite to begin with."""
+    spoiled = _spoiled(tape, actors, before)
+    bad = _verdict(tape, actors, spoiled, batch)
+    flushed = () if probe is None else probe.report(tape)
+    if bad is None and flushed:
+        bad = _underflow(flushed[0], actors, spoiled)
+    return Trace(bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error, flushed)
+
+
+def _named_values(actors: Actors) -> Iterable[tuple[str, str, Tensor]]:
+    names: dict[Tensor, str] = {}
+    for number, model in enumerate(actors.models):
+        prefix = f"{type(model).__name__}." if number else ""
+        for name, parameter in model.named_parameters():
+            names[parameter] = prefix + name
+            yield "parameter", prefix + name, parameter
+        for name, buffer in model.named_buffers():
+            yield "buffer", prefix + name, buffer
+    for number, optimizer in enumerate(actors.optimizers):
+        updated = [p for g in optimizer.param_groups for p in g["params"]]
+        for place, parameter in enumerate(updated):
+            name = names.get(parameter, f"parameter {place} of optimizer {number}")
+            if parameter not in names:
+                yield "parameter", name, parameter
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield "state", f"{name}.{key}", value
+
+
+def bad_names(actors: Actors) -> frozenset[tuple[str, str]]:
+    """Which parameters, buffers and optimizer states are not finite now."""
+    return frozenset((kind, name) for kind, name, t in _named_values(actors) if not is_finite(t))
+
+
+def _spoiled(tape: Tape, actors: Actors, before: frozenset[tuple[str, str]]) -> Spoiled:
+    found: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
+    for kind, name, value in _named_values(actors):
+        if (kind, name) not in before and not tape.check(kind, name, value):
+            found[kind].append(name)
+    gradients = tuple(dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient"))
+    return Spoiled(gradients, *(tuple(found[k]) for k in ("parameter", "buffer", "state")))
+
+
+def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp | None:
+    if not tape.ends:
+        return None
+    reached = {i for end in tape.ends for i in end.origins}
+    real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
+    real = real or sorted(i for i, n in tape.candidates.items() if not n.intended)
+    ends = tuple(dict.fromkeys(f"{e.kind} {e.name}" if e.kind != "loss" else "loss" for e in tape.ends))
+    if not real:
+        return _unseen(spoiled, ends)
+    node = tape.candidates[real[0]]
+    cause = _outside(node, actors, batch) if node.outside else explain(node, tape.originals)
+    cures = tuple(propose(node, cause, actors))
+    carried = tuple(
+        dict.fromkeys(
+            f"{n.phase}: {n.op} in {n.site.module or 'root'}" for n in tape.passed if node.index in n.origins
+        )
+    )
+    return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
+
+
+def _bad_op(
+    node: Node,
+    cause: Cause,
+    cures: tuple[Cure, ...],
+    spoiled: Spoiled,
+    ends: tuple[str, ...],
+    carried: tuple[str, ...] = (),
+    underflow: bool = False,
+) -> BadOp:
+    inputs = tuple(TensorInfo.of(t) for t in node.tensors())
+    outputs = tuple(TensorInfo.of(t) for t in node.outs)
+    site = node.site
+    return BadOp(
+        node.phase, site.module, site.module_class, node.op, node.aten, site, inputs, outputs,
+        not node.outside, cause, cures, spoiled, ends, carried, underflow,
+    )  # fmt: skip
+
+
+def _outside(node: Node, actors: Actors, batch: Any) -> Cause:
+    """The op read a value that was not finite before the step began: whose is it?"""
+    storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
+    for kind, name, value in _named_values(actors):
+        if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
+            return Cause("weights", f"weights: {kind} {name} was not finite before the step")
+    place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
+    which = "" if place is None else f" (tensor {place} of the batch)"
+    wrong = node.outside[0]
+    count = int((~torch.isfinite(wrong)).sum())
+    return Cause("data", f"data: {count} of {wrong.numel()} input values are not finite{which}")
+
+
+def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:
+    """Something ended up not finite and no op on the tape did it."""
+    cause = Cause(
+        "machine",
+        "no op that Python dispatched gave a value that is not finite: a kernel outside PyTorch, or memory "
+        "written by someone else",
+    )
+    phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
+    site = Site("", "", None, "", 0)
+    return BadOp(phase, "", "", "unknown", "", site, (), (), False, cause, (), spoiled, ends)
+
+
+def _underflow(worst: Flushed, actors: Actors, spoiled: Spoiled) -> BadOp:
+    cause = Cause("precision", worst.text, None, worst.format)
+    return _bad_op(
+        worst.node, cause, worst.cures(actors), spoiled, tuple(f"gradient {n}" for n in worst.lost), (), True
+    )
+
+
+def _tried(
+    bad: BadOp, step: Callable[..., Any], batch: tuple[Any, ...], actors: Actors, snapshot: Snapshot
+) -> BadOp:
+    cures: list[Cure] = []
+    for cure in bad.cures:
+        if cure.apply is None:
+            cures.append(cure)
+            continue
+        before = bad_names(actors)
+        try:
+            with cure.apply():
+                again = _run(step, batch, actors, bad.underflow, 1 << 28)
+            worked = again.error is None and again.bad is None
+        except Exception:  # a cure that the model cannot run with is a cure that does not help
+            worked = False
+        finally:
+            snapshot.restore()
+        assert before == bad_names(actors)
+        cures.append(cure.tried(worked))
+    return BadOp(**{**bad.__dict__, "cures": tuple(cures)})
