@@ -215,6 +215,7 @@ def _rule(name: str, device_type: str) -> tuple[OpRow | None, torch.dtype]:
     return (None, torch.float32) if setting is None else (setting.policy.rows().get(name), setting.dtype)
 
 
+_rule._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 policies.set_own_op_caller(_call_own)
 
 
