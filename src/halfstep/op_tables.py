@@ -1,7 +1,7 @@
 """The op tables as plain data: for each table, groups of (rule word, reason, op names).
 
 A newcomer reads here which op runs in which precision and why; `ops.py` turns the groups into rows. A name
-followed by `*` takes its precision through the op's own `dtype=` argument. No code and no imports here.
+followed by `*` has a `dtype=` argument of its own. No imports here, and no code but the wording of a measurement.
 """
 
 Groups = tuple[tuple[str, str, str], ...]
@@ -35,17 +35,30 @@ _UPSAMPLES = (
     " _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
 
+
+def _measured(op: str, error: float, gradient: float, size: float) -> str:
+    """Say what benchmarks/results/op_rules.json found for the 16-bit kernel in bf16 on this project's CPU."""
+    return (
+        f"measured {op}: error against float64 x{error:.2f} of fp32 rounded once, gradient x{gradient:.2f}, "
+        f"bytes x{size:.2f} of fp32"
+    )
+
+
+_NORM = "its kernel holds statistics in fp32, beside fp32 weights; "
+_PICKS = "picks or copies values; "
+_AVERAGES = "averages a few values, in fp32 inside the kernel; "
+_POINTWISE = "moves its result no further than its input; "
+_NO_KERNEL = "no 16-bit kernel on CPU, hence fp32 on every device"
 HALFSTEP: Groups = (
     (
         "low",
         "a convolution: 16-bit products accumulate in fp32 inside the kernel",
-        f"{_CONVOLUTIONS} _convolution convolution",
+        f"{_CONVOLUTIONS} _convolution convolution cudnn_convolution cudnn_convolution_transpose",
     ),
     (
         "low",
         "a matrix product: 16-bit products accumulate in fp32 inside the kernel",
-        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum chain_matmul"
-        " linalg_multi_dot"
+        "linear matmul mm bmm baddbmm addmm addbmm addmv addr mv einsum chain_matmul linalg_multi_dot"
         " _addmm_activation",
     ),
     (
@@ -57,59 +70,118 @@ HALFSTEP: Groups = (
         "low",
         "a recurrent cell: matrix products of inputs and state",
         f"{_RNN_CELLS} lstm gru rnn_tanh rnn_relu _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-        f" mkldnn_rnn_layer",
+        " mkldnn_rnn_layer",
     ),
     ("low", "follows a low op and has one small weight; bound by memory", "prelu"),
+    ("full", "grows or cancels fast: one rounding of the input moves the output by many", _POINTWISE_FULL),
     (
         "full",
-        "grows or cancels fast: one rounding of the input moves the output by many",
-        _POINTWISE_FULL,
+        "a sum of many terms: the result outgrows 16 bits and is rounded to them; "
+        + _measured("sum_of_squares", 1.00, 1.00, 0.50)
+        + ", in fp16 infinite",
+        "sum* prod* cumsum* cumprod* nansum* logsumexp trace",
     ),
     (
         "full",
-        "a sum of many terms: partial sums and the result outgrow 16 bits",
-        "sum* mean* prod* cumsum* cumprod* nansum* nanmean* logsumexp logcumsumexp var std"
-        " var_mean std_mean trace",
+        "a sum of many terms: rounding its result is most of the error; "
+        + _measured("mean", 1.00, 1.00, 0.50),
+        "mean* nanmean*",
+    ),
+    (
+        "full",
+        "sums and differences of squares; " + _measured("var", 1.00, 5.07, 0.50),
+        "var std var_mean std_mean",
+    ),
+    (
+        "full",
+        "a running sum of exponentials; " + _measured("logcumsumexp", 1.00, 4.39, 0.50),
+        "logcumsumexp",
     ),
     (
         "full",
         "a norm: squares leave the range of fp16 and the result feeds a division",
-        "norm linalg_vector_norm* linalg_matrix_norm* linalg_norm* frobenius_norm nuclear_norm"
-        " dist pdist cdist"
-        " renorm cosine_similarity",
+        "norm linalg_vector_norm* linalg_matrix_norm* linalg_norm* frobenius_norm nuclear_norm dist pdist"
+        " cdist renorm cosine_similarity",
     ),
     (
         "full",
-        "a loss: a mean of small terms, and the root of every gradient",
-        f"{_LOSSES} cross_entropy_loss ctc_loss log_softmax*",
+        "a loss: a mean of small terms, and the root of every gradient; "
+        + _measured("mse_loss", 1.00, 1.83, 0.50),
+        f"{_LOSSES} multilabel_margin_loss_forward ctc_loss",
     ),
     (
         "full",
-        "no 16-bit kernel, or a factorisation that 16 bits do not carry",
-        f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile",
+        "a loss: the root of every gradient; " + _measured("cross_entropy", 1.00, 5.05, 0.50),
+        "cross_entropy_loss",
+    ),
+    (
+        "full",
+        "the first half of a loss; " + _measured("log_softmax", 1.06, 3.72, 0.50),
+        "log_softmax*",
+    ),
+    (
+        "full",
+        "positions lose pixels in 16 bits; " + _measured("grid_sampler", 40.30, 22.90, 0.50),
+        "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback",
+    ),
+    (
+        "full",
+        _NO_KERNEL,
+        f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d"
+        " _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    ),
+    (
+        "full",
+        "stands for an integer kernel: its steps are exact in fp32 only",
+        "fake_quantize_per_tensor_affine",
+    ),
+    ("keep", _NORM + _measured("layer_norm", 1.00, 1.00, 0.50), "layer_norm native_layer_norm"),
+    ("keep", _NORM + _measured("rms_norm", 1.00, 1.00, 0.75), "rms_norm"),
+    ("keep", _NORM + _measured("group_norm", 1.00, 1.00, 0.50), "group_norm"),
+    ("keep", _NORM + _measured("batch_norm", 1.00, 1.00, 0.50), "batch_norm"),
+    ("keep", _NORM + _measured("instance_norm", 1.00, 1.00, 0.50), "instance_norm"),
+    ("keep", "its kernel sums in fp32; " + _measured("softmax", 1.00, 1.01, 0.50), "softmax*"),
+    (
+        "keep",
+        _PICKS + _measured("max_pool3d", 0.00, 1.00, 0.59),
+        "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
+        " fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d",
     ),
     (
         "keep",
-        "its kernel holds statistics in fp32: 16 bits in and out cost one rounding",
-        "layer_norm native_layer_norm rms_norm group_norm batch_norm instance_norm softmax",
+        _PICKS + _measured("pad", 0.00, 1.00, 0.50),
+        "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"
+        " upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"
+        " _upsample_nearest_exact2d _upsample_nearest_exact3d",
     ),
     (
         "keep",
-        "pooling: picks values, or averages a few in fp32 inside the kernel",
-        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d"
-        " adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d"
-        " adaptive_max_pool3d",
+        _AVERAGES + _measured("adaptive_avg_pool", 1.00, 1.00, 0.50),
+        "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     ),
+    (
+        "keep",
+        _AVERAGES + _measured("upsample", 1.00, 1.00, 0.50),
+        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+    ),
+    ("keep", _POINTWISE + _measured("relu", 0.00, 1.00, 0.50), "relu"),
+    ("keep", _POINTWISE + _measured("gelu", 1.00, 1.00, 0.50), "gelu"),
+    ("keep", _POINTWISE + _measured("sigmoid", 1.00, 2.00, 0.50), "sigmoid"),
     (
         "widest",
         "joins tensors: none of them loses bits",
-        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2"
-        " bilinear cross dot vdot"
-        " linalg_vecdot tensordot grid_sampler",
+        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2 bilinear cross"
+        " linalg_cross tensordot",
+    ),
+    (
+        "widest",
+        "one number from two vectors, fp32 inside the kernel; " + _measured("vecdot", 1.18, 1.00, 0.50),
+        "dot vdot linalg_vecdot",
     ),
     (
         "banned:fp16",
-        "log of a probability that fp16 rounded to 0 or 1 is infinite",
+        "its gradient divides by a probability that 16 bits round to 0 or 1, in fp16 to NaN; "
+        + _measured("sigmoid_then_bce", 5570.00, 58.90, 0.50),
         "binary_cross_entropy",
     ),
 )
@@ -216,9 +288,9 @@ MINDSPORE: Groups = (
         "full",
         _MINDSPORE_AUTO,
         "pow acos asin cosh erfinv exp expm1 log log1p reciprocal rsqrt sinh tan softplus layer_norm"
-        " native_layer_norm batch_norm group_norm kl_div smooth_l1_loss multilabel_margin_loss soft_margin_loss"
-        " triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits pdist cdist renorm prod*"
-        " softmax* log_softmax* cumprod* cumsum* sum* norm mse_loss",
+        " native_layer_norm batch_norm group_norm kl_div smooth_l1_loss multilabel_margin_loss"
+        " soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits pdist cdist"
+        " renorm prod* softmax* log_softmax* cumprod* cumsum* sum* norm mse_loss",
     ),
     ("widest", _MINDSPORE_AUTO, "addcdiv addcmul cross dot grid_sampler cat"),
 )
