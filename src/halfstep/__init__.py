@@ -1,6 +1,8 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
 from halfstep import devices
+from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
+from halfstep.convert import Conversion, convert, to_float
 from halfstep.errors import (
     BannedOpError,
     CheckpointError,
@@ -15,6 +17,7 @@ from halfstep.errors import (
     UnsupportedError,
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
+from halfstep.grad_scaler import GradScaler
 from halfstep.levels import LEVELS, Level
 from halfstep.ops import Rule
 from halfstep.optim.masters import MasterWeights
@@ -30,5 +33,52 @@ from halfstep.scaling import (
     all_finite,
     select_tree,
 )
+from halfstep.session import Session, prepare
+
+__all__ = [
+    "FORMATS",
+    "LEVELS",
+    "BannedOpError",
+    "CheckpointError",
+    "ConfigError",
+    "Conversion",
+    "DataError",
+    "DynamicLossScale",
+    "Format",
+    "GradScaler",
+    "HalfstepError",
+    "HalfstepWarning",
+    "HeadroomLossScale",
+    "Level",
+    "LossScale",
+    "LossScaleCollapsed",
+    "MasterRangeError",
+    "MasterWeights",
+    "NoLossScale",
+    "Outcome",
+    "Plan",
+    "PlanError",
+    "PlanRule",
+    "Policy",
+    "Rule",
+    "ScalerStateError",
+    "Session",
+    "StaticLossScale",
+    "UnsupportedError",
+    "active_policy",
+    "all_finite",
+    "autocast",
+    "convert",
+    "custom_bwd",
+    "custom_fwd",
+    "devices",
+    "format_of",
+    "frozen_weights",
+    "op",
+    "prepare",
+    "round_to",
+    "select_tree",
+    "to_float",
+]
 
 __version__ = "0.1.0"

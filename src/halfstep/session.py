@@ -98,7 +98,7 @@ def prepare(
 
 def _as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     optimizers = [] if optimizer is None else optimizer
-    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise ConfigError(
@@ -151,7 +151,7 @@ def _loss_scale(given: LossScale | float | str | None, level: Level, compute: to
     if isinstance(given, LossScale):
         return given
     if given is None:
-        return DynamicLossScale() if compute == torch.float16 and level.needs_scale_in_fp16 else NoLossScale()
+        return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
     if isinstance(given, str):
         named: dict[str, Callable[[], LossScale]] = {
             "none": NoLossScale,
@@ -179,10 +179,10 @@ def _apply_level(
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
     conversions: list[Conversion] = []
-    if level.converts or plan is not None:
-        conversions = [convert(model, level if plan is None else plan, compute) for model in models]
     masters: dict[int, MasterWeights] = {}
     try:
+        for model in models:
+            conversions.append(convert(model, level, compute, plan=plan))
         if level.masters:
             originals = {p: value for c in conversions for p, value in c.originals.items()}
             for index, optimizer in enumerate(optimizers):
@@ -196,6 +196,8 @@ def _apply_level(
         for conversion in conversions:
             conversion.revert()
         raise
+    for conversion in conversions:
+        conversion.forget_originals()
     return conversions, masters
 
 
@@ -406,10 +408,10 @@ class Session:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
         modes = [(m, m.training) for model in self.models for m in model.modules()]
         with ExitStack() as stack, torch.inference_mode():
-            for conversion in self.conversions if self.masters else ():
-                stack.enter_context(conversion.suspended())
-            for masters in list(self.masters.values())[:1]:
+            for masters in self.masters.values():
                 stack.enter_context(masters.swap())
+            for conversion in self.conversions if self.level.masters else ():
+                stack.enter_context(conversion.suspended())
             for model in self.models:
                 model.eval()
             try:

@@ -1,0 +1,282 @@
+"""The session: order of operations, several optimizers and losses, accumulation, schedulers, bad input."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    HalfstepWarning,
+    LossScaleCollapsed,
+    ScalerStateError,
+)
+
+
+def mlp(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def batch(n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(n, 8), torch.randint(0, 3, (n,))
+
+
+def loss_of(session: hs.Session, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with session.autocast():
+        return nn.functional.cross_entropy(model(x), y)
+
+
+def poison(model: nn.Module) -> None:
+    next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
+
+
+LEVELS = [("O0", None), ("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_every_level_trains(level, dtype):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    amp = hs.prepare(model, optimizer, level=level, dtype=dtype)
+    x, y = batch()
+    losses = []
+    for _ in range(30):
+        loss = loss_of(amp, model, x, y)
+        amp.backward(loss)
+        outcome = amp.step(clip_norm=1.0)
+        losses.append(float(loss.detach()))
+        assert outcome.taken
+        assert outcome.finite
+        assert outcome.grad_norm > 0
+    assert losses[-1] < 0.6 * losses[0]
+    assert amp.steps == 30
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_o0_equals_plain_pytorch_bit_for_bit(kind, clip):
+    ours, plain = mlp(), mlp()
+    a, b = kind(ours.parameters(), lr=0.01), kind(plain.parameters(), lr=0.01)
+    amp = hs.prepare(ours, a, level="O0")
+    x, y = batch()
+    for _ in range(5):
+        amp.backward(loss_of(amp, ours, x, y))
+        norm = amp.step(clip_norm=clip).grad_norm
+        b.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        want = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip if clip else float("inf"))
+        b.step()
+        assert norm == pytest.approx(float(want))
+    for p, q in zip(ours.parameters(), plain.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_accumulation_equals_one_large_batch():
+    whole, parts = mlp(), mlp()
+    amps = [
+        hs.prepare(m, torch.optim.SGD(m.parameters(), lr=0.1), level="O1", dtype="fp16")
+        for m in (whole, parts)
+    ]
+    x, y = batch()
+    amps[0].backward(loss_of(amps[0], whole, x, y))
+    for half in (slice(0, 6), slice(6, 12)):
+        amps[1].backward(loss_of(amps[1], parts, x[half], y[half]) / 2)
+    assert amps[0].step().grad_norm == pytest.approx(amps[1].step().grad_norm, rel=1e-2)
+    for p, q in zip(whole.parameters(), parts.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-3, rtol=1e-2)
+
+
+def test_a_skipped_step_is_told_and_changes_nothing_but_the_scale():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="fp16", loss_scale=hs.DynamicLossScale(init=1024.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    x, y = batch()
+    before = copy.deepcopy(model.state_dict())
+    amp.backward(loss_of(amp, model, x, y))
+    poison(model)
+    outcome = amp.step(scheduler=scheduler)
+    assert not outcome
+    assert not outcome.finite
+    assert outcome.scale == 1024.0
+    assert amp.loss_scale.read() == 512.0
+    assert "inf or NaN" in outcome.reason
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert amp.skips.total == 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    amp.backward(loss_of(amp, model, x, y))
+    assert amp.step(scheduler=scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def two_heads():
+    torch.manual_seed(3)
+    body, head = nn.Linear(8, 4), nn.Linear(4, 3)
+    return body, head, torch.optim.SGD(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+
+
+def test_an_inf_in_one_optimizer_skips_all_of_the_same_loss():
+    body, head, a, b = two_heads()
+    amp = hs.prepare([body, head], [a, b], level="O1", dtype="fp16")
+    scale = amp.loss_scale.read()
+    x, y = batch()
+    amp.backward(loss_of(amp, nn.Sequential(body, head), x, y))
+    poison(head)
+    assert not amp.step(a)
+    assert not amp.step(b)
+    assert amp.loss_scale.read() == scale / 2  # one overflow, one backoff
+
+
+def test_an_inf_in_one_loss_leaves_the_other_alone():
+    body, head, a, b = two_heads()
+    amp = hs.prepare([body, head], [a, b], level="O1", dtype="fp16", loss_scale="1024")
+    with amp.autocast():
+        first, second = body(torch.randn(2, 8)).sum(), head(torch.randn(2, 4)).sum()
+    amp.backward(first, a)
+    amp.backward(second, b)
+    poison(body)
+    assert not amp.step(a)
+    assert amp.step(b)
+
+
+def test_gradients_that_wait_keep_their_own_scale():
+    body, head, a, b = two_heads()
+    amp = hs.prepare(
+        [body, head], [a, b], level="O1", dtype="fp16", loss_scale=hs.DynamicLossScale(init=64.0, interval=1)
+    )
+    x = torch.randn(5, 4)
+    amp.backward(head(x).sum(), b)
+    once = head.weight.grad / 64.0
+    amp.backward(body(torch.randn(2, 8)).sum(), a)
+    amp.step(a)  # the scale grows to 128 while b's gradients carry 64
+    assert amp.loss_scale.read() == 128.0
+    amp.backward(head(x).sum(), b)
+    start = head.weight.detach().clone()
+    amp.step(b)
+    torch.testing.assert_close(head.weight.detach(), start - 0.1 * 2 * once)
+
+
+def test_no_loss_scale_takes_every_step_and_warns_once():
+    model = mlp()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="bf16")
+    x, y = batch()
+    amp.backward(loss_of(amp, model, x, y))
+    poison(model)
+    with pytest.warns(HalfstepWarning, match="skip_nonfinite"):
+        outcome = amp.step()
+    assert outcome.taken
+    assert not outcome.finite
+    amp.backward(loss_of(amp, model, x, y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.step()
+
+
+def test_skip_nonfinite_opts_in_without_a_scale():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, level="O1", dtype="bf16", skip_nonfinite=True)
+    x, y = batch()
+    amp.backward(loss_of(amp, model, x, y))
+    poison(model)
+    assert not amp.step()
+
+
+def test_a_collapsing_scale_is_an_error():
+    model = mlp()
+    amp = hs.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="fp16", max_skips=4
+    )
+    x, y = batch()
+    with pytest.raises(LossScaleCollapsed, match="4 steps in a row"):
+        for _ in range(5):
+            amp.backward(loss_of(amp, model, x, y))
+            poison(model)
+            amp.step()
+
+
+def test_state_round_trip_and_mismatch():
+    model = mlp()
+    make = lambda level: hs.prepare(mlp(), level=level, dtype="fp16")  # noqa: E731
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="fp16")
+    x, y = batch()
+    amp.backward(loss_of(amp, model, x, y))
+    poison(model)
+    amp.step()
+    other = make("O1")
+    other.load_state_dict(amp.state_dict())
+    assert other.state_dict() == amp.state_dict()
+    with pytest.raises(CheckpointError, match="level O1"):
+        make("O2").load_state_dict(amp.state_dict())
+    with pytest.raises(CheckpointError, match="format 1"):
+        make("O1").load_state_dict({"scale": 2.0})
+
+
+def test_evaluating_computes_with_the_masters_and_puts_everything_back():
+    model = mlp()
+    want = copy.deepcopy(model)
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")
+    x, _ = batch()
+    with amp.evaluating():
+        assert not model.training
+        assert torch.equal(model(x), want(x))
+    assert model.training
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_revert_leaves_no_trace():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    keys = set(vars(model)), set(vars(optimizer))
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    amp.revert()
+    assert (set(vars(model)), set(vars(optimizer))) == keys
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    for name, p in model.named_parameters():
+        assert torch.equal(p, start[name])
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+
+
+def _another_model():
+    return hs.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+BAD = {
+    "unknown level": (lambda: hs.prepare(mlp(), level="O4"), ConfigError, "unknown level 'O4'"),
+    "unknown dtype": (lambda: hs.prepare(mlp(), dtype="fp17"), ConfigError, "fp17"),
+    "no parameters": (lambda: hs.prepare(nn.ReLU()), ConfigError, "without parameters"),
+    "another model": (_another_model, ConfigError, "not the model's"),
+    "not an optimizer": (lambda: hs.prepare(mlp(), object()), ConfigError, "got object as an optimizer"),
+    "unknown scale": (lambda: hs.prepare(mlp(), loss_scale="much"), ConfigError, "unknown loss scale"),
+    "two dtypes": (lambda: hs.prepare(mlp(), level="bf16-mixed", dtype="fp16"), ConfigError, "drop one"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_clear_error(case):
+    make, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_steps_out_of_order_are_errors():
+    model = mlp()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="fp16")
+    with pytest.raises(ScalerStateError, match="no gradients"):
+        amp.step()
+    x, y = batch()
+    loss_of(amp, model, x, y).backward()
+    with pytest.raises(ScalerStateError, match="not scaled"):
+        amp.step()
+    with pytest.raises(ConfigError, match="requires_grad"):
+        amp.backward(torch.tensor(1.0))
