@@ -129,8 +129,9 @@ class Link:
         for _, _, weight in found:
             self._check(weight, names)
         for params, index, weight in found:
-            value = initial.get(weight, weight).detach().to(weight.device, torch.float32, copy=True)
-            master = _master_of(weight, value, self)
+            given = initial.get(weight)
+            value = weight.float() if given is None else given.to(weight.device, torch.float32)
+            master = _master_of(weight, value.detach(), self)
             params[index] = master
             if weight in optimizer.state:
                 optimizer.state[master] = widen_state(optimizer.state.pop(weight))
@@ -302,10 +303,10 @@ class Link:
         mine = {id(w): m for w, m in zip(self.weights, self.masters)}
         modules = {id(module): module for model in models for module in model.modules()}
         return [
-            (module, key, p, mine[id(p)])
+            (module, key, p, mine[id(getattr(p, "_stands_for", p))])
             for module in modules.values()
             for key, p in module._parameters.items()
-            if id(p) in mine and p is not None
+            if p is not None and id(getattr(p, "_stands_for", p)) in mine
         ]
 
 

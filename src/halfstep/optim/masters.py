@@ -40,8 +40,8 @@ class MasterWeights:
         optimizer: any `torch.optim.Optimizer` that reads its parameters from `param_groups`.
         model: one module or several, for names, `swap()` and exact loading of fp32 checkpoints.
         names: `(name, parameter)` pairs, where there is no model.
-        initial: exact fp32 values by parameter, e.g. `Conversion.originals`; otherwise the masters start as
-            the 16-bit weights.
+        initial: exact fp32 values by parameter, e.g. `Conversion.originals`, whose memory they take
+            over; otherwise the masters start as the 16-bit weights.
 
     Raises:
         UnsupportedError: an optimizer with references of its own (LBFGS, wrappers), 8-bit or meta parameters.
@@ -164,7 +164,7 @@ class MasterWeights:
         Replaces the entries of the modules, not the data of the weights, so DDP and autograd do not notice.
         Not for training: gradients of that time belong to the stand-ins. Other 16-bit parameters, buffers and
         the casts of a `Conversion` are for `Conversion.suspended()` to widen:
-        `with conversion.suspended(), masters.swap(): ...`.
+        `with masters.swap(), conversion.suspended(): ...`.
         """
         if not self._models:
             raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
