@@ -72,6 +72,9 @@ class Site:
 
     def untouched(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         """Call the op as if nothing were registered for it; the ops it is made of are still autocast."""
+        if any(isinstance(args[i], int | float | complex) for i in _tensor_places(self.op) if i < len(args)):
+            # `x * 2.0`: redispatching does not take a number where the schema has a tensor.
+            return self.below(args, kwargs)
         return self.op.redispatch(keyset & torch._C._dispatch_keyset_full_after(self.key), *args, **kwargs)
 
     def plain(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -79,6 +82,12 @@ class Site:
         if self.native is None:
             return self.untouched(keyset, args, kwargs)
         return self.native.call_boxed(keyset, *args, **kwargs)
+
+
+@functools.cache
+def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that the schema declares as single tensors."""
+    return tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
 
 
 def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> Runner | None:
