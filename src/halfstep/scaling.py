@@ -340,7 +340,7 @@ class DynamicLossScale(LossScale):
     def adjust_by_kernel(self, update: Callable[..., None], found_inf: Tensor) -> DynamicLossScale:
         """Return the next scale as a device's own scale-update kernel makes it, kept within the bounds."""
         if self.hysteresis != 1:
-            return self.adjust(~found_inf)
+            return self.adjust(found_inf == 0)
         scale = self.tensor(found_inf.device).clone()
         clean = _count_tensor(self.clean, found_inf.device).clone()
         update(scale, clean, found_inf.float(), self.growth, self.backoff, self.interval)

@@ -1,0 +1,172 @@
+"""Reductions over ranks with two real processes on gloo; one spawn runs every check."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from halfstep.distributed import all_ranks, compress_hook, global_max, global_norm, shard_groups, world_size
+from halfstep.errors import ConfigError
+from halfstep.grad_scaler import GradScaler
+from halfstep.optim._gradients import measure, measure_over_ranks
+
+
+def check_flags(rank):
+    """OR, in the flag's own dtype: 1 or 2 ranks with an inf give the same answer (never a count)."""
+    found = {}
+    for dtype in (torch.bool, torch.float32, torch.int32):
+        flags = [
+            all_ranks(torch.tensor(on, dtype=dtype)) for on in ([0, 0][rank], [0, 1][rank], [1, 1][rank])
+        ]
+        assert {f.dtype for f in flags} == {dtype}
+        found[str(dtype)] = [float(f) for f in flags]
+    return found
+
+
+def check_norms(rank):
+    one = torch.tensor
+    return {
+        "norm": float(global_norm(one([3.0, 4.0][rank]))),
+        "huge": float(global_norm(one([3e30, 4e30][rank]))),
+        "zero": float(global_norm(one(0.0))),
+        "nan": math.isnan(global_norm(one([math.nan, 1.0][rank]))),
+        "inf": float(global_norm(one([math.inf, 1.0][rank]))),
+        "max": float(global_max(one([3.0, -4.0][rank]))),
+        "max nan": math.isnan(global_max(one([1.0, math.nan][rank]))),
+    }
+
+
+def check_sharded(rank):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole, copied = torch.arange(8.0), torch.tensor([20.0])
+    grads = [
+        distribute_tensor(whole, mesh, [Shard(0)]),
+        distribute_tensor(copied, mesh, [Replicate()]),
+        copied,
+    ]
+    assert [len(shard_groups(g)) for g in grads] == [1, 0, 0]
+    over, alone = measure_over_ranks(grads, 0.5), measure([whole, copied, copied], 0.5)
+    assert torch.allclose(over.norm, alone.norm)
+    assert over.max_abs == alone.max_abs
+    return bool(measure_over_ranks([torch.tensor([math.inf if rank else 1.0])]).finite)
+
+
+def check_hook(rank, dtype):
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    hook = compress_hook(dtype)
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.full((1, 64), [1.0, 3.0][rank])).sum().backward()
+    ordinary = ddp.module.weight.grad[0, 0].item()
+    ddp.zero_grad()
+    top = torch.finfo(dtype).max * 0.75  # the sum over ranks would overflow without the division
+    (ddp(torch.ones(1, 64)) * top).sum().backward()
+    large = ddp.module.weight.grad[0, 0].item() / top
+    ddp.zero_grad()
+    (ddp(torch.ones(1, 64)) * (3e38 if rank else 1.0) * (10.0 if rank else 1.0)).sum().backward()
+    return {
+        "mean": ordinary,
+        "large": large,
+        "dtype": str(ddp.module.weight.grad.dtype),
+        "inf seen": not bool(measure([ddp.module.weight.grad]).finite),
+        "share": hook.traffic.share,
+        "bytes": hook.traffic.sent_bytes,
+    }
+
+
+def check_scaler(rank):
+    """An inf on one rank skips the step on both; `across_ranks=False` leaves each to itself."""
+    taken = []
+    for across in (True, False):
+        net = nn.Linear(2, 2)
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), GradScaler(across_ranks=across)
+        for bad in (False, True):
+            scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+            if bad and rank == 1:
+                net.bias.grad[0] = math.inf
+            taken.append(bool(scaler.step(optimizer)))
+            scaler.update()
+        taken.append(scaler.get_scale())
+    net.zero_grad()  # nothing to check on this rank: it must not leave the other one waiting
+    scaler = GradScaler()
+    scaler.scale(torch.ones(()))
+    if rank == 1:
+        net.bias.grad = torch.full((2,), math.inf)
+    taken.append(bool(scaler.step(optimizer)))
+    return taken
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found = {"world": world_size(), "flags": check_flags(rank), "norms": check_norms(rank)}
+    found["sharded"] = check_sharded(rank)
+    found["scaler"] = check_scaler(rank)
+    for dtype in (torch.bfloat16, torch.float16):
+        found[dtype] = check_hook(rank, dtype)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def test_flags_are_an_or(ranks):
+    for found in ranks:
+        assert found["world"] == 2
+        assert list(found["flags"].values()) == [[0.0, 1.0, 1.0]] * 3
+
+
+def test_norms_over_shards(ranks):
+    for found in ranks:
+        norms = found["norms"]
+        assert norms["norm"] == pytest.approx(5.0)
+        assert norms["huge"] == pytest.approx(5e30)
+        assert (norms["zero"], norms["inf"], norms["max"]) == (0.0, math.inf, 3.0)
+        assert norms["nan"]
+        assert norms["max nan"]
+
+
+def test_sharded_gradients_and_a_bad_rank(ranks):
+    assert [found["sharded"] for found in ranks] == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hook_averages_in_half_the_bytes(ranks, dtype):
+    for found in ranks:
+        hook = found[dtype]
+        assert hook["mean"] == 2.0
+        assert hook["large"] == pytest.approx(1.0, rel=0.01)
+        assert hook["dtype"] == "torch.float32"
+        assert hook["inf seen"]
+        assert hook["share"] == 0.5
+        assert hook["bytes"] == 3 * (64 * 64 + 64) * 2
+
+
+def test_all_ranks_take_or_skip_the_same_step(ranks):
+    shared = [found["scaler"][:3] for found in ranks]
+    assert shared == [[True, False, 2.0**15]] * 2
+    assert [found["scaler"][3:6] for found in ranks] == [[True, True, 2.0**16], [True, False, 2.0**15]]
+    assert [found["scaler"][6] for found in ranks] == [False, False]
+
+
+def test_without_a_process_group_nothing_happens():
+    flag, norm = torch.tensor(True), torch.tensor(2.0)
+    assert all_ranks(flag) is flag
+    assert global_norm(norm) is norm
+    assert global_max(norm) is norm
+    assert world_size() == 1
+
+
+def test_hook_wants_16_bits():
+    with pytest.raises(ConfigError, match="fp32"):
+        compress_hook("fp32")

@@ -1,0 +1,73 @@
+"""The read-only gradient pass: finite flag, 2-norm, largest magnitude."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+
+from halfstep.optim._gradients import combine, measure
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def test_fp32_norm_is_torchs_bit_for_bit():
+    grads = [torch.randn(n, 7) for n in (1, 40, 300)]
+    assert torch.equal(measure(grads).norm, get_total_norm(grads))
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64, torch.complex64])
+def test_against_float64(dtype):
+    grads = [torch.randn(50, dtype=torch.float64).to(dtype), torch.randn(3, 4).to(dtype)]
+    exact = torch.cat(
+        [torch.view_as_real(g).flatten() if g.is_complex() else g.flatten() for g in grads]
+    ).double()
+    stats = measure(grads, 0.5)
+    assert stats.finite
+    torch.testing.assert_close(stats.norm.double(), exact.norm() / 2, rtol=1e-6, atol=0)
+    assert stats.max_abs == exact.abs().max() / 2
+    assert stats.norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_value_among_many(dtype, bad):
+    grads = [torch.ones(5), torch.ones(77).to(dtype)]
+    grads[1][40] = bad
+    assert not measure(grads).finite
+    assert not math.isfinite(measure(grads).max_abs)
+
+
+def test_the_norm_of_large_finite_gradients_does_not_overflow():
+    stats = measure([torch.full((4,), 1e30)])
+    assert stats.finite
+    torch.testing.assert_close(stats.norm, torch.tensor(2e30))
+
+
+def test_fp16_squares_do_not_overflow():
+    assert measure([torch.full((4,), 60000.0).half()]).norm == 120000.0
+
+
+def test_sparse_duplicates_count_summed_and_nothing_is_written():
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        grad = torch.sparse_coo_tensor([[1, 1]], [3.0, 1.0], (3,))
+        stats = measure([grad, None, torch.empty(0), torch.tensor([3.0])])
+    assert (stats.norm.item(), stats.max_abs.item()) == (5.0, 4.0)
+    assert not grad.is_coalesced()
+
+
+@pytest.mark.parametrize("grads", [[], [None], [torch.empty(0)]])
+def test_nothing_is_finite_and_zero(grads):
+    stats = measure(grads)
+    assert (stats.finite.item(), stats.norm.item(), stats.max_abs.item()) == (True, 0.0, 0.0)
+
+
+def test_tensor_inverse_scale():
+    assert measure([torch.tensor([3.0, 4.0])], torch.tensor(0.5)).norm == 2.5
+
+
+def test_combined_parts_equal_the_whole():
+    grads = [torch.randn(9), torch.randn(4).half()]
+    parts, whole = combine([measure([g]) for g in grads]), measure(grads)
+    torch.testing.assert_close(parts.norm, whole.norm)
+    assert (parts.max_abs, parts.finite) == (whole.max_abs, whole.finite)
