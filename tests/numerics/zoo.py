@@ -48,7 +48,12 @@ def session_case(model, x, y, *, lr=1e-2, loss=None, skip=None, dtype="fp16", sc
     """A step through `hs.prepare` at O1."""
     optimizer = (opt or torch.optim.SGD)(model.parameters(), lr=lr)
     amp = prepare(
-        model, optimizer, level="O1", dtype=dtype, loss_scale=scale or StaticLossScale(8.0), skip_nonfinite=skip
+        model,
+        optimizer,
+        level="O1",
+        dtype=dtype,
+        loss_scale=scale or StaticLossScale(8.0),
+        skip_nonfinite=skip,
     )
     criterion = loss or (lambda out, target: F.mse_loss(out.float(), target))
 
@@ -140,9 +145,10 @@ def loss_overflow():
 
 
 def backward_only():
-    """The loss scale is far too high for the gradients of an fp16 linear layer."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    return session_case(model, *data(), scale=StaticLossScale(2.0**22), lr=0.1)
+    """Finite gradients come in, but the weight gradient of the last layer sums too much for fp16."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    x, y = data(scale=50.0)
+    return session_case(model, x, y * 20, scale=StaticLossScale(2.0**12), lr=1e-5)
 
 
 class _Clipped(torch.autograd.Function):
@@ -277,7 +283,7 @@ class Checkpointed(nn.Module):
 
 
 def in_checkpoint():
-    return session_case(Checkpointed(Big(1500.0), False), *data())
+    return session_case(Checkpointed(Big(1500.0), False), *data(), lr=1e-5)
 
 
 class _Explodes(torch.autograd.Function):
@@ -300,7 +306,7 @@ class InCheckpointBackward(nn.Module):
 
 
 def checkpoint_backward():
-    return session_case(Checkpointed(InCheckpointBackward(), True), *data(), skip=True)
+    return session_case(Checkpointed(InCheckpointBackward(), True), *data(), skip=True, lr=1e-11)
 
 
 class Forgetful(nn.Module):
@@ -332,7 +338,7 @@ class Functional(nn.Module):
     def forward(self, x):
         h = self.body["a"](x)
         h = torch.mul(h, 40000.0) * 8
-        return self.body["b"](torch.tanh(h / 320000))
+        return self.body["b"](h / h.abs().amax())
 
 
 def between_modules():
@@ -364,7 +370,7 @@ class Trap(nn.Module):
     """`where` hides the inf in forward; backward multiplies it by zero."""
 
     def forward(self, x):
-        safe = torch.relu(x)
+        safe = x * (x > 0)
         return torch.where(safe > 0, 1 / safe, torch.zeros_like(safe)).clamp(max=2)
 
 
@@ -407,10 +413,27 @@ FAULTS = [
     Fault("division_by_zero", division_by_zero, "forward", "2", ("div",), "mathematics", "clamp"),
     Fault("nan_in_data", nan_in_data, "forward", "0", ("linear", "cast"), "data"),
     Fault("bad_epsilon", bad_epsilon, "forward", "0", ("div",), "precision", "epsilon"),
-    Fault("batch_norm_statistics", batch_norm_statistics, "forward", "0", ("batch_norm",), "range", spoils="0.running_var"),
-    Fault("optimizer_state", optimizer_state, "optimizer", "", ("addcmul",), "range", "masters", "0.weight.exp_avg_sq"),
+    Fault(
+        "batch_norm_statistics",
+        batch_norm_statistics,
+        "forward",
+        "0",
+        ("batch_norm",),
+        "range",
+        spoils="0.running_var",
+    ),
+    Fault(
+        "optimizer_state",
+        optimizer_state,
+        "optimizer",
+        "",
+        ("addcmul",),
+        "range",
+        "masters",
+        "0.weight.exp_avg_sq",
+    ),
     Fault("in_checkpoint", in_checkpoint, "forward", "block", ("mul",), "range", "full"),
-    Fault("checkpoint_backward", checkpoint_backward, "backward", "block", ("mul",), "range", "bf16"),
+    Fault("checkpoint_backward", checkpoint_backward, "backward", "block", ("mul",), "range", "loss_scale"),
     Fault("recomputation", recomputation, "recompute", "block", ("div",), "mathematics"),
     Fault("between_modules", between_modules, "forward", "", ("mul",), "range", "full"),
     Fault("log_of_zero", log_of_zero, "forward", "", ("log",), "mathematics", "clamp"),

@@ -199,8 +199,8 @@ def _zero_inputs(node: Node) -> str:
 
 
 def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
-    """Not finite in fp64 on the same inputs: were those inputs ruined by rounding before?"""
-    shadow = _Shadow(torch.float64, originals)
+    """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
+    shadow = _Shadow(torch.float32, originals)
     results = shadow.results(node)
     if _all_finite(results):
         shadow.watch(node)
@@ -210,9 +210,9 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
         if culprit is not None:
             eps = _zero_inputs(culprit)
             why = eps or f"{culprit.op} flushed values to zero in {name}"
-            text = f"precision: {why} ({culprit.site.where}); finite when computed in fp64 from there on"
+            text = f"precision: {why} ({culprit.site.where}); finite when computed in fp32 from there on"
             return Cause("precision", text, None, name or fmt.name, culprit)
-        text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp64"
+        text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp32"
         return Cause("precision", text, None, dtype_name(low))
     return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name)
 
@@ -226,7 +226,8 @@ def _words(node: Node) -> str:
     """The illegal operation in words, by kernel name."""
     base = node.base.removesuffix("_").removeprefix("_foreach_")
     tensors = [t for t in node.tensors() if t.is_floating_point()]
-    backward = "" if not node.site.node else f" in the gradient of {node.op}"
+    name = node.site.node
+    backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
     if base in ("div", "true_divide", "addcdiv"):
         divisor = tensors[-1] if len(tensors) > 1 else None
         if divisor is None:

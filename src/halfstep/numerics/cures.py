@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from halfstep.formats import FORMATS
 from halfstep.numerics.cause import Cause
 from halfstep.numerics.replay import Actors
-from halfstep.numerics.sites import Site, look, op_label
+from halfstep.numerics.sites import Site, look, op_label, run_backward
 from halfstep.numerics.tape import Node
 
 Apply = Callable[[], AbstractContextManager[Any]]
@@ -33,7 +33,8 @@ class Cure:
     """`kind`: full, scale, epsilon, clamp, loss_scale, bf16, data, masters or advice.
 
     `status`: "works" or "does not help" where a replay tried it, else "untried". `apply` opens the context in
-    which steps run with the cure in place; None where it cannot be applied from outside.
+    which steps run with the cure in place; None where it cannot be applied from outside. `variants` are
+    stronger doses, tried in turn until one works.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Cure:
     code: str = ""
     status: str = UNTRIED
     apply: Apply | None = None
+    variants: tuple[Cure, ...] = ()
 
     def tried(self, worked: bool) -> Cure:
         """The same cure with the replay's answer."""
@@ -59,7 +61,7 @@ class _AtSite(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             with self:
-                return torch.autograd.backward(args[0], *args[1:], **kwargs)
+                return run_backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             _, file, line = look()
@@ -216,15 +218,24 @@ def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
     cures: list[Cure] = []
     if node.phase == "backward":
-        lower = lift_loss_scale(actors, -bits)
-        if lower is not None or actors.session is not None or actors.scaler is not None:
-            text = f"lower the loss scale by 2^{bits} (a dynamic one does: the skip is harmless)"
-            cures.append(Cure("loss_scale", text, "", apply=lower))
-    cures.append(_full(node, actors))
+        cures += _lower_scale(actors, bits)
+    if node.op != "cast":
+        cures.append(_full(node, actors))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
         cures.append(Cure("scale", text, f"x * 2**-{bits}", apply=_scaled_at(node.site, node.op, bits)))
     return [*cures, to_bf16(actors)]
+
+
+def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
+    """Lower the loss scale; further where what comes later in backward needs it."""
+    options: list[Cure] = []
+    for further in (bits, bits + 4, bits + 8):
+        text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
+        apply = lift_loss_scale(actors, -further)
+        if apply is not None:
+            options.append(Cure("loss_scale", text, 'loss_scale="dynamic"', apply=apply))
+    return [replace(options[0], variants=tuple(options[1:]))] if options else []
 
 
 def _for_wide_range(node: Node, cause: Cause) -> list[Cure]:

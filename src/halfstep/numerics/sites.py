@@ -122,6 +122,17 @@ def look() -> tuple[str, str, int]:
     return "", file, line
 
 
+def run_backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward` for use inside a function mode, which torch switches off while its handler runs."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
 class ModuleStack:
     """Context manager that knows which module's forward is running, by global hooks removed at the end.
 

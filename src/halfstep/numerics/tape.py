@@ -11,7 +11,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.sites import ModuleStack, Site, look, op_label
+from halfstep.numerics.sites import ModuleStack, Site, look, op_label, run_backward
 
 # Their results are memory nobody has written yet; whatever lies in it means nothing.
 _UNWRITTEN = frozenset(
@@ -34,6 +34,25 @@ _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bern
 # Beside the result they return the logarithm of a sum, -inf for a row without terms.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _NO_SEQUENCE = 1 << 62
+# Ops that are there to turn infinities into finite values; the end of a kernel's name.
+_MAY_SWALLOW = (
+    *("softmax", "exp", "where", "masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min", "clamp_max"),
+    *(
+        "maximum",
+        "minimum",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "nan_to_num",
+        "sigmoid",
+        "tanh",
+        "erf",
+        "logsumexp",
+    ),
+    *("flash_attention_for_cpu", "efficient_attention", "_backward", "_backward_data", "unscale_", "topk"),
+    *("gather", "index", "index_select", "sort", "select_backward", "relu", "hardtanh", "masked_select"),
+)
 
 
 def is_finite(t: Tensor) -> bool:
@@ -140,6 +159,7 @@ class Tape:
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.gradients: dict[str, Tensor] = {}
         self.passed: list[Node] = []
+        self.swallowed: list[tuple[Node, frozenset[int]]] = []
         self.backward_seen = False
         self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
         self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
@@ -239,12 +259,11 @@ class Tape:
         if not known:
             return here
         name = node.name().lower()
-        site = next(
-            (s for base, s in reversed(known) if base.strip("_").replace("_", "") in name), known[-1][1]
-        )
+        matching = (s for base, s in reversed(known) if base.replace("_", "") in name)
+        site = next(matching, known[-1][1])
         if here.file:
-            return Site(site.module, site.module_class, site.function, here.file, here.line, node.name())
-        return Site(site.module, site.module_class, site.function, site.file, site.line, node.name())
+            return replace(here, module=site.module, module_class=site.module_class, node=node.name())
+        return replace(site, node=node.name())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one kernel and records it."""
@@ -289,6 +308,7 @@ class Tape:
         looked = node.outs[:1] if node.base.startswith(_ONLY_FIRST) else node.outs
         wrong = [t for t in looked if not is_finite(t)]
         if not wrong:
+            self._note_swallowed(node, given, copies)
             for t in looked:
                 self._bad.pop(_storage(t), None)
             if self._on_result is not None:
@@ -310,6 +330,17 @@ class Tape:
         for t in wrong:
             self._bad[_storage(t)] = (node.origins, t)
         return True
+
+    def _note_swallowed(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> None:
+        """Not finite in, finite out: rightly so in a softmax over a mask, wrongly in a division by inf."""
+        if not self._bad or node.base.endswith(_MAY_SWALLOW) or node.base in _OVERWRITES:
+            return
+        if not any(t.is_floating_point() for t in node.outs):
+            return
+        for t in given:
+            known = self._bad.get(_storage(t))
+            if known is not None and not is_finite(copies.get(id(t), t)):
+                self.swallowed.append((node, known[0]))
 
     def _keep(self, node: Node, bad: bool) -> None:
         """Holds on to arguments and results while the budget lasts; origins are held always."""
@@ -343,10 +374,11 @@ def _detached(tree: Any) -> Any:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the op changes in place, by its schema."""
+    """The tensors that the op changes in place, by its schema (which forgets running statistics)."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in ("running_mean", "running_var"):
             value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
             found += tensors_in(value)
     return found
@@ -382,22 +414,12 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             # Inside this handler the mode is off; recomputation in backward must see it again.
-            return self._backward(*args, **kwargs)
+            self._tape.check("loss", "loss", args[0])
+            with self:
+                return run_backward(*args, **kwargs)
         self._tape.call_count += 1
         self._tape.calls.append((func, self._tape.call_count))
         try:
             return func(*args, **kwargs)
         finally:
             self._tape.calls.pop()
-
-    def _backward(
-        self,
-        loss: Tensor,
-        gradient: Any = None,
-        retain_graph: Any = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        self._tape.check("loss", "loss", loss)
-        with self:
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)

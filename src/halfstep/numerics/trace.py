@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class BadOp:
     `phase`: forward, backward, recompute or optimizer. `module`: path in the model, "" for the root.
     `op`: as the op table names it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a
     value that was not finite before the step). `passed_on`: ops that carried it further, first ones first.
+    `hidden`: every gradient is finite, because a later op made finite (and wrong) values of it.
     """
 
     phase: str
@@ -94,6 +95,7 @@ class BadOp:
     reached: tuple[str, ...]
     passed_on: tuple[str, ...] = ()
     underflow: bool = False
+    hidden: str = ""
 
     @property
     def where(self) -> str:
@@ -109,6 +111,7 @@ class BadOp:
         if self.site.code:
             lines.append(f"  {self.site.code}")
         lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
+        lines += [f"  hidden: {self.hidden}"] if self.hidden else []
         lines += [f"  cure ({c.status}): {c.text}" for c in self.cures]
         return "\n".join(lines)
 
@@ -254,7 +257,7 @@ def _spoiled(tape: Tape, actors: Actors, before: frozenset[tuple[str, str]]) -> 
 
 def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp | None:
     if not tape.ends:
-        return None
+        return _hidden(tape, actors, spoiled)
     reached = {i for end in tape.ends for i in end.origins}
     real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
     real = real or sorted(i for i, n in tape.candidates.items() if not n.intended)
@@ -270,6 +273,22 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
         )
     )
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
+
+
+def _hidden(tape: Tape, actors: Actors, spoiled: Spoiled) -> BadOp | None:
+    """Range overflows that a later op turned into finite values, so that nothing at the end tells of them."""
+    for swallower, origins in tape.swallowed:
+        real = sorted(i for i in origins if i in tape.candidates and not tape.candidates[i].intended)
+        if not real or tape.candidates[real[0]].outside:
+            continue
+        node = tape.candidates[real[0]]
+        cause = explain(node, tape.originals)
+        if cause.kind == "range":
+            bad = _bad_op(node, cause, tuple(propose(node, cause, actors)), spoiled, ())
+            place = swallower.site.where
+            text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
+            return replace(bad, hidden=text)
+    return None
 
 
 def _bad_op(
@@ -325,20 +344,21 @@ def _underflow(worst: Flushed, actors: Actors, spoiled: Spoiled) -> BadOp:
 def _tried(
     bad: BadOp, step: Callable[..., Any], batch: tuple[Any, ...], actors: Actors, snapshot: Snapshot
 ) -> BadOp:
-    cures: list[Cure] = []
-    for cure in bad.cures:
-        if cure.apply is None:
-            cures.append(cure)
-            continue
-        before = bad_names(actors)
+    def works(cure: Cure) -> bool:
+        assert cure.apply is not None
         try:
             with cure.apply():
                 again = _run(step, batch, actors, bad.underflow, 1 << 28)
-            worked = again.error is None and again.bad is None
+            return again.error is None and again.bad is None
         except Exception:  # a cure that the model cannot run with is a cure that does not help
-            worked = False
+            return False
         finally:
             snapshot.restore()
-        assert before == bad_names(actors)
-        cures.append(cure.tried(worked))
-    return BadOp(**{**bad.__dict__, "cures": tuple(cures)})
+
+    def judged(cure: Cure) -> Cure:
+        if cure.apply is None:
+            return cure
+        doses = (cure, *cure.variants)
+        return next((dose.tried(True) for dose in doses if works(dose)), doses[-1].tried(False))
+
+    return replace(bad, cures=tuple(judged(cure) for cure in bad.cures))

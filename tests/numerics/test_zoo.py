@@ -1,0 +1,67 @@
+"""Every planted fault is named rightly, leaves no trace, and where a cure is proposed, the cure trains."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from halfstep.numerics.trace import trace_step
+from tests.numerics.zoo import FAULTS
+
+CURABLE = [f for f in FAULTS if f.cure not in (None, "masters")]
+
+
+def state_of(case):
+    values = [t.clone() for t in (*case.model.parameters(), *case.model.buffers())]
+    values += [torch.get_rng_state()]
+    session = case.session and (case.session.loss_scale, case.session.steps, case.session.skips)
+    return values, copy.deepcopy(case.optimizer.state_dict()), session
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(torch.nan_to_num(a.double(), 7.0), torch.nan_to_num(b.double(), 7.0))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+def test_the_verdict_is_right_and_the_step_leaves_no_trace(fault):
+    case = fault.build()
+    before = state_of(case)
+    bad = trace_step(case.step, *case.batch, underflow=fault.underflow).bad
+    assert bad is not None
+    assert (bad.phase, bad.module) == (fault.phase, fault.module)
+    assert bad.op in fault.op
+    assert bad.cause.kind == fault.cause
+    assert bad.origin == (fault.cause not in ("data", "weights"))
+    assert bad.site.file.endswith("zoo.py")
+    if fault.spoils:
+        assert fault.spoils in bad.spoiled.lasting
+    if fault.cure:
+        assert fault.cure in [c.kind for c in bad.cures if c.status != "does not help"]
+    assert equal(state_of(case), before)
+
+
+@pytest.mark.parametrize("fault", CURABLE, ids=lambda f: f.name)
+def test_the_cure_trains(fault):
+    case = fault.build()
+    bad = trace_step(case.step, *case.batch, underflow=fault.underflow).bad
+    cure = next(c for c in bad.cures if c.kind == fault.cure)
+    assert cure.status == "works"
+    start = [p.detach().clone() for p in case.model.parameters()]
+    with cure.apply():
+        losses = [float(case.step(*case.batch)) for _ in range(40)]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    assert any(not torch.equal(a, b) for a, b in zip(start, case.model.parameters()))
+    assert all(p.isfinite().all() for p in case.model.parameters())
+
+
+def test_there_are_enough_faults_and_cures():
+    assert len(FAULTS) >= 14
+    assert len(CURABLE) >= 8
