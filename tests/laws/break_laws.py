@@ -42,7 +42,7 @@ def run_broken(row: dict) -> str:
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *row["tests"]]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
-    if done.returncode == 1 and re.search(r"\b\d+ failed|\b\d+ error", done.stdout):
+    if done.returncode == 1 and re.search(r"^(FAILED|ERROR) ", done.stdout, re.MULTILINE):
         return ""
     outcome = "passed" if done.returncode == 0 else f"ended with code {done.returncode}"
     return f"the tests {outcome} with the law broken\n{done.stdout[-1500:]}{done.stderr[-500:]}"

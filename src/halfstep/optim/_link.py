@@ -221,7 +221,8 @@ class Link:
         """Set masters from values by the id of their weight; a wrong shape is left for torch to refuse."""
         for w, m in zip(self.weights, self.masters):
             value = values.get(id(w))
-            if value is not None and value.shape == m.shape:
+            # 16-bit values say nothing new where they are the rounded master; `sync` takes the others.
+            if value is not None and value.shape == m.shape and value.dtype not in LOW:
                 m.copy_(value)
 
     def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor]:
