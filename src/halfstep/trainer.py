@@ -21,11 +21,7 @@ from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning
-
-try:
-    from halfstep.session import prepare
-except ImportError:
-    from halfstep._standin import prepare
+from halfstep.session import prepare
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """(model output, target) -> 0-d tensor, the mean over the batch."""

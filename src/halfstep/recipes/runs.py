@@ -17,7 +17,8 @@ from torch import Tensor
 from halfstep.errors import HalfstepError
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
-from halfstep.trainer import Callback, Trainer, accuracy, prepare
+from halfstep.session import prepare
+from halfstep.trainer import Callback, Trainer, accuracy
 
 OnStep = Callable[[str], None]
 """Told, after every step of every run, the name of the run."""
