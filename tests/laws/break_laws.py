@@ -40,7 +40,7 @@ def run_broken(row: dict) -> str:
             return f"`find` occurs {text.count(row['find'])} times in {row['file']}, expected once"
         target.write_text(text.replace(row["find"], row["replace"]))
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *row["tests"]]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *row["tests"]]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     if done.returncode == 1 and re.search(r"^(FAILED|ERROR) ", done.stdout, re.MULTILINE):
         return ""
