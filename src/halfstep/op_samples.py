@@ -142,7 +142,8 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     **dict.fromkeys(_UPSAMPLES_2D.split(), _upsample(2, False)),
     "conv_tbc": lambda m: (m.t(4, 1, 2), m.t(2, 2, 3), m.t(3)),
     "convolution": _full_convolution,
-    "_convolution": lambda m: (*_full_convolution(m), False, False, True, True),
+    # The overload without allow_tf32 is the one that torch casts on every device.
+    "_convolution": lambda m: (*_full_convolution(m), False, False, True),
     "cudnn_convolution": lambda m: (
         m.t(1, 2, 4, 4),
         m.t(3, 2, 2, 2),

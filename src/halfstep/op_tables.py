@@ -1,7 +1,7 @@
 """The op tables as plain data: for each table, groups of (rule word, reason, op names).
 
 A newcomer reads here which op runs in which precision and why; `ops.py` turns the groups into rows. A name
-followed by `*` has a `dtype=` argument of its own. No imports here, and no code but the wording of a measurement.
+followed by `*` has a `dtype=` argument of its own. No imports here, and no code but how a measurement reads.
 """
 
 Groups = tuple[tuple[str, str, str], ...]

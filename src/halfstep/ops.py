@@ -222,7 +222,7 @@ def markdown() -> str:
     """Return the text of docs/ops.md: every op, its rule in each table, and the reason for the default."""
     tables = {**TABLES, "torch cpu": _TORCH_BY_DEVICE["cpu"]}
     order = ("halfstep", "torch", "torch cpu", "apex", "mindspore", "mlu", "paper")
-    names = sorted(set[str]().union(*tables.values()), key=lambda name: name.lstrip("_"))
+    names = sorted(set[str]().union(*tables.values()), key=lambda name: (name.lstrip("_"), name))
     lines = [
         "# What each op runs in",
         "",
@@ -231,8 +231,8 @@ def markdown() -> str:
         *(f"- **{rule.value}**: {_MEANINGS[rule]}" for rule in Rule),
         "",
         "`-` means no rule: the op runs in what it is given. `*` marks an op that takes fp32 through its own",
-        "`dtype=` argument. `banned (fp16)` is refused in fp16 and runs in fp32 otherwise. The column torch is",
-        "torch's CUDA list, torch cpu its CPU list; every other table holds on every device.",
+        "`dtype=` argument. `banned (fp16)` is refused in fp16 and runs in fp32 otherwise. The column torch",
+        "is torch's CUDA list, torch cpu its CPU list; every other table holds on every device.",
         "Measurements are from `benchmarks/op_rules.py`.",
         "",
         f"| op | {' | '.join(order)} | reason in halfstep |",

@@ -142,8 +142,12 @@ class Plan:
             rules += [PlanRule(p, dtype=torch.float32, reason=reason, required=False) for p in NORM_PATTERNS]
         return cls(tuple(rules))
 
-    def __add__(self, other: Plan | Iterable[PlanRule]) -> Plan:
-        return Plan((*self.rules, *(other.rules if isinstance(other, Plan) else other)))
+    def with_rules(self, *rules: PlanRule) -> Plan:
+        """Return this plan with rules added."""
+        return Plan((*self.rules, *rules))
+
+    def __add__(self, other: Plan) -> Plan:
+        return self.with_rules(*other.rules)
 
     def __bool__(self) -> bool:
         return bool(self.rules)
@@ -154,8 +158,8 @@ class Plan:
     def resolve(self, model: nn.Module) -> Mapping[str, PlanRule]:
         """Return the rule that holds for each module, by module path; modules without one are absent.
 
-        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError for
-        a required rule that matches no module, for two rules of equal rank on one module, and for a module
+        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError
+        for a required rule that matches no module, for two rules of equal rank on one module, and for one
         shared under two paths whose rules differ.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -172,8 +176,8 @@ class Plan:
             first = owner.setdefault(id(module), path)
             if resolved.get(first) != chosen:
                 raise PlanError(
-                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} holds "
-                    f"for the first and {_shown(chosen)} for the second: give both the same rule"
+                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} "
+                    f"holds for the first and {_shown(chosen)} for the second: give both the same rule"
                 )
         for rule in self.rules:
             if rule.required and rule not in matched:
