@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.autocast import autocast
 from halfstep.convert import Conversion, convert
-from halfstep.distributed import all_ranks
+from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.formats import parse_dtype
 from halfstep.levels import Level, level_of
@@ -337,26 +337,34 @@ class Session:
         stepper = self._steppers[index]
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
         scaled = not isinstance(pending.scale, NoLossScale)
-        stats = stepper.measure(pending.scale.inverse(self.device) if scaled else None)
+        measured = stepper.measure(
+            pending.scale.inverse(self.device) if scaled else None, self.loss_scale.needs_max_abs
+        )
         first = pending.found_inf is None
-        found = self._found_inf(index, pending, stats.finite)
-        norm = stepper.update(stats, clip_norm, found if self.skip_nonfinite else False)
+        found = self._found_inf(index, pending, measured.finite)
+        stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
         if first:
-            self.loss_scale = self.loss_scale.adjust(_inverse(found), stats.max_abs)
+            self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
         if zero_grad:
             stepper.clear()
         self.steps += 1
+        here = isinstance(found, bool)
         outcome = Outcome(
             taken=_inverse(found) if self.skip_nonfinite else True,
             finite=_inverse(found),
             scale=pending.scale.value,
-            grad_norm=norm,
-            max_abs=stats.max_abs,
+            grad_norm=measured.norm,
+            max_abs=measured.max_abs,
             step=self.steps,
-            on_read=partial(self._arrived, scheduler),
+            on_read=None if here else partial(self._arrived_late, scheduler),
         )
         self.history.append(outcome)
-        self._queue.push(outcome)
+        if here:
+            self._arrived(
+                scheduler, not (found and self.skip_nonfinite), not found, pending.scale, self.steps
+            )
+        else:
+            self._queue.push(outcome)
         for listener in self.listeners:
             listener(self, outcome)
         return outcome
@@ -370,34 +378,38 @@ class Session:
             )
         return _Pending(self.loss_scale, frozenset({index}))
 
-    def _found_inf(self, index: int, pending: _Pending, finite: Tensor) -> bool | Tensor:
+    def _found_inf(self, index: int, pending: _Pending, finite: bool | Tensor) -> bool | Tensor:
         """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
-        found = ~finite
+        found = _inverse(finite)
         if pending.found_inf is not None:
-            return _host_if_free(found | pending.found_inf)
+            return found | pending.found_inf
         siblings = [j for j in pending.group if j != index and j in self._pending]
         for other in siblings:
-            found = found | ~all_finite(self._steppers[other].gradients()).to(found.device)
-        if self.skip_nonfinite:
-            found = all_ranks(found)
-        found = _host_if_free(found)
+            theirs = ~all_finite(self._steppers[other].gradients())
+            found = found | (theirs.to(self.device) if isinstance(found, Tensor) else bool(theirs))
+        if self.skip_nonfinite and world_size() > 1:
+            everywhere = all_ranks(torch.as_tensor(found, device=self.device))
+            found = everywhere if isinstance(found, Tensor) else bool(everywhere)
         for other in siblings:
             self._pending[other].found_inf = found
         return found
 
-    def _arrived(self, scheduler: Any, record: StepRecord) -> None:
-        """Count, warn and advance the scheduler once the outcome is on the host."""
-        if scheduler is not None and record.taken:
+    def _arrived_late(self, scheduler: Any, record: StepRecord) -> None:
+        self._arrived(scheduler, record.taken, record.finite, StaticLossScale(record.scale), record.step)
+
+    def _arrived(self, scheduler: Any, taken: bool, finite: bool, scale: LossScale, step: int | None) -> None:
+        """Count, warn and advance the scheduler once what a step did is known on the host."""
+        if scheduler is not None and taken:
             scheduler.step()
-        if record.taken and not record.finite and not self._warned:
+        if taken and not finite and not self._warned:
             self._warned = True
             warnings.warn(
-                f"step {record.step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
+                f"step {step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
                 "does; pass skip_nonfinite=True to prepare() to skip such steps (said once)",
                 HalfstepWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        self.skips = self.skips.after(record.taken, scale=record.scale)
+        self.skips = self.skips.after(taken, scale=None if taken else scale.read())
 
     def sync(self) -> None:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
@@ -462,11 +474,6 @@ class Session:
         for masters in self.masters.values():
             masters.revert()
         self.conversions, self.masters = [], {}
-
-
-def _host_if_free(flag: Tensor) -> bool | Tensor:
-    """On a CPU reading a flag costs nothing, and Python values are cheaper than 0-d tensors."""
-    return bool(flag) if flag.device.type == "cpu" else flag
 
 
 def _inverse(flag: bool | Tensor) -> bool | Tensor:

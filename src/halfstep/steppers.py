@@ -6,13 +6,25 @@ numbers mean (scales, ranks, outcomes) is decided there, never here.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim._gradients import GradStats, measure
+from halfstep.optim._gradients import measure
 from halfstep.unscale import unscale_
+
+
+class Measured(NamedTuple):
+    """What one look at the unscaled gradients gave: Python values on a CPU, 0-d tensors elsewhere.
+
+    `max_abs` is None where nobody asked for it.
+    """
+
+    finite: bool | Tensor
+    norm: float | Tensor
+    max_abs: float | Tensor | None
 
 
 class Stepper(Protocol):
@@ -24,12 +36,12 @@ class Stepper(Protocol):
         """The gradients as backward left them."""
         ...
 
-    def measure(self, inv_scale: Tensor | None) -> GradStats:
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
         ...
 
-    def update(self, stats: GradStats, clip_norm: float | None, found_inf: bool | Tensor) -> Tensor:
-        """Clip and update, or skip where `found_inf` is set; returns the norm before clipping."""
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """Unscale, clip and update, or skip where `found_inf` is set."""
         ...
 
     def clear(self) -> None:
@@ -42,11 +54,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gradients_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The gradients of those tensors that have one."""
-    return [p.grad for p in tensors if p.grad is not None]
-
-
 class OnePassStepper:
     """An optimizer of `halfstep.optim`: unscale, clip, skip and update happen in its own single pass."""
 
@@ -56,18 +63,17 @@ class OnePassStepper:
 
     def gradients(self) -> list[Tensor]:
         """The gradients as backward left them."""
-        return gradients_of(parameters_of(self.optimizer))
+        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None) -> GradStats:
-        """Finite flag, norm and largest magnitude of the gradients times `inv_scale`."""
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
-        return self.optimizer.measure(inv_scale=inv_scale)
+        return _on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
-    def update(self, stats: GradStats, clip_norm: float | None, found_inf: bool | Tensor) -> Tensor:
-        """Clip and update, or skip; returns the norm before clipping."""
-        clip = None if clip_norm is None else torch.clamp(clip_norm / (stats.norm + 1e-6), max=1.0)
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """One pass of the optimizer's own kernels over weights, gradients and states."""
+        clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
-        return stats.norm
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -82,26 +88,49 @@ class TorchStepper:
         self._inv_scale: Tensor | None = None
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them."""
-        return gradients_of(parameters_of(self.optimizer))
+        """The gradients as backward left them; those of masters widened to fp32."""
+        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None) -> GradStats:
-        """Finite flag, norm and largest magnitude of the gradients times `inv_scale`."""
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """Read the gradients once, twice where the largest magnitude is asked for."""
         self._inv_scale = inv_scale
-        return measure(self.gradients(), inv_scale)
+        gradients = self.gradients()
+        if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
+            norm = _fp32_norm(gradients)
+            if math.isfinite(norm):
+                return Measured(True, norm if inv_scale is None else norm * float(inv_scale), None)
+        return _on_host_if_cpu(measure(gradients, inv_scale))
 
-    def update(self, stats: GradStats, clip_norm: float | None, found_inf: bool | Tensor) -> Tensor:
-        """Clip and update, or skip; returns the norm before clipping."""
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """Unscale and clip in place, then the optimizer's own step."""
         if found_inf:
-            return stats.norm
+            return
         if self._inv_scale is not None:
             unscale_(self.gradients(), self._inv_scale)
-        norm = stats.norm
         if clip_norm is not None:
-            norm = nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
+            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
         self.optimizer.step()
-        return norm
 
     def clear(self) -> None:
         """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _fp32_norm(gradients: list[Tensor]) -> float:
+    """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
+    if any(g.layout != torch.strided for g in gradients):
+        return math.nan
+    return math.hypot(*(float(norm) for norm in torch._foreach_norm(gradients, 2)))
+
+
+def _clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
+    """`min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
+    coefficient = clip_norm / (norm + 1e-6)
+    return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
+
+
+def _on_host_if_cpu(stats: Any) -> Measured:
+    """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
+    if stats.norm.device.type != "cpu":
+        return Measured(stats.finite, stats.norm, stats.max_abs)
+    return Measured(bool(stats.finite), float(stats.norm), float(stats.max_abs))
