@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,8 +97,9 @@ def prepare(
 
 
 def _as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    optimizers = [] if optimizer is None else optimizer
-    optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if optimizer is None:
+        return []
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise ConfigError(
@@ -311,7 +312,7 @@ class Session:
         if gradients:
             home = gradients[0].device
             factor = self.loss_scale.tensor(home) * old.inverse(home)
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def step(
         self,
@@ -416,7 +417,7 @@ class Session:
         self._queue.drain()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
         modes = [(m, m.training) for model in self.models for m in model.modules()]
         with ExitStack() as stack, torch.inference_mode():
