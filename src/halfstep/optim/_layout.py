@@ -1,4 +1,4 @@
-"""The small integers by which kernels are chosen: algorithm, how the weight is kept, state and gradient format.
+"""The integers by which kernels are chosen: algorithm, how the weight is kept, state and gradient format.
 
 Plain integers, because compiled kernels fold them away; names for people are in algorithms.py.
 """

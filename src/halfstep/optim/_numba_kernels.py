@@ -1,5 +1,5 @@
-# pyright: basic
-"""CPU kernels: the one-pass update and the gradient measurement as Numba loops, equal to reference.py bit for bit.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+"""CPU kernels: the one-pass update and the gradient measurement as Numba loops, equal to reference.py.
 
 Each kernel walks a table of addresses, so that one call serves a whole model. Loops run over slices that
 start at zero, because LLVM leaves loops with offset indices scalar; no fast-math anywhere, because
@@ -58,14 +58,15 @@ def at(typingctx, address):
 def compiled(signature: str | None = None) -> Any:
     """njit as every kernel here wants it; without the disk cache where no directory can be written."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    given = () if signature is None else (signature,)
 
     def decorate(function: Any) -> Any:
         try:
-            return njit(signature, cache=True, **options)(function) if signature else njit(cache=True, **options)(function)
+            return njit(*given, cache=True, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            return njit(signature, **options)(function) if signature else njit(**options)(function)
+            return njit(*given, **options)(function)
 
     return decorate
 
@@ -451,7 +452,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
 
 @cache
 def measurer(grad: int) -> Any:
-    """Sum of squares (float64) and largest magnitude of each work item; a NaN or inf shows in the magnitude."""
+    """Sum of squares (float64) and largest magnitude of each work item; NaN and inf show in the latter."""
     wide = 4 if grad == L.FP32 else 2
 
     def run(first, last, items, table, squares, peaks):
@@ -466,7 +467,13 @@ def measurer(grad: int) -> Any:
                 o = i * LANES
                 row16, row32 = g16[o : o + LANES], g32[o : o + LANES]
                 for j in range(LANES):
-                    x = from_bf16(row16[j]) if grad == L.BF16 else from_fp16(row16[j]) if grad == L.FP16 else row32[j]
+                    x = (
+                        from_bf16(row16[j])
+                        if grad == L.BF16
+                        else from_fp16(row16[j])
+                        if grad == L.FP16
+                        else row32[j]
+                    )
                     top = max(top, i32(bits_of(x) & MASK))
                     lanes[j] += np.float64(x) * np.float64(x)
             total = 0.0

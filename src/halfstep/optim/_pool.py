@@ -1,0 +1,53 @@
+"""A small thread pool for kernels that release the interpreter lock; it has as many threads as torch uses.
+
+Numba's own `parallel=True` brings a second OpenMP runtime next to torch's; these threads only exist while
+more than one is asked for, and are made anew in a forked child.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+_pool: ThreadPoolExecutor | None = None
+_size = 0
+
+
+def _forget() -> None:
+    global _pool, _size
+    _pool, _size = None, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _workers(count: int) -> ThreadPoolExecutor:
+    global _pool, _size
+    if _pool is None or _size < count:
+        if _pool is not None:
+            _pool.shutdown(wait=False)
+        _pool, _size = ThreadPoolExecutor(count, thread_name_prefix="halfstep"), count
+    return _pool
+
+
+def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> None:
+    """Call `kernel(first, last, *args)` over items 0..len(sizes)-1, in parts of about equal total size."""
+    threads = min(torch.get_num_threads(), len(sizes))
+    if threads <= 1:
+        kernel(0, len(sizes), *args)
+        return
+    cuts, goal, done = [0], sum(sizes) / threads, 0.0
+    for i, size in enumerate(sizes):
+        done += size
+        if done >= goal * len(cuts) and len(cuts) < threads:
+            cuts.append(i + 1)
+    cuts.append(len(sizes))
+    parts = list(itertools.pairwise(cuts))
+    waiting = [_workers(threads - 1).submit(kernel, a, b, *args) for a, b in parts[1:] if a < b]
+    kernel(*parts[0], *args)
+    for future in waiting:
+        future.result()

@@ -1,0 +1,122 @@
+"""The algorithms as data: states, per-step scalars, and the update in plain torch with its source.
+
+`update` is the readable reference of what the kernels do, in fp32 and in this order of operations; each
+line is one correctly rounded operation, so that kernels can equal it bit for bit.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.optim import _layout as L
+
+Number = float | Tensor
+Row = tuple[Number, ...]
+"""Seven scalars of one parameter and step: decay and c2 to c7 (what each means, the algorithm says)."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One optimizer: its states' names (torch's), its scalars, its update and its kernel code."""
+
+    name: str
+    code: int
+    states: tuple[str, ...]
+    scalars: Callable[[Mapping[str, Any], Number], Row]
+    update: Callable[[Tensor, Tensor, list[Tensor], Row], tuple[Tensor, list[Tensor]]]
+
+
+def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Row:
+    beta1, beta2 = group["betas"]
+    unbias = 1 / (1 - beta2**step) ** 0.5
+    return (decay, 1 - beta1, beta2, 1 - beta2, unbias, group["eps"], group["lr"] / (1 - beta1**step))
+
+
+def _adamw_scalars(group: Mapping[str, Any], step: Number) -> Row:
+    return _adam_scalars(group, step, 1 - group["lr"] * group["weight_decay"])
+
+
+def _adam_l2_scalars(group: Mapping[str, Any], step: Number) -> Row:
+    return _adam_scalars(group, step, group["weight_decay"])
+
+
+def _root(v: Tensor) -> Tensor:
+    """The correctly rounded square root. torch's fp32 one on a CPU can be a bit off (MKL)."""
+    return v.to(torch.float64).sqrt().to(torch.float32) if v.device.type == "cpu" else v.sqrt()
+
+
+def _moments(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them."""
+    _, c2, c3, c4, unbias, eps, step_size = s
+    m, v = states
+    m = m + (g - m) * c2
+    v = v * c3 + (g * g) * c4
+    return step_size * (m / (_root(v) * unbias + eps)), [m, v]
+
+
+def _adamw(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    """Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101)."""
+    w = w * s[0]
+    change, states = _moments(g, states, s)
+    return w - change, states
+
+
+def _adam(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    change, states = _moments(g + w * s[0], states, s)
+    return w - change, states
+
+
+def _lion_scalars(group: Mapping[str, Any], step: Number) -> Row:
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    return (1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, lr, 0.0)
+
+
+def _lion(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    """Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675)."""
+    decay, c2, c3, c4, c5, lr, _ = s
+    w = w * decay
+    u = states[0] * c2 + g * c3
+    sign = (u > 0).to(torch.float32) - (u < 0).to(torch.float32)
+    return w - sign * lr, [states[0] * c4 + g * c5]
+
+
+def _sgd_scalars(group: Mapping[str, Any], step: Number) -> Row:
+    momentum, keep = group["momentum"], 1 - group["dampening"]
+    # torch starts the buffer as the first gradient, whole: step 1 has neither momentum nor dampening.
+    first = step == 1
+    if isinstance(first, Tensor):
+        first = first.to(torch.float64)
+        past, new = momentum * (1 - first), keep + (1 - keep) * first
+    else:
+        past, new = (0.0, 1.0) if first else (momentum, keep)
+    return (group["weight_decay"], past, new, group["lr"], momentum, 0.0, 0.0)
+
+
+def _sgd(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    return w - (g + w * s[0]) * s[3], states
+
+
+def _sgd_momentum(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    """Sutskever et al. 2013, as torch writes it: the learning rate multiplies the whole buffer."""
+    g = g + w * s[0]
+    m = states[0] * s[1] + g * s[2]
+    return w - m * s[3], [m]
+
+
+def _sgd_nesterov(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    g = g + w * s[0]
+    m = states[0] * s[1] + g * s[2]
+    return w - (g + m * s[4]) * s[3], [m]
+
+
+_TWO = ("exp_avg", "exp_avg_sq")
+ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw)
+ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam)
+LION = Algorithm("Lion", L.LION, ("exp_avg",), _lion_scalars, _lion)
+SGD = Algorithm("SGD", L.SGD, (), _sgd_scalars, _sgd)
+SGD_MOMENTUM = Algorithm("SGD", L.SGD_MOMENTUM, ("momentum_buffer",), _sgd_scalars, _sgd_momentum)
+SGD_NESTEROV = Algorithm("SGD", L.SGD_NESTEROV, ("momentum_buffer",), _sgd_scalars, _sgd_nesterov)

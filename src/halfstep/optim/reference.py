@@ -1,0 +1,57 @@
+"""The step in plain torch: slow, short, and right; every device can run it and every kernel equals it.
+
+No value is read back to the host: on an accelerator scale, clip factor and skip stay device scalars.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfstep.optim import _layout as L
+from halfstep.optim import rounding, slots
+from halfstep.optim.algorithms import Algorithm, Number, Row
+
+
+def update(
+    algorithm: Algorithm,
+    work: Sequence[tuple[slots.Slot, Tensor, Row, rounding.Int]],
+    factor: Number,
+    skip: Tensor | None,
+) -> Tensor | None:
+    """Update each (slot, flat gradient, scalars, key); where `skip` is a true tensor nothing changes.
+
+    Gradients are multiplied by `factor` first. Returns a 0-d bool tensor that is true where a weight left the
+    range of its master (exact fp16), or None.
+    """
+    over: list[Tensor] = []
+    for slot, grad, scalars, key in work:
+        flag = _update_one(algorithm, slot, grad.to(torch.float32) * factor, scalars, key, skip)
+        if flag is not None:
+            over.append(flag)
+    return torch.stack(over).any() if over else None
+
+
+def _update_one(
+    algorithm: Algorithm, slot: slots.Slot, g: Tensor, scalars: Row, key: rounding.Int, skip: Tensor | None
+) -> Tensor | None:
+    old = [slot.weight, slot.extra, *slot.states, *slot.tops]
+    kept = [None if t is None else t.clone() for t in old] if skip is not None else []
+    random = None
+    if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
+        random = rounding.noise(g.numel(), key, g.device)
+    w = slots.read_weight(slot.kind, slot.weight, slot.extra)
+    states = [slots.read_state(slot, i) for i in range(len(slot.states))]
+    w, states = algorithm.update(w, g, states, scalars)
+    for i, value in enumerate(states):
+        slots.write_state(slot, i, value, random)
+    again = (
+        rounding.hash_again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
+    )
+    over = slots.write_weight(slot.kind, w, slot.weight, slot.extra, again)
+    if over is not None and skip is not None:
+        over = over & ~skip
+    for target, before in zip(old, kept):
+        if target is not None and before is not None and skip is not None:
+            target.copy_(torch.where(skip, before, target))
+    return over

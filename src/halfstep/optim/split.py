@@ -1,0 +1,104 @@
+"""Exact masters: an fp32 value as the 16-bit weight the model uses plus the 16 bits it lacks.
+
+bf16: the 16-bit half is the nearest bf16, ties away from zero, and the lacking bits are the signed distance
+between the two bit patterns, so that joining is one integer addition. fp16: the half is torch's cast (ties
+to even); from 2^-16 up the lacking bits are again the distance of the patterns, below they count steps of
+2^-40. Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit.
+"""
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError, MasterRangeError
+
+MAGNITUDE = 0x7FFFFFFF
+INF = 0x7F800000
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `(half, lacking)`: `values` (fp32, any shape) in `dtype`, and the int16 bits it lacks.
+
+    bf16 is exact for every value, infinities, subnormals, both zeros and values that round to infinity
+    included; a NaN becomes a NaN. fp16 is exact for 0 and 2^-16 <= |x| < 65520; below, the error is at most
+    2^-41, or 2^-40 within 2^-41 of the upper tie of an even half (16 bits cannot tell its 65,537 neighbours
+    apart). Finite values of 65520 and more raise MasterRangeError; inf and NaN pass.
+    """
+    check_split(values, dtype)
+    if dtype == torch.bfloat16:
+        return split_bf16(values)
+    half = values.to(torch.float16)
+    if bool((half.isinf() & values.isfinite()).any()):
+        raise MasterRangeError(
+            f"a weight of {values.abs().nan_to_num(0, 0, 0).max().item():g} does not fit fp16 "
+            "(at most 65504); train in bf16, or keep this tensor in fp32"
+        )
+    return half, lacking_fp16(values, half)
+
+
+def join(half: Tensor, lacking: Tensor) -> Tensor:
+    """Return the fp32 values that `split` took apart: `half` bf16 or fp16, `lacking` int16 of its shape."""
+    if half.dtype == torch.bfloat16:
+        return join_bf16(half, lacking)
+    if half.dtype == torch.float16:
+        return join_fp16(half, lacking)
+    raise ConfigError(f"join takes a bf16 or fp16 half, not {half.dtype}")
+
+
+def check_split(values: Tensor, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless `values` is fp32 and `dtype` is bf16 or fp16."""
+    if values.dtype != torch.float32 or dtype not in LOW_DTYPES:
+        raise ConfigError(
+            f"an exact split goes from float32 to bfloat16 or float16, not from {values.dtype} to {dtype}"
+        )
+
+
+def round_away(values: Tensor) -> Tensor:
+    """Round fp32 to the nearest bf16, ties away from zero, as `split` does; a NaN stays a NaN."""
+    bits = values.view(torch.int32)
+    up = (bits + 0x8000) >> 16
+    nan = (bits >> 16) | 0x7FC0
+    return torch.where((bits & MAGNITUDE) > INF, nan, up).to(torch.int16).view(torch.bfloat16)
+
+
+def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`split` for bf16, unchecked."""
+    half = round_away(values)
+    bits = values.view(torch.int32)
+    lacking = bits - (half.view(torch.int16).to(torch.int32) << 16)
+    nan = (bits & MAGNITUDE) > INF
+    return half, lacking.masked_fill(nan, 0).to(torch.int16)
+
+
+def join_bf16(half: Tensor, lacking: Tensor) -> Tensor:
+    """`join` for bf16. Lacking bits no split makes (a weight set to 0 or inf from outside) count as 0."""
+    high = half.view(torch.int16).to(torch.int32)
+    low = lacking.to(torch.int32)
+    magnitude = high & 0x7FFF
+    stale = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
+    return ((high << 16) + low.masked_fill(stale, 0)).view(torch.float32)
+
+
+def lacking_fp16(values: Tensor, half: Tensor) -> Tensor:
+    """The int16 that `half`, the fp16 cast of fp32 `values`, lacks."""
+    size = values.view(torch.int32) & MAGNITUDE
+    code = half.view(torch.int16).to(torch.int32) & 0x7FFF
+    base = half.abs().to(torch.float32)
+    pattern = size - base.view(torch.int32)
+    units = ((values.abs() - base) * 2.0**40).round()
+    below = units.clamp(max=32767.0).where(code != 0, units)
+    low = torch.where(code < 0x100, below.nan_to_num(0, 0, 0).clamp(-32768, 32768).to(torch.int32), pattern)
+    return low.masked_fill(code >= 0x7C00, 0).to(torch.int16)
+
+
+def join_fp16(half: Tensor, lacking: Tensor) -> Tensor:
+    """`join` for fp16."""
+    high = half.view(torch.int16).to(torch.int32)
+    code = high & 0x7FFF
+    base = half.abs().to(torch.float32)
+    low = lacking.to(torch.int32).masked_fill(code >= 0x7C00, 0)
+    pattern = base.view(torch.int32) + low
+    zero = (low & 0xFFFF).to(torch.float32) * 2.0**-40
+    below = torch.where(code == 0, zero, base + low.to(torch.float32) * 2.0**-40)
+    size = torch.where(code < 0x100, below.view(torch.int32), pattern)
+    return (size | ((high & 0x8000) << 16)).view(torch.float32)
