@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch.utils import backend_registration
 
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -111,7 +112,8 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
 def available() -> tuple[str, ...]:
     """Device types that this process can compute on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    found = () if accelerator is None else (accelerator.type,)
+    return tuple(dict.fromkeys(("cpu", *found, *_declared)))
 
 
 def capability(device: str | torch.device | None, dtype: str | torch.dtype) -> Capability:
@@ -335,6 +337,87 @@ def _write_cache(file: Path, rows: Mapping[str, Mapping[str, object]]) -> None:
             os.replace(name, file)
         except OSError:
             os.unlink(name)
+
+
+# --- a device of a vendor's own ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a vendor registered for a device: its dtypes, and kernels and collectives where it brings them."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    slow: tuple[torch.dtype, ...]
+    finite_check: Callable[..., None] | None
+    update_scale: Callable[..., None] | None
+    collective: str | Callable[..., Any] | None
+
+
+_followers: list[Callable[[Accelerator], None]] = []
+
+
+def on_register(follower: Callable[[Accelerator], None]) -> None:
+    """Have `follower` called for every device registered from now on; upper floors install their parts so."""
+    _followers.append(follower)
+
+
+def register(
+    name: str,
+    *,
+    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
+    slow: Sequence[str | torch.dtype] = (),
+    finite_check: Callable[..., None] | None = None,
+    update_scale: Callable[..., None] | None = None,
+    collective: str | Callable[..., Any] | None = None,
+) -> Accelerator:
+    """Bring up a new accelerator: everything in halfstep works on it from here on.
+
+    Renames torch's PrivateUse1 device to `name` unless the vendor's plugin did, gives `torch.<name>` what it
+    lacks of `get_amp_supported_dtype` and `amp` (`torch.<name>.amp.autocast(enabled, dtype)`,
+    `torch.<name>.amp.GradScaler(enabled=...)`), and declares what the device computes in. The kernels of the
+    device itself are the vendor's, registered with torch as usual. Registering again replaces what was said.
+
+    Args:
+        name: device type as in `torch.device(name)`.
+        dtypes: floating dtypes with kernels; fp32 needs no mention.
+        slow: those among them without fast kernels: LOW ops round and compute in fp32 instead.
+        finite_check: `f(grads, found_inf, inv_scale)`: multiplies gradients in place, sets the 0-d fp32
+            `found_inf` to 1 where one was not finite (torch's `_amp_foreach_non_finite_check_and_unscale_`).
+        update_scale: `f(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)`,
+            in place (torch's `_amp_update_scale_`).
+        collective: the device's torch.distributed backend: the name of one that torch knows, or a function
+            `f(store, rank, size, timeout)` that makes a process group.
+
+    Raises:
+        ConfigError: a name that cannot be used, unknown dtypes, or another device already took PrivateUse1.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if not name.isidentifier() or name != name.lower() or name in _TORCH_DEVICES:
+        raise ConfigError(
+            f"{name!r} cannot name a device: expected a lower-case word that torch does not use"
+        )
+    if taken not in (name, "privateuseone"):
+        raise ConfigError(
+            f"a process has one PrivateUse1 device and it is {taken!r}; register {name!r} elsewhere"
+        )
+    row = Accelerator(
+        name,
+        tuple(parse_dtype(d) for d in dtypes),
+        tuple(parse_dtype(d) for d in slow),
+        finite_check,
+        update_scale,
+        collective,
+    )
+    declare(name, row.dtypes, row.slow)
+    if taken != name:
+        backend_registration.rename_privateuse1_backend(name)
+    for follower in _followers:
+        follower(row)
+    return row
+
+
+_TORCH_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "meta", "vulkan", "hip")
 
 
 # --- the process -------------------------------------------------------------------------------------------

@@ -1,0 +1,161 @@
+"""A PrivateUse1 device written in Python: its memory is the host's, its kernels are the CPU's.
+
+Importing this module makes the device `pydev` appear, as a vendor's plugin does, and registers it with
+halfstep. Tensors have real storage: a DLPack capsule of a CPU tensor is relabelled with the device's number,
+so views, `.data` and saved tensors share memory as on any device. A process has one such device: tests run
+it in processes of their own.
+"""
+
+import ctypes
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import halfstep as hs
+
+NAME = "pydev"
+_CPU, _EXTENSION = 1, 12  # DLDeviceType kDLCPU and kDLExtDev
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _relabel(t: torch.Tensor, device_type: int) -> torch.Tensor:
+    """A tensor over the same memory that belongs to the other device."""
+    capsule = torch.utils.dlpack.to_dlpack(t.detach() if t.requires_grad else t)
+    # DLManagedTensor begins with the data pointer; the device type follows it.
+    where = _capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    ctypes.c_int32.from_address(where).value = device_type
+    return torch._C._from_dlpack(capsule)
+
+
+def to_host(t: torch.Tensor) -> torch.Tensor:
+    return _relabel(t, _CPU)
+
+
+def to_device(t: torch.Tensor) -> torch.Tensor:
+    return _relabel(t, _EXTENSION)
+
+
+def _is_here(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == NAME
+
+
+def _outputs(op) -> set[str]:
+    """Names of the `out=` arguments of an overload."""
+    return {a.name for a in op._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
+
+
+def on_host(op, *args, **kwargs):
+    """Run any op on the host memory of its arguments; what it changed in place is given back itself."""
+    if "mkldnn" in op._schema.name:
+        raise NotImplementedError(f"{op} belongs to the CPU")
+    origin: dict[int, torch.Tensor] = {}
+
+    def down(x: object) -> object:
+        if _is_here(x):
+            host = to_host(x)
+            origin[id(host)] = x
+            return host
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def up(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return origin[id(x)] if id(x) in origin else to_device(x)
+
+    outs = _outputs(op) & kwargs.keys()
+    host_args, host_kwargs = pytree.tree_map(down, (args, {k: v for k, v in kwargs.items() if k not in outs}))
+    for name in outs:
+        host_kwargs[name] = torch.empty(0, dtype=kwargs[name].dtype)
+        origin[id(host_kwargs[name])] = kwargs[name]
+    with torch._C._AutoDispatchBelowAutograd(), torch.autocast("cpu", enabled=False):
+        result = op(*host_args, **host_kwargs)
+    for name in outs:
+        _hand_over(kwargs[name], host_kwargs[name])
+    return result if result is None else pytree.tree_map(up, result)
+
+
+def _hand_over(out: torch.Tensor, host: torch.Tensor) -> None:
+    """Give an output what was computed on the host; one of another size gets the new memory."""
+    if out.shape == host.shape:
+        to_host(out).copy_(host)
+    else:
+        out.data = to_device(host)
+
+
+def _resize(t, size, *, memory_format=None):
+    larger = to_host(t).clone().resize_(size)
+    t.data = to_device(larger)
+    return t
+
+
+def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return to_device(torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype()))
+
+
+def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    kind = torch.contiguous_format if memory_format is None else memory_format
+    return to_device(torch.empty(size, dtype=dtype or torch.get_default_dtype(), memory_format=kind))
+
+
+def _copy_from(source, target, non_blocking=False):
+    there = to_host(target) if _is_here(target) else target
+    there.copy_(to_host(source) if _is_here(source) else source)
+    return target
+
+
+def _item(t):
+    return to_host(t).item()
+
+
+def _through_cpu_kernel(name: str):
+    """A kernel that looks at shapes only and never at the data works for tensors of any device."""
+    op = getattr(torch.ops.aten, name)
+    overload = op.default if "default" in op.overloads() else getattr(op, op.overloads()[0])
+    kernel = torch.library.get_kernel(overload, "CPU")
+
+    def run(keyset, *args, **kwargs):
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    return overload, run
+
+
+# Ops whose kernel torch builds from other ops unless the device brings one; ours brings the CPU's.
+_OWN_KERNELS = ("native_layer_norm", "native_group_norm")
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_FALLBACK = torch.library.Library("_", "IMPL")
+
+
+def _convolution(*args):
+    return on_host(torch.ops.aten.convolution.default, *args)
+
+
+def _convolution_backward(grad, x, weight, stride, padding, dilation, transposed, out_padding, groups, mask):
+    bias = [weight.shape[1] * groups if transposed else weight.shape[0]] if mask[2] else None
+    geometry = (stride, padding, dilation, transposed, out_padding, groups, mask)
+    return on_host(torch.ops.aten.convolution_backward.default, grad, x, weight, bias, *geometry)
+
+
+def _install_kernels() -> None:
+    key = "PrivateUse1"
+    _FALLBACK.fallback(on_host, key)
+    _LIBRARY.impl("empty_strided", _empty_strided, key)
+    _LIBRARY.impl("empty.memory_format", _empty, key)
+    _LIBRARY.impl("resize_", _resize, key)
+    _LIBRARY.impl("_copy_from", _copy_from, key)
+    _LIBRARY.impl("_local_scalar_dense", _item, key)
+    _LIBRARY.impl("convolution_overrideable", _convolution, key)
+    _LIBRARY.impl("convolution_backward_overrideable", _convolution_backward, key)
+    for name in ("as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex"):
+        op, kernel = _through_cpu_kernel(name)
+        _LIBRARY.impl(op, kernel, key, with_keyset=True)
+    for name in _OWN_KERNELS:
+        op = getattr(torch.ops.aten, name).default
+        _LIBRARY.impl(op, lambda *a, _op=op, **k: on_host(_op, *a, **k), key)
+
+
+_setup_privateuseone_for_python_backend(NAME)
+_install_kernels()
+hs.devices.register(NAME, dtypes=("bf16", "fp16"))
