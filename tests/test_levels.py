@@ -26,7 +26,7 @@ def test_policy_of_each_level(level: str, dtype: torch.dtype | None, roles: tupl
 
 
 def test_what_each_level_does() -> None:
-    assert [row.cast_ops for row in LEVELS.values()] == [False, True, False, False]
+    assert [row.cast_ops for row in LEVELS.values()] == [False, True, True, False]
     assert [row.cast_inputs for row in LEVELS.values()] == [False, False, True, True]
     assert [row.masters for row in LEVELS.values()] == [False, False, True, False]
     assert [row.norm_fp32 for row in LEVELS.values()] == [False, False, True, False]

@@ -26,7 +26,7 @@ LOW_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 class Level:
     """One row: for each role whether it is fp32 ("full") or the 16-bit dtype ("low"), and what follows.
 
-    cast_ops: ops are cast by the policy's table. cast_inputs: floating model inputs are cast to the compute
+    cast_ops: ops are cast by the policy's table; without it no op is lifted to fp32. cast_inputs: floating model inputs are cast to the compute
     dtype. norm_fp32: normalisation weights and statistics stay fp32. masters: the optimizer updates fp32
     copies. needs_scale_in_fp16: fp16 comes with a dynamic loss scale.
     """
@@ -57,15 +57,19 @@ class Level:
             raise ConfigError(f"level {self.name} runs in fp16 or bf16, given {given}: level O0 is fp32")
         return parsed
 
-    def policy(self, dtype: str | torch.dtype | None = None, table: str = "halfstep") -> Policy:
-        """Return the policy of this level for `dtype` (fp16 or bf16; None at O0)."""
+    def policy(self, dtype: str | torch.dtype | None = None, table: str | None = None) -> Policy:
+        """Return the policy of this level for `dtype` (fp16 or bf16; None at O0).
+
+        table: None takes "halfstep", or "low", which lifts nothing to fp32, where the level casts no ops.
+        """
         low = self.check_dtype(dtype)
         outputs: dict[Role, torch.dtype | None] = {"full": torch.float32, "low": low, "as computed": None}
+        lifts = self.cast_ops or low == torch.float32
         return Policy(
             param_dtype=low if self.param_role == "low" else torch.float32,
             compute_dtype=low,
             output_dtype=outputs[self.output_role],
-            table=table,
+            table=table or ("halfstep" if lifts else "low"),
         )
 
     def needs_scale(self, dtype: str | torch.dtype | None) -> bool:
@@ -92,7 +96,7 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
             _row(
                 "O2",
                 ("low", "low", "full"),
-                "cast_inputs norm_fp32 masters needs_scale_in_fp16",
+                "cast_ops cast_inputs norm_fp32 masters needs_scale_in_fp16",
                 "16-bit weights with fp32 masters; normalisation fp32; inputs and outputs cast",
             ),
             _row(

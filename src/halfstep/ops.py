@@ -7,6 +7,7 @@ tensors lives in `autocast.py`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,9 +78,20 @@ def _build(groups: op_tables.Groups) -> Mapping[str, OpRow]:
     return MappingProxyType(dict(sorted(rows.items())))
 
 
+def _nothing_lifted(table: Mapping[str, OpRow]) -> Mapping[str, OpRow]:
+    """Return the table with KEEP for every FULL row: what level O3 runs, where all is low."""
+    reason = "level O3: everything in the compute dtype"
+    return MappingProxyType(
+        {n: OpRow(n, Rule.KEEP, reason) if row.rule is Rule.FULL else row for n, row in table.items()}
+    )
+
+
+_HALFSTEP = _build(op_tables.HALFSTEP)
+
 TABLES: Mapping[str, Mapping[str, OpRow]] = MappingProxyType(
     {
-        "halfstep": _build(op_tables.HALFSTEP),
+        "halfstep": _HALFSTEP,
+        "low": _nothing_lifted(_HALFSTEP),
         "torch": _build(op_tables.TORCH_CUDA),
         "apex": _build(op_tables.APEX),
         "mindspore": _build(op_tables.MINDSPORE),
@@ -88,7 +100,23 @@ TABLES: Mapping[str, Mapping[str, OpRow]] = MappingProxyType(
     }
 )
 
-_TORCH_BY_DEVICE: Mapping[str, Mapping[str, OpRow]] = MappingProxyType({"cpu": _build(op_tables.TORCH_CPU)})
+_TORCH_BY_DEVICE: Mapping[str, Mapping[str, OpRow]] = MappingProxyType(
+    {"cpu": _build(op_tables.TORCH_CPU), "cuda": TABLES["torch"]}
+)
+
+
+@functools.cache
+def _mirror(device_type: str) -> Mapping[str, OpRow]:
+    """Return torch's list for a device without the ops that the running torch does not register there."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    key = f"Autocast{device_type.upper()}"
+    registered = {
+        name.removeprefix("aten::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and has_kernel(name, key)
+    }
+    listed = _TORCH_BY_DEVICE[device_type]
+    return MappingProxyType({name: row for name, row in listed.items() if name in registered})
 
 
 def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
@@ -100,7 +128,7 @@ def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
     if table not in TABLES:
         raise ConfigError(f"unknown op table {table!r}: expected one of {', '.join(TABLES)}")
     if table == "torch" and device_type is not None:
-        return _TORCH_BY_DEVICE.get(device_type, TABLES["torch"])
+        return _mirror(device_type if device_type in _TORCH_BY_DEVICE else "cuda")
     return TABLES[table]
 
 
