@@ -76,6 +76,12 @@ def _mkldnn_rnn(m: _Make) -> tuple[Any, ...]:
     return (m.t(5, 2, 3), *weights, m.t(2, 4), m.t(2, 4), False, [], 2, 4, 1, True, False, False, False)
 
 
+def _cudnn_rnn(m: _Make) -> tuple[Any, ...]:
+    weights = [m.t(16, 3), m.t(16, 4), m.t(16), m.t(16)]
+    state = (m.t(1, 2, 4), m.t(1, 2, 4))
+    return (m.t(5, 2, 3), weights, 4, None, *state, 2, 4, 0, 1, False, 0.0, True, False, [], None)
+
+
 def _attention(m: _Make) -> tuple[Any, ...]:
     return (m.t(1, 1, 4, 8), m.t(1, 1, 4, 8), m.t(1, 1, 4, 8))
 
@@ -186,6 +192,7 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     "_thnn_fused_lstm_cell": lambda m: (m.t(2, 16), m.t(2, 16), m.t(2, 4)),
     "_thnn_fused_gru_cell": lambda m: (m.t(2, 12), m.t(2, 12), m.t(2, 4)),
     "mkldnn_rnn_layer": _mkldnn_rnn,
+    "_cudnn_rnn": _cudnn_rnn,
     "prelu": lambda m: (m.t(2, 3), m.u(1)),
     "pow": lambda m: (m.u(3, 4), 2.5),
     "cumsum": lambda m: (m.t(3, 4), 0),

@@ -70,7 +70,7 @@ HALFSTEP: Groups = (
         "low",
         "a recurrent cell: matrix products of inputs and state",
         f"{_RNN_CELLS} lstm gru rnn_tanh rnn_relu _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-        " mkldnn_rnn_layer",
+        " mkldnn_rnn_layer _cudnn_rnn",
     ),
     ("low", "follows a low op and has one small weight; bound by memory", "prelu"),
     ("full", "grows or cancels fast: one rounding of the input moves the output by many", _POINTWISE_FULL),
@@ -196,7 +196,7 @@ TORCH_CUDA: Groups = (
         f" addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell"
         f" _thnn_fused_gru_cell"
         f" {_RNN_CELLS} _scaled_dot_product_flash_attention scaled_dot_product_attention"
-        f" cudnn_convolution"
+        f" _cudnn_rnn cudnn_convolution"
         f" cudnn_convolution_transpose",
     ),
     (
