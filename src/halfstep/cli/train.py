@@ -198,7 +198,8 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
             continue
         for dtype in dtypes:
             devices.check_dtype(device, dtype)
-            settings.extend(Setting(level, dtype, scale) for scale in order.scales)
+            scales = recipe.scales if order.demo and recipe.scales and dtype == "fp16" else order.scales
+            settings.extend(Setting(level, dtype, scale) for scale in scales)
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
@@ -258,25 +259,16 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
 
 
 def _print(document: Mapping[str, Any], report: Path | None) -> None:
+    from halfstep.report.table import cells, columns
+
     out = console()
     machine = document["machine"]
     for recipe in document["recipes"]:
         seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
         title = f"{recipe['name']}: {recipe['about']} ({recipe['data']}, {recipe['steps']} steps, {seeds})"
-        metric = "test accuracy %" if recipe["metric"] == "accuracy" else "test loss"
-        columns = (
-            "level",
-            metric,
-            "from O0",
-            "ms/step",
-            "samples/s",
-            "peak MB",
-            "saved MB",
-            "skipped",
-            "scale",
-        )
-        rows = [_cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]
-        out.print(table(title, columns, rows, ",".join(columns[1:])))
+        heads = columns(recipe["metric"])
+        rows = [cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]
+        out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe["rows"]:
             if row["failed"]:
                 out.print(f"{row['label']} failed: {row['failed']}", style="red")
@@ -291,33 +283,3 @@ def _print(document: Mapping[str, Any], report: Path | None) -> None:
     )
     if report is not None:
         out.print(f"report: {report}")
-
-
-def _cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[str]:
-    percent = 100.0 if metric == "accuracy" else 1.0
-    digits = 2 if metric == "accuracy" else 4
-    label = row["label"] + (" (slow here)" if row["dtype"] in slow else "")
-    return [
-        label,
-        _mean(row, percent, digits),
-        "" if row["difference"] is None else f"{percent * row['difference']:+.{digits}f}",
-        _number(row["seconds"], 1e3, 2),
-        _number(row["samples_per_second"], 1.0, 0),
-        _number(row["peak_bytes"], 1e-6, 1),
-        _number(row["saved_bytes"], 1e-6, 1),
-        str(row["skipped"]),
-        _number(row["last_scale"], 1.0, 0) if row["last_scale"] != 1.0 else "none",
-    ]
-
-
-def _mean(row: Mapping[str, Any], percent: float, digits: int) -> str:
-    if row["mean"] is None:
-        return "failed"
-    text = f"{percent * row['mean']:.{digits}f}"
-    if row["spread"] is not None:
-        text += f" ± {percent * row['spread']:.{digits}f}"
-    return text + (" diverged" if row["diverged"] else "")
-
-
-def _number(value: float | None, factor: float, digits: int) -> str:
-    return "" if value is None else f"{value * factor:,.{digits}f}"

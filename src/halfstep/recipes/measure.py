@@ -7,9 +7,11 @@ one step of each setting after the other, so that a busy machine slows all of th
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import median
@@ -71,6 +73,21 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
     return sum(size for address, size in kept.items() if address not in own)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's C++ side writes remarks to file descriptor 2 that no setting turns off in time."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
+
+
 def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
     """Peak bytes of tensors during one `step`, allocator-exact.
 
@@ -84,9 +101,7 @@ def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> 
         step()
         return torch.cuda.max_memory_allocated(device)
     before = sum(storage_bytes(resident).values())
-    # Kineto prints a line at each start and stop unless told not to.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         step()
     events: Any = session.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -32,6 +32,7 @@ class Recipe:
     """One training set-up. `metric` is what the table shows: test "accuracy" (higher is better) or "loss".
 
     `steps` is a training that ends well, `demo_steps` one short enough to be run at every level in a row.
+    `scales` are the loss scales that the demo compares; none given means each level's own.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Recipe:
     optimizer: Callable[[Iterable[Any]], Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     data: Callable[[int, str | None], Task]
+    scales: tuple[str, ...] = ()
 
     def build(self, seed: int) -> tuple[nn.Module, Optimizer]:
         """A freshly initialised model and its optimizer; the global generator is left as it was."""
@@ -73,12 +75,17 @@ def _images(mean: float, std: float) -> Callable[[int, str | None], Task]:
     return build
 
 
-def _pixels(batch_size: int, folder: str | None) -> Task:
+def _ink(batch_size: int, folder: str | None) -> Task:
     data = _data.normalise(_data.image_data(folder), 0.0, 1.0)
+
+    def share(x: Tensor) -> Tensor:
+        return x.flatten(1) / x.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
+
+    train_y, test_y = share(data.train_x), share(data.test_x)
     return Task(
         data.name,
-        lambda seed: _data.Batches(data.train_x, data.train_x.flatten(1), batch_size, seed=seed),
-        _in_batches(data.test_x, data.test_x.flatten(1), 250),
+        lambda seed: _data.Batches(data.train_x, train_y, batch_size, seed=seed),
+        _in_batches(data.test_x, test_y, 250),
     )
 
 
@@ -98,6 +105,10 @@ def _text(batch_size: int, folder: str | None) -> Task:
 
 def _next_character(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _mean_divergence(log_predicted: Tensor, target: Tensor) -> Tensor:
+    return F.kl_div(log_predicted, target, reduction="none").mean()
 
 
 _ALL = (
@@ -136,6 +147,20 @@ _ALL = (
         optimizer=lambda parameters: AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
         loss=_next_character,
         data=_text,
+    ),
+    Recipe(
+        name="digits-faint",
+        about="784-512-784 autoencoder with gradients below fp16's range and updates below its spacing",
+        metric="loss",
+        steps=500,
+        demo_steps=500,
+        batch_size=64,
+        model=_models.ink_autoencoder,
+        # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
+        optimizer=lambda parameters: SGD(parameters, lr=784 * 4.0),
+        loss=_mean_divergence,
+        data=_ink,
+        scales=("dynamic", "none"),
     ),
 )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepError
+from halfstep.levels import LEVELS
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
 from halfstep.session import prepare
@@ -30,12 +31,20 @@ class Setting:
 
     level: str
     dtype: str | None
-    loss_scale: Any = None
+    loss_scale: str | None = None
+
+    @property
+    def own_scale(self) -> str:
+        """The loss scale the level chooses for the dtype: "dynamic" or "none"."""
+        return "dynamic" if LEVELS[self.level].needs_scale(self.dtype) else "none"
 
     @property
     def label(self) -> str:
-        """`O1 bf16`, or `O0` for fp32."""
-        return self.level if self.dtype is None else f"{self.level} {self.dtype}"
+        """`O1 bf16`, or `O0` for fp32; with the loss scale where it is not the level's own."""
+        words = [self.level, self.dtype or ""]
+        if self.loss_scale not in (None, self.own_scale):
+            words.append("no scale" if self.loss_scale == "none" else f"scale {self.loss_scale}")
+        return " ".join(word for word in words if word)
 
     def prepare_options(self) -> dict[str, Any]:
         """Keyword arguments for `hs.prepare`."""

@@ -14,6 +14,7 @@ from typing import Any
 from halfstep.errors import ConfigError
 from halfstep.report.sentences import sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
+from halfstep.report.table import cells, columns
 
 _MACHINE = {
     "halfstep": "halfstep",
@@ -92,54 +93,16 @@ def _classes(row: Mapping[str, Any]) -> str:
 
 
 def _table(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
-    accuracy = recipe["metric"] == "accuracy"
-    heads = (
-        "level",
-        "test accuracy, %" if accuracy else "test loss",
-        "from O0",
-        "ms a step",
-        "samples/s",
-        "peak MB",
-        "saved for backward, MB",
-        "skipped",
-        "last scale",
-    )
-    head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in heads)
-    body = "".join(
-        f"<tr>{''.join(_cell(c) for c in _cells(row, accuracy, slow))}</tr>" for row in recipe["rows"]
-    )
+    metric = recipe["metric"]
+    head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in columns(metric))
+    rows = (cells(row, metric, slow) for row in recipe["rows"])
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _cell(text: str) -> str:
     bad = " class='bad'" if "failed" in text or "diverged" in text else ""
     return f"<td{bad}>{escape(text)}</td>"
-
-
-def _cells(row: Mapping[str, Any], accuracy: bool, slow: Mapping[str, str]) -> list[str]:
-    factor, digits = (100.0, 2) if accuracy else (1.0, 4)
-    if row["mean"] is None:
-        mean = "failed"
-    else:
-        mean = f"{factor * row['mean']:.{digits}f}"
-        mean += f" ± {factor * row['spread']:.{digits}f}" if row["spread"] is not None else ""
-        mean += " diverged" if row["diverged"] else ""
-    difference = row["difference"]
-    return [
-        row["label"] + (" (slow here)" if row["dtype"] in slow else ""),
-        mean,
-        "" if difference is None else f"{factor * difference:+.{digits}f}",
-        _figure(row["seconds"], 1e3, 2),
-        _figure(row["samples_per_second"], 1.0, 0),
-        _figure(row["peak_bytes"], 1e-6, 1),
-        _figure(row["saved_bytes"], 1e-6, 1),
-        str(row["skipped"]),
-        _figure(row["last_scale"], 1.0, 0) if row["last_scale"] != 1.0 else "none",
-    ]
-
-
-def _figure(value: float | None, factor: float, digits: int) -> str:
-    return "" if value is None else f"{value * factor:,.{digits}f}"
 
 
 def _legend(rows: Sequence[Mapping[str, Any]]) -> str:
