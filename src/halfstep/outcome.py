@@ -216,7 +216,11 @@ def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
 def _start_copy(device: torch.device, tensors: Mapping[str, Tensor]) -> _Copy:
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
     packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()])
-    on_cpu = packed.to("cpu", non_blocking=True)
+    try:
+        on_cpu = packed.to("cpu", non_blocking=True)
+    except NotImplementedError:
+        # A vendor's device without pinned memory: the copy is made at once instead.
+        return _Copy(tuple(tensors), packed.to("cpu"), None)
     if device.type == "cpu":
         return _Copy(tuple(tensors), on_cpu, None)
     event = torch.Event(device)
