@@ -26,6 +26,7 @@ NOT_ON_CPU = {
 }
 # This fused kernel has no fp16 form on CPU; fp16 is rounded around fp32 arithmetic there.
 NO_FP16_ON_CPU = {"mkldnn_rnn_layer"}
+IN_16_BITS = [n for n, r in TABLES["low"].items() if r.rule not in (Rule.FULL, Rule.BANNED)]
 needs_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="the lists are those of torch 2.13"
 )
@@ -91,13 +92,26 @@ def test_every_op_has_a_sample_that_runs(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [n for n, r in HALFSTEP.items() if r.rule not in (Rule.FULL, Rule.BANNED)])
+@pytest.mark.parametrize(
+    "name", [n for n, r in TABLES["low"].items() if r.rule not in (Rule.FULL, Rule.BANNED)]
+)
 def test_ops_left_in_16_bits_have_16_bit_kernels(name: str, dtype: torch.dtype) -> None:
     if name in NOT_ON_CPU or (dtype == torch.float16 and name in NO_FP16_ON_CPU):
         pytest.skip("not on CPU in this dtype")
     fn, args = SAMPLES[name]("cpu", dtype)
     out = [t.dtype for t in floating(fn(*args))]
     assert out[0] == dtype
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n, r in TABLES["low"].items() if r.rule is Rule.FULL])
+def test_ops_that_o3_lifts_to_fp32_have_no_16_bit_kernel(name: str) -> None:
+    fn, args = SAMPLES[name]("cpu", torch.bfloat16)
+    if name == "istft":
+        assert args[0].dtype == torch.complex64
+    else:
+        with pytest.raises(RuntimeError):
+            fn(*args)
 
 
 def test_default_table_covers_every_op_torch_casts_anywhere() -> None:

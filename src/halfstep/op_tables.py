@@ -34,6 +34,12 @@ _UPSAMPLES = (
     " _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"
     " _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
+# These stay in fp32 at every level: in 16 bits torch refuses them on CPU.
+NO_16_BIT_KERNEL = (
+    f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d cdist pdist"
+    " nuclear_norm ctc_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward"
+    " _grid_sampler_2d_cpu_fallback _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
 
 
 def _measured(op: str, error: float, gradient: float, size: float) -> str:
@@ -48,7 +54,6 @@ _NORM = "its kernel holds statistics in fp32, beside fp32 weights; "
 _PICKS = "picks or copies values; "
 _AVERAGES = "averages a few values, in fp32 inside the kernel; "
 _POINTWISE = "moves its result no further than its input; "
-_NO_KERNEL = "no 16-bit kernel on CPU, hence fp32 on every device"
 HALFSTEP: Groups = (
     (
         "low",
@@ -124,12 +129,7 @@ HALFSTEP: Groups = (
         "positions lose pixels in 16 bits; " + _measured("grid_sampler", 40.30, 22.90, 0.50),
         "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback",
     ),
-    (
-        "full",
-        _NO_KERNEL,
-        f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d"
-        " _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-    ),
+    ("full", "no 16-bit kernel on CPU, hence fp32 on every device", NO_16_BIT_KERNEL),
     (
         "full",
         "stands for an integer kernel: its steps are exact in fp32 only",

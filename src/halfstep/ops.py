@@ -79,11 +79,11 @@ def _build(groups: op_tables.Groups) -> Mapping[str, OpRow]:
 
 
 def _nothing_lifted(table: Mapping[str, OpRow]) -> Mapping[str, OpRow]:
-    """Return the table with KEEP for every FULL row: what level O3 runs, where all is low."""
+    """Return the table with KEEP for every FULL row that has a 16-bit kernel: what level O3 runs."""
     reason = "level O3: everything in the compute dtype"
-    return MappingProxyType(
-        {n: OpRow(n, Rule.KEEP, reason) if row.rule is Rule.FULL else row for n, row in table.items()}
-    )
+    stay = frozenset(op_tables.NO_16_BIT_KERNEL.split())
+    lifted = [name for name, row in table.items() if row.rule is Rule.FULL and name not in stay]
+    return MappingProxyType({**table, **{name: OpRow(name, Rule.KEEP, reason) for name in lifted}})
 
 
 _HALFSTEP = _build(op_tables.HALFSTEP)
