@@ -198,15 +198,23 @@ def _count_codes(flat: Tensor, fmt: Format) -> Tensor:
 def _count_fp32_cpu(flat: Tensor, fmt: Format) -> Tensor:
     """One pass over the sign and exponent fields; only the rare fields that need it are looked at again."""
     raw = flat.view(torch.int32)
-    fields = torch.bincount((raw >> fmt.mantissa_bits) & 0x1FF, minlength=512).view(2, 256).sum(0)
+    both = torch.bincount((raw >> fmt.mantissa_bits) & 0x1FF, minlength=512).numpy()
+    fields = both[:256] + both[256:]
     out = torch.zeros(_bins(fmt), dtype=torch.int64)
-    out[1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = fields[1:255]
+    out.numpy()[1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = fields[1:255]
     for field in (0, 255):
         if fields[field]:
             magnitude = raw & 0x7FFF_FFFF
             some = magnitude[(magnitude >> fmt.mantissa_bits) == field]
             out += torch.bincount(_bin_index(some, fmt), minlength=_bins(fmt))
     return out
+
+
+def _count_few_cpu(flat: Tensor, fmt: Format) -> Tensor:
+    """A small 16-bit or smaller tensor, counted as the fp32 values it holds exactly."""
+    wide = _count_fp32_cpu(flat.to(torch.float32), FORMATS["fp32"])
+    start = 1 + lowest_exponent(fmt) - lowest_exponent(FORMATS["fp32"])
+    return torch.cat([wide[:1], wide[start : start + _bins(fmt) - 3], wide[-2:]])
 
 
 def count(t: Tensor) -> Counts:
@@ -224,6 +232,8 @@ def count(t: Tensor) -> Counts:
     if on_cpu and fmt.bits <= 16 and flat.numel() > _MANY:
         codes = _count_codes(flat, fmt)
         bins = torch.zeros(_bins(fmt), dtype=torch.int64).index_add_(0, _code_bins(fmt.name), codes)
+    elif on_cpu and fmt.bits <= 16:
+        bins = _count_few_cpu(flat, fmt)
     elif on_cpu and fmt.bits == 32:
         bins = sum(
             (_count_fp32_cpu(part, fmt) for part in flat.split(_CHUNK)), torch.zeros(_bins(fmt)).long()

@@ -1,0 +1,450 @@
+"""`watch(model, optimizer)`: what the numbers do while a model trains, without changing one of them.
+
+Always: each parameter's largest gradient and whether it is finite, scale and skips. Every n steps: exponent
+histograms of weights, activations, their gradients, weight gradients and updates by module path, and the
+share of updates that rounding swallowed. All of it through hooks that `close()` removes.
+
+Under `torch.compile` activations and their gradients are inside the compiled code and are not seen; weights,
+weight gradients and updates are. Values between modules (a residual stream, functional code) are seen only
+as far as they are some module's output; the tape of `trace_step` sees them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError
+from halfstep.formats import FORMATS, Format, format_of
+from halfstep.names import canonical
+from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
+from halfstep.numerics.histogram import Counts, count, lowest_exponent, max_abs
+from halfstep.numerics.replay import is_session
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """One step: largest gradient over all parameters (as backward left it, scale included), and its fate."""
+
+    step: int
+    max_abs: float
+    scale: float
+    taken: bool
+    worst: str
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient was."""
+        return math.isfinite(self.max_abs)
+
+
+@dataclass(frozen=True)
+class LostUpdates:
+    """At one step: share of the elements with a gradient whose weight did not change, by parameter."""
+
+    step: int
+    share: float
+    worst: str
+    worst_share: float
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    every: int = 10,
+    keep: int = 64,
+    dtype: str | torch.dtype | Format | None = None,
+    scaler: Any = None,
+    exact: bool = False,
+) -> Watch:
+    """Begins to watch a model in training; the result is also a context manager.
+
+    Args:
+        model: the model, before or after DDP.
+        optimizer: an optimizer, several, or the Session that `prepare` returned.
+        every: take histograms every so many steps; 0 never.
+        keep: histograms kept for each tensor.
+        dtype: the format headroom is counted in; None takes the session's compute dtype, else the tensors'.
+        scaler: a GradScaler used beside a plain optimizer, for the scale's history.
+        exact: count every element; otherwise a large tensor's histogram is of 16,384 elements spread evenly
+            over it. Largest magnitudes are of all elements either way.
+
+    Raises:
+        ConfigError: a model without parameters.
+    """
+    return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
+
+
+class Watch:
+    """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        every: int,
+        keep: int,
+        dtype: str | torch.dtype | Format | None,
+        scaler: Any,
+        exact: bool,
+    ) -> None:
+        self.every, self.keep, self.exact = every, keep, exact
+        self.notes: deque[StepNote] = deque(maxlen=10_000)
+        self.series: dict[tuple[str, str], Series] = {}
+        self.lost: list[LostUpdates] = []
+        self.step = 0
+        self._model, self._scaler = model, scaler
+        self._session = optimizer if is_session(optimizer) else None
+        self._optimizers = _optimizers(optimizer)
+        self._format = None if dtype is None else format_of(dtype)
+        self._names = {p: canonical(n) for n, p in model.named_parameters()}
+        if not self._names:
+            raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
+        self._sampling = every > 0
+        self._extremes: dict[str, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[tuple[str, str], tuple[Counts, Tensor]] = {}
+        self._before: dict[Tensor, Tensor] = {}
+        self._late: list[_Late] = []
+        self._last_scale = self._scale()
+        self._handles: list[Any] = []
+        self._install()
+
+    def _install(self) -> None:
+        for parameter, name in self._names.items():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = partial(self._on_gradient, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        for name, module in self._model.named_modules():
+            if name and canonical(name) and not isinstance(module, _CONTAINERS):
+                self._handles.append(module.register_forward_hook(partial(self._on_output, canonical(name))))
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        if self._session is not None:
+            self._session.listeners.append(self._on_outcome)
+
+    def close(self) -> None:
+        """Removes every hook; what was seen can still be read."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._session is not None and self._on_outcome in self._session.listeners:
+            self._session.listeners.remove(self._on_outcome)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def format(self) -> Format | None:
+        """The format headroom is counted in; None means each tensor's own."""
+        if self._format is None and self._session is not None:
+            return format_of(self._session.policy.compute_dtype)
+        return self._format
+
+    def _scale(self) -> float | Tensor:
+        if self._session is not None:
+            return self._session.loss_scale.value
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    # Hooks. Each returns None: what autograd and modules hand on stays what it was.
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
+            return
+        # Accumulated gradients come by once for each backward; the last one is the step's.
+        self._extremes[name] = torch.aminmax(gradient.detach())
+        if self._sampling:
+            self._count("gradient", name, gradient)
+
+    def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._sampling or torch.compiler.is_compiling():
+            return
+        recomputed = torch._C._current_graph_task_id() != -1
+        for tensor in _floats(output):
+            if not recomputed and module.training:
+                self._count("activation", name, tensor)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(partial(self._on_output_gradient, name))
+            return
+
+    def _on_output_gradient(self, name: str, gradient: Tensor) -> None:
+        if self._sampling and gradient is not None:
+            self._count("activation_grad", name, gradient)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._sampling:
+            for parameter in _updated(optimizer):
+                if parameter.grad is not None:
+                    self._before[parameter] = parameter.detach().clone()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._sampling:
+            self._compare(optimizer)
+        if self._session is None:
+            self._end(self._last_scale, True)
+            self._last_scale = self._scale()
+
+    def _on_outcome(self, session: Any, outcome: Any) -> None:
+        # On a CPU the outcome is there already; elsewhere it is read when the note is.
+        self._end(outcome.device_value("scale"), outcome.device_value("taken"))
+
+    @torch.no_grad()
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the update did: its histogram, and how much of it rounding swallowed."""
+        shares: dict[str, tuple[Tensor, Tensor]] = {}
+        positions = self._positions(optimizer)
+        exact = bool(getattr(optimizer, "one_pass", False))
+        for place, parameter in enumerate(_updated(optimizer)):
+            before = self._before.pop(parameter, None)
+            if before is None:
+                continue
+            name = self._names.get(parameter) or positions.get(place, f"parameter {place}")
+            self._count("update", name, parameter - before)
+            if parameter.grad is not None and not exact and parameter.grad.layout == torch.strided:
+                moved = _spread(parameter.grad) != 0
+                same = _spread(parameter.detach()) == _spread(before)
+                shares[name] = (torch.count_nonzero(moved & same), torch.count_nonzero(moved))
+        if shares:
+            self._late.append(_Late.shares(self.step, shares))
+
+    def _positions(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Names by place, for optimizers that update masters of the model's parameters in their order."""
+        names = [n for p, n in self._names.items() if p.requires_grad]
+        same = len(names) == sum(1 for _ in _updated(optimizer)) and len(self._optimizers) == 1
+        return dict(enumerate(names)) if same else {}
+
+    def _count(self, kind: str, name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        known = self._counts.get((kind, name))
+        counted, top = count(tensor if self.exact else _spread(tensor)), max_abs(tensor)
+        again = known is not None and kind in ("activation", "activation_grad")
+        if again and known is not None and known[0].dtype == counted.dtype:
+            # Used several times in one step (accumulation, a shared module): one histogram of all.
+            counted, top = known[0] + counted, torch.maximum(known[1], top)
+        self._counts[kind, name] = (counted, top)
+
+    def _end(self, scale: float | Tensor, taken: bool | Tensor) -> None:
+        """Closes a step: notes its gradients, and hands sampled counts over for reading."""
+        if self._sampling:
+            for parameter, name in self._names.items():
+                self._count("weight", name, parameter)
+            self._late.append(_Late.counts(self.step, self._counts, scale))
+        if self._extremes:
+            self._late.append(_Late.extremes(self.step, self._extremes, scale, taken))
+        self._counts, self._extremes, self._before = {}, {}, {}
+        self.step += 1
+        self._sampling = self.every > 0 and self.step % self.every == 0
+        self.collect(wait=False)
+
+    def collect(self, wait: bool = True) -> None:
+        """Takes in what has arrived on the host; with `wait`, all of it."""
+        while self._late and (wait or self._late[0].arrived):
+            self._late.pop(0).deliver(self)
+
+    def _note(self, step: int, tops: dict[str, float], scale: float, taken: bool) -> None:
+        worst = max(tops, key=lambda n: math.inf if math.isnan(tops[n]) else tops[n])
+        self.notes.append(StepNote(step, tops[worst], scale, taken, worst))
+        for name, top in tops.items():
+            self._series("gradient", name).note(step, top)
+
+    def _series(self, kind: str, name: str) -> Series:
+        return self.series.setdefault((kind, name), Series(name, kind))
+
+    def _sample(self, kind: str, name: str, sample: Sample) -> None:
+        series = self._series(kind, name)
+        if kind == "gradient":  # its magnitude is noted every step
+            series.samples = [*series.samples, sample][-self.keep :]
+        else:
+            series.add(sample, self.keep)
+
+    def _lost(self, step: int, lost: dict[str, tuple[int, int]]) -> None:
+        shares = {name: a / b for name, (a, b) in lost.items() if b}
+        if shares:
+            worst = max(shares, key=lambda n: shares[n])
+            everything = sum(a for a, _ in lost.values()) / max(1, sum(b for _, b in lost.values()))
+            self.lost.append(LostUpdates(step, everything, worst, shares[worst]))
+
+    # Reading.
+
+    def headrooms(self) -> dict[tuple[str, str], float]:
+        """Bits left before overflow by (kind, path), at the last step each tensor was seen."""
+        self.collect()
+        return {
+            (s.kind, s.path): headroom(s.max_abs[-1], self._format_for(s))
+            for s in self.series.values()
+            if s.max_abs and s.kind != "update"
+        }
+
+    def _format_for(self, series: Series) -> Format:
+        if self.format is not None:
+            return self.format
+        return FORMATS[series.samples[-1].dtype] if series.samples else FORMATS["fp32"]
+
+    def forecasts(self) -> list[Forecast]:
+        """Activations and weights that will leave the format if they go on growing, soonest first."""
+        self.collect()
+        found = [
+            forecast(s.path, s.kind, s.steps, s.max_abs, self._format_for(s))
+            for s in self.series.values()
+            if s.kind in ("activation", "weight") and s.steps
+        ]
+        return sorted((f for f in found if f is not None), key=lambda f: f.steps)
+
+    def skipped(self) -> list[StepNote]:
+        """The steps whose update was skipped."""
+        self.collect()
+        return [note for note in self.notes if not note.taken]
+
+    def worst_over_ranks(self, group: Any = None) -> dict[tuple[str, str], tuple[float, int]]:
+        """Least headroom by (kind, path) over all ranks, and whose it is; every rank must call this."""
+        mine = self.headrooms()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return {key: (bits, 0) for key, bits in mine.items()}
+        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(everyone, mine, group=group)
+        keys = {key for one in everyone for key in one}
+        return {k: min((one[k], rank) for rank, one in enumerate(everyone) if k in one) for k in sorted(keys)}
+
+    def summary(self) -> list[str]:
+        """The findings in a few lines: skips, the tightest tensor, forecasts, lost updates."""
+        lines: list[str] = []
+        skipped = self.skipped()
+        if skipped:
+            lines.append(
+                f"{len(skipped)} of {len(self.notes)} steps skipped, the last at step {skipped[-1].step}"
+            )
+        tight = [(bits, key) for key, bits in self.headrooms().items() if key[0] == "activation"]
+        if tight:
+            bits, (_, path) = min(tight)
+            name = self._format_for(self.series["activation", path]).name
+            lines.append(f"least headroom: {path} has {bits:.1f} bits left in {name}")
+        lines += [str(f) for f in self.forecasts()[:3]]
+        if self.lost and self.lost[-1].share > 0.01:
+            last = self.lost[-1]
+            lines.append(
+                f"{last.share:.0%} of the updates are lost to rounding (worst: {last.worst}, "
+                f"{last.worst_share:.0%})"
+            )
+        return lines
+
+
+class _Late:
+    """Device values on their way to the host, copied together, read when they have arrived."""
+
+    def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
+        self._step, self._what, self._keys, self._more = step, what, keys, more
+        self._packed = packed.to("cpu", non_blocking=True)
+        self._event = None
+        if packed.device.type != "cpu":
+            self._event = torch.Event(packed.device)
+            self._event.record(torch.accelerator.current_stream(packed.device))
+
+    @classmethod
+    def extremes(
+        cls, step: int, found: dict[str, tuple[Tensor, Tensor]], scale: float | Tensor, taken: bool | Tensor
+    ) -> _Late:
+        first = next(iter(found.values()))[0]
+        values = [v for pair in found.values() for v in pair]
+        if any(v.dtype != torch.float32 for v in values):
+            values = [v.float() for v in values]
+        fate = [torch.as_tensor(x, dtype=torch.float32, device=first.device) for x in (scale, taken)]
+        return cls(step, "extremes", list(found), torch.stack(values + fate), ())
+
+    @classmethod
+    def counts(cls, step: int, found: dict[Any, tuple[Counts, Tensor]], scale: float | Tensor) -> _Late:
+        # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
+        parts = [torch.cat([c.bins.double(), top.double().view(1)]) for c, top in found.values()]
+        last = torch.as_tensor(scale, dtype=torch.float64, device=parts[0].device).view(1)
+        shapes = tuple((c.dtype, c.bins.numel()) for c, _ in found.values())
+        return cls(step, "counts", list(found), torch.cat([*parts, last]), shapes)
+
+    @classmethod
+    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> _Late:
+        return cls(step, "shares", list(found), torch.stack([v for pair in found.values() for v in pair]), ())
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def deliver(self, to: Watch) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        if self._what == "counts":
+            self._deliver_counts(to, self._packed.numpy())
+            return
+        values = self._packed.tolist()
+        if self._what == "extremes":
+            pairs = zip(self._keys, values[0::2], values[1::2])
+            to._note(self._step, {n: _magnitude(a, b) for n, a, b in pairs}, values[-2], bool(values[-1]))
+        else:
+            pairs = zip(self._keys, values[0::2], values[1::2])
+            to._lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
+
+    def _deliver_counts(self, to: Watch, values: Any) -> None:
+        at, scale = 0, float(values[-1])
+        for (kind, name), (dtype, size) in zip(self._keys, self._more):
+            bins, top = values[at : at + size], float(values[at + size])
+            at += size + 1
+            present = bins[1:-2].nonzero()[0]
+            first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
+            counts = tuple(int(n) for n in bins[1 + first : 2 + last])
+            lowest = lowest_exponent(FORMATS[dtype])
+            zeros, infs, nans = int(bins[0]), int(bins[-2]), int(bins[-1])
+            scaled = scale if kind in ("gradient", "activation_grad") else 1.0
+            sample = Sample(self._step, top, dtype, lowest + first, counts, zeros, infs, nans, scaled)
+            to._sample(kind, name, sample)
+
+
+def _spread(t: Tensor, most: int = 1 << 14) -> Tensor:
+    """About `most` elements evenly spread over a tensor: whole rows, so that every column is there."""
+    size = t.numel()
+    if size <= 2 * most or t.layout != torch.strided or t.is_complex():
+        return t
+    width = t.shape[-1]
+    if 16 * width <= most:
+        return t.reshape(-1, width)[:: size // most]
+    stride = size // most
+    while math.gcd(stride, width) > 1:
+        stride += 1
+    return t.reshape(-1)[::stride]
+
+
+def _magnitude(low: float, high: float) -> float:
+    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)
+
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    if is_session(optimizer):
+        return list(optimizer.optimizers)
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _floats(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() and output.numel() else []
+    if isinstance(output, list | tuple):
+        return [t for x in output for t in _floats(x)]
+    if isinstance(output, dict):
+        return [t for x in output.values() for t in _floats(x)]
+    return []
