@@ -1,0 +1,218 @@
+"""torch.amp's names, new and old, on halfstep: change the import line and go on.
+
+`from halfstep.compat.torch_amp import autocast, GradScaler` stands in for the same import from torch.amp,
+torch.cuda.amp or torch.cpu.amp; `install()` does it for code that cannot be edited. Only signatures are
+translated here: regions run under the op table `torch`, scaling is `halfstep.GradScaler`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from halfstep import autocast as _native
+from halfstep.autocast import active_policy, custom_bwd, custom_fwd
+from halfstep.devices import resolve
+from halfstep.errors import HalfstepWarning
+from halfstep.grad_scaler import GradScaler as _GradScaler
+
+__all__ = ["GradScaler", "Installation", "autocast", "custom_bwd", "custom_fwd", "install"]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, HalfstepWarning, stacklevel=4)
+
+
+def _device_and_dtype(
+    device: str | None, dtype: torch.dtype | None, enabled: bool
+) -> tuple[str, torch.dtype | None]:
+    """Torch's defaults: fp16 for CUDA and for the bare old form, else the device's own.
+
+    Where torch would quietly compute in fp32 because CUDA is absent, the CPU does the work in that dtype.
+    """
+    wanted = "cuda" if device is None else device
+    if wanted != "cuda" or torch.cuda.is_available():
+        return wanted, dtype or torch.get_autocast_dtype(wanted)
+    there = resolve(None).type
+    if enabled and there == "cpu":
+        _warn_once(
+            "autocast for CUDA, but CUDA is not available: the CPU runs it in the same dtype (torch would "
+            "quietly compute in fp32). Write autocast('cpu') to choose this, or enabled=False."
+        )
+    return there, dtype or torch.get_autocast_dtype("cuda")
+
+
+class autocast(_native):
+    """torch.amp.autocast(device_type, dtype, enabled, cache_enabled), and the old forms without device.
+
+    `autocast()` and `autocast(True, torch.float16)` are torch.cuda.amp's: on CUDA in fp16; without CUDA on
+    this machine's accelerator or CPU, with one warning. Inside a region of halfstep's its policy stays in
+    force, otherwise ops run by the table `torch`. `cache_enabled` is accepted; there is no weight cache.
+    Raises ConfigError and UnsupportedError as `halfstep.autocast` does.
+    """
+
+    def __init__(
+        self,
+        device_type: str | bool | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
+            device_type, enabled = None, device_type
+        kind, low = _device_and_dtype(device_type, dtype, enabled)
+        super().__init__(kind, low, enabled, active_policy(kind) or "torch")
+
+
+class GradScaler(_GradScaler):
+    """torch.amp.GradScaler(device, init_scale, ...) and torch.cuda.amp.GradScaler(init_scale, ...).
+
+    Works on whatever device the losses are, CUDA or not; `step` returns an Outcome (torch's return value is
+    `outcome.result`). Further keywords are `halfstep.GradScaler`'s.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], int | float):
+            args = (kwargs.pop("device", None), *args)
+        super().__init__(*args, **kwargs)
+
+
+class _StandIn(type):
+    """Of a class that stands in torch's place: whatever of halfstep's does that job is an instance of it."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _GradScaler if issubclass(cls, _GradScaler) else _native)
+
+
+class _Autocast(autocast, metaclass=_StandIn):
+    pass
+
+
+class _CudaAutocast(autocast, metaclass=_StandIn):
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__("cuda", dtype, enabled, cache_enabled)
+
+
+class _CpuAutocast(autocast, metaclass=_StandIn):
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__("cpu", dtype, enabled, cache_enabled)
+
+
+class _Scaler(GradScaler, metaclass=_StandIn):
+    pass
+
+
+class _CudaScaler(GradScaler, metaclass=_StandIn):
+    pass
+
+
+class _CpuScaler(GradScaler, metaclass=_StandIn):
+    pass
+
+
+# Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.
+# Each place has objects of its own, by which `_give_back` knows what a name stood for.
+_PLACES: Mapping[str, Mapping[str, Any]] = {
+    "torch": {"autocast": _Autocast},
+    "torch.amp": {
+        "autocast": _Autocast,
+        "GradScaler": _Scaler,
+        "custom_fwd": functools.partial(custom_fwd),
+        "custom_bwd": functools.partial(custom_bwd),
+    },
+    "torch.cuda.amp": {
+        "autocast": _CudaAutocast,
+        "GradScaler": _CudaScaler,
+        "custom_fwd": functools.partial(custom_fwd),
+        "custom_bwd": functools.partial(custom_bwd),
+    },
+    "torch.cpu.amp": {"autocast": _CpuAutocast, "GradScaler": _CpuScaler},
+}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What `install` replaced, and the names it could not reach, as "module.name" and "torch.name".
+
+    `unreached` holds names that modules had imported before (`from torch.amp import autocast`); they still
+    mean torch's own. Names hidden in classes, default arguments and closures cannot be seen at all.
+    """
+
+    replaced: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
+_installed: list[Installation] = []
+
+
+@contextmanager
+def install() -> Generator[Installation]:
+    """Put halfstep's autocast, GradScaler, custom_fwd and custom_bwd in torch's place within the `with`.
+
+    For code that cannot be edited: enter before importing it, or before it looks the names up. Names that
+    modules imported earlier stay torch's; they are listed in the Installation and in one warning. Modules
+    imported inside get torch's names back at the end. Process-wide, so for one thread at a time; entered
+    again inside, it changes nothing.
+    """
+    if _installed:
+        yield _installed[-1]
+        return
+    originals = {
+        (place, name): getattr(sys.modules[place], name) for place, names in _PLACES.items() for name in names
+    }
+    unreached = tuple(sorted(_holders(originals)))
+    replaced = tuple(f"{place}.{name}" for place, name in originals)
+    if unreached:
+        warnings.warn(
+            f"install() cannot reach {len(unreached)} names that were imported earlier and stay torch's: "
+            f"{', '.join(unreached[:10])}{' ...' if len(unreached) > 10 else ''}",
+            HalfstepWarning,
+            stacklevel=3,
+        )
+    for place, name in originals:
+        setattr(sys.modules[place], name, _PLACES[place][name])
+    _installed.append(Installation(replaced, unreached))
+    try:
+        yield _installed[-1]
+    finally:
+        _installed.pop()
+        for (place, name), original in originals.items():
+            setattr(sys.modules[place], name, original)
+        _give_back(originals)
+
+
+def _foreign_modules() -> list[tuple[str, ModuleType]]:
+    """Modules that are neither torch's nor halfstep's."""
+    own = ("torch", "halfstep")
+    return [(name, m) for name, m in list(sys.modules.items()) if m and name.split(".")[0] not in own]
+
+
+def _holders(originals: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    """Yield "module.name" for every module-level name that is bound to one of torch's own."""
+    values = {id(value) for value in originals.values()}
+    for module_name, module in _foreign_modules():
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in values:
+                yield f"{module_name}.{name}"
+
+
+def _give_back(originals: Mapping[tuple[str, str], Any]) -> None:
+    """Rebind names that modules imported from torch while ours stood there."""
+    back = {id(_PLACES[place][name]): original for (place, name), original in originals.items()}
+    for _, module in _foreign_modules():
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in back:
+                setattr(module, name, back[id(value)])
