@@ -5,20 +5,21 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
-from halfstep.optim import _numba_backend, reference, rounding, slots
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.optim import _numba_backend, launch, portable, slots
 from halfstep.optim._gradients import GradStats, measure
-from halfstep.optim.algorithms import Algorithm, Number, Row
+from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.launch import Scalar
+from halfstep.optim.release import GradientRelease
 
-Work = list[tuple[slots.Slot, Tensor, Row, rounding.Int]]
-Scalar = float | Tensor | None
-Job = tuple[Tensor, Tensor, dict[str, Any], tuple[int, int]]
+Group = dict[str, Any]
+Place = tuple[int, int]
 BACKENDS = ("auto", "reference")
 
 
@@ -26,7 +27,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
     `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
-    need no master. `backend="reference"` runs plain torch everywhere.
+    need no master. `release_gradients` updates each parameter during backward (`.release` has the details),
+    `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
+    `backend="reference"` runs plain torch everywhere.
     """
 
     one_pass = True
@@ -34,92 +37,118 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
+        defaults: Group,
         *,
+        release_gradients: bool = False,
+        accumulate: str | None = None,
         seed: int = 0,
         backend: str = "auto",
     ) -> None:
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r}: choose one of {', '.join(map(repr, BACKENDS))}")
-        self._slots: dict[Tensor, slots.Slot] = {}
+        if accumulate not in (None, "fp32"):
+            raise ConfigError(f"accumulate={accumulate!r}: choose 'fp32' or None (the weights' own dtype)")
         self.seed = seed
         self.backend = backend
+        self.accumulate = accumulate
+        self.release_gradients = release_gradients
+        self._prepare()
         super().__init__(params, defaults)
+
+    def _prepare(self) -> None:
+        self._slots: dict[Tensor, slots.Slot] = {}
+        self._index: dict[Tensor, Place] = {}
+        self._late = launch.LateErrors()
+        self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """The algorithm this group runs."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         slots.check_options(group["master"], group["state_dtype"])
         check_hyperparameters(group)
+        self._hook(group["params"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "seed": self.seed, "backend": self.backend}
+    def _hook(self, params: list[Tensor]) -> None:
+        if self.accumulate == "fp32":
+            for p in params:
+                p.grad_dtype = torch.float32
+        if self.release is not None:
+            self.release.watch(params)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __getstate__(self) -> Group:
+        own = ("seed", "backend", "accumulate", "release_gradients")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
-        self._slots = {}
+        self._prepare()
+        for group in self.param_groups:
+            self._hook(group["params"])
 
     # ---- what a step works on -----------------------------------------------------------------------
 
-    def _slot(self, p: Tensor, group: Mapping[str, Any], place: tuple[int, int]) -> slots.Slot:
-        slot = self._slots.get(p)
-        if slot is not None and slot.fits():
-            return slot
-        return self._new_slot(p, group, place, None)
+    def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                yield p, group, (g, i)
 
-    def _new_slot(
-        self, p: Tensor, group: Mapping[str, Any], place: tuple[int, int], value: Tensor | None
-    ) -> slots.Slot:
-        algorithm = self.algorithm(group)
-        kind = slots.kind_of(p.dtype, group["master"])
-        state_kind = slots.STATE_DTYPES[group["state_dtype"]]
+    def _find(self, p: Tensor) -> tuple[Group, Place]:
+        place = self._index.get(p)
+        if place is None or self.param_groups[place[0]]["params"][place[1]] is not p:
+            self._index = {q: where for q, _, where in self._places()}
+            place = self._index.get(p)
+        if place is None:
+            raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
+        return self.param_groups[place[0]], place
+
+    def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> slots.Slot:
+        slot = self._slots.get(p)
+        if slot is not None and value is None and slot.fits():
+            return slot
+        algorithm, kind, state_kind = self._formats(p, group)
         state = cast("dict[str, Any]", self.state[p])
         slots.fill_state(state, p, algorithm, kind, state_kind, value)
         slot = slots.make_slot(p, state, algorithm, kind, state_kind, self._base_key(group, place))
         self._slots[p] = slot
         return slot
 
-    def _base_key(self, group: Mapping[str, Any], place: tuple[int, int]) -> int:
+    def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
+        kind = slots.kind_of(p.dtype, group["master"])
+        return self.algorithm(group), kind, slots.STATE_DTYPES[group["state_dtype"]]
+
+    def _base_key(self, group: Group, place: Place) -> int:
         names = group.get("param_names")
         name = names[place[1]] if names else f"{place[0]}.{place[1]}"
         return zlib.crc32(f"{self.seed}:{name}".encode())
 
-    def _places(self) -> Iterable[tuple[Tensor, dict[str, Any], tuple[int, int]]]:
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                yield p, group, (g, i)
-
-    def _grad(self, p: Tensor) -> Tensor | None:
-        """The flat gradient in p's memory order, or None."""
-        grad = p.grad
-        if grad is None or p.numel() == 0:
-            return None
-        if grad.layout != torch.strided:
-            raise UnsupportedError(f"{type(self).__name__} takes dense gradients, not {grad.layout}")
-        if grad.stride() != p.stride():
-            grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-        if grad.dtype not in _numba_backend.GRADS:
-            grad = grad.to(torch.float32)
-        return slots.flat(grad)
-
-    def _compiled(self, p: Tensor) -> bool:
-        return self.backend == "auto" and p.device.type == "cpu" and _numba_backend.kernels() is not None
+    def _compiled(self, device: torch.device) -> bool:
+        return self.backend == "auto" and device.type == "cpu" and _numba_backend.kernels() is not None
 
     # ---- the two passes -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def measure(self, inv_scale: Scalar = None) -> GradStats:
-        """Read the gradients once: finite flag, norm and largest magnitude after `inv_scale`."""
-        found = [(p, grad) for p, _, _ in self._places() if (grad := self._grad(p)) is not None]
-        if found and all(self._compiled(p) for p, _ in found):
-            return _numba_backend.measure([grad for _, grad in found], _number(inv_scale))
-        return measure([grad for _, grad in found], inv_scale)
+        """Read the gradients once: finite flag, norm and largest magnitude after `inv_scale`.
+
+        With released gradients the answer speaks of those freed since the last step as well.
+        """
+        grads = [grad for p, _, _ in self._places() if (grad := flat_grad(p)) is not None]
+        seen = None if self.release is None else self.release.stats(None)
+        if seen is None:
+            return self._measure(grads, inv_scale)
+        rest = self._measure(grads, inv_scale) if grads else None
+        assert self.release is not None
+        return self.release.stats(rest) or seen
+
+    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
+        if grads and all(self._compiled(grad.device) for grad in grads):
+            return _numba_backend.measure(grads, launch.number(inv_scale))
+        return measure(grads, inv_scale)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -135,59 +164,54 @@ class OnePassOptimizer(torch.optim.Optimizer):
         Gradients are multiplied by `inv_scale` and `clip_coef` (floats or 0-d tensors) on the way and are not
         changed. Where `found_inf` is true nothing changes, step counts included; on an accelerator the flag
         may be a device tensor and nothing is read back. Returns what `closure` returns. Raises
-        MasterRangeError when a weight outgrew an exact fp16 master (it stays at 65504).
+        MasterRangeError when a weight outgrew an exact fp16 master (it stays at 65504; on an accelerator the
+        error comes up to two steps late).
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs: dict[
-            tuple[int, torch.device], list[tuple[Tensor, Tensor, dict[str, Any], tuple[int, int]]]
-        ] = {}
-        for p, group, place in self._places():
-            grad = self._grad(p)
-            if grad is not None:
-                jobs.setdefault((place[0], p.device), []).append((p, grad, group, place))
-        for (_, device), entries in jobs.items():
-            if device.type == "cpu":
-                if not bool(found_inf):
-                    self._step_host(entries, _number(inv_scale) * _number(clip_coef))
-            else:
-                self._step_device(entries, device, inv_scale, clip_coef, found_inf)
+        self._late.check()
+        self._step([p for p, _, _ in self._places()], inv_scale, clip_coef, found_inf)
+        if self.release is not None:
+            self.release.finish()
         return loss
 
-    def _step_host(self, entries: list[Job], factor: float) -> None:
-        group = entries[0][2]
-        algorithm = self.algorithm(group)
-        hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-        rows: dict[float, Row] = {}
-        work: Work = []
-        for p, grad, _, place in entries:
-            slot = self._slot(p, group, place)
-            step = float(slot.step.add_(1))
-            if step not in rows:
-                rows[step] = as_fp32(algorithm.scalars(hyper, step))
-            work.append((slot, grad, rows[step], rounding.key_of(slot.base_key, int(step))))
-        factor = -factor if group["maximize"] else factor
-        if self._compiled(entries[0][0]):
-            over = _numba_backend.update(algorithm, cast(Any, work), factor)
-        else:
-            over = bool(reference.update(algorithm, work, as_fp32((factor,))[0], None))
-        if over:
-            raise MasterRangeError(
-                f"a weight in group {entries[0][3][0]} grew over 65504, the largest fp16; it was held there. "
-                "Use bf16 weights or master='fp32' and keep that tensor in fp32"
-            )
-
-    def _step_device(
-        self,
-        entries: list[Job],
-        device: torch.device,
-        inv_scale: Scalar,
-        clip_coef: Scalar,
-        found_inf: bool | Tensor | None,
+    def _step(
+        self, params: list[Tensor], inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
     ) -> None:
-        raise UnsupportedError("later")
+        jobs: dict[tuple[int, torch.device], list[tuple[slots.Slot, Tensor]]] = {}
+        host_skips: bool | None = None
+        for p in params:
+            grad = flat_grad(p)
+            if grad is None:
+                continue
+            if p.device.type == "cpu":
+                host_skips = bool(found_inf) if host_skips is None else host_skips
+                if host_skips:
+                    continue
+            group, place = self._find(p)
+            jobs.setdefault((place[0], p.device), []).append((self._slot(p, group, place), grad))
+        for (g, device), entries in jobs.items():
+            group = self.param_groups[g]
+            job = launch.Job(self.algorithm(group), group, entries, inv_scale, clip_coef)
+            if device.type == "cpu":
+                launch.on_host(job, self._compiled(device))
+            else:
+                self._late.add(launch.on_device(job, device, found_inf))
+
+    @torch.no_grad()
+    def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
+        """`measure` for one parameter; None where it has no gradient."""
+        grad = flat_grad(p)
+        return None if grad is None else self._measure([grad], inv_scale)
+
+    @torch.no_grad()
+    def step_one(
+        self, p: Tensor, *, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
+    ) -> None:
+        """`step` for one parameter."""
+        self._step([p], inv_scale, clip_coef, found_inf)
 
     # ---- masters ------------------------------------------------------------------------------------
 
@@ -200,28 +224,78 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """
         for p, group, place in self._places():
             if p in values:
-                self._new_slot(p, group, place, values[p].detach())
+                self._slot(p, group, place, values[p].detach())
+
+    @torch.no_grad()
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The exact fp32 value of every parameter, in new tensors."""
+        return {p: self.master_of(p) for p, _, _ in self._places()}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
         """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
-        for q, group, place in self._places():
-            if q is p:
-                slot = self._slot(p, group, place)
-                value = slots.read_weight(slot.kind, slot.weight, slot.extra)
-                out = torch.empty_like(p, dtype=torch.float32)
-                slots.flat(out).copy_(value)
-                return out
-        raise ConfigError("master_of takes a parameter of this optimizer")
+        group, _ = self._find(p)
+        state = cast("dict[str, Any]", self.state.get(p, {}))
+        kind = slots.kind_of(p.dtype, group["master"])
+        kept = "master" if kind in slots.WITH_MASTER else "lacking"
+        out = torch.empty_like(p, dtype=torch.float32)
+        extra = slots.extra_of(state, kind) if kept in state else None
+        known = kind if extra is not None else slots.kind_of(p.dtype, None)
+        slots.flat(out).copy_(slots.read_weight(known, slots.flat(p), extra))
+        return out
+
+    # ---- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> Group:
+        """torch's state dict; each entry also says which 16-bit weight its lacking bits belong to."""
+        packed = super().state_dict()
+        params = [p for p, _, _ in self._places()]
+        entries = cast("dict[Any, Group]", packed["state"])
+        for index, p in enumerate(params):
+            entry = entries.get(index)
+            if entry is not None and "lacking" in entry:
+                entries[index] = {**entry, "weight": portable.describe_weight(p)}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Group) -> None:
+        """Load a state of any master and state format, torch's own included; ours stay as they are.
+
+        Parameters are matched by the groups' `param_names` where both sides have them, else by position.
+        Load the model's weights first. CheckpointError where groups, names or shapes do not fit, or where
+        the lacking bits are of other weights than the model's.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        sources = portable.match_groups(self.param_groups, state_dict["param_groups"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group.update({k: v for k, v in saved.items() if k not in portable.OWN_OPTIONS})
+        restored: dict[Tensor, Group] = {}
+        for p, group, place in self._places():
+            saved = state_dict["state"].get(sources[place])
+            if saved is not None:
+                restored[p] = portable.restore(f"parameter {place}", saved, p, *self._formats(p, group))
+        self.state.clear()
+        self.state.update(restored)
+        self._slots.clear()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
 
-def _number(value: Scalar) -> float:
-    return 1.0 if value is None else float(value)
-
-
-def as_fp32(row: tuple[Number, ...]) -> Row:
-    """Scalars rounded to fp32, so that every backend multiplies by the same number."""
-    return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
+def flat_grad(p: Tensor) -> Tensor | None:
+    """The gradient of `p` as one dimension in p's memory order, or None."""
+    grad = p.grad
+    if grad is None or p.numel() == 0:
+        return None
+    if grad.layout != torch.strided:
+        raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
+    if grad.stride() != p.stride():
+        grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+    if grad.dtype not in _numba_backend.GRADS:
+        grad = grad.to(torch.float32)
+    return slots.flat(grad)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

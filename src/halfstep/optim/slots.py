@@ -17,7 +17,7 @@ from halfstep.optim.algorithms import Algorithm
 
 MASTERS = ("exact", "fp32", "stochastic", None)
 STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
-_STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
+STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
 _KINDS: dict[tuple[torch.dtype, str | None], int] = {
     (torch.bfloat16, "exact"): L.BF16_EXACT,
     (torch.bfloat16, "fp32"): L.BF16_MASTER,
@@ -27,6 +27,7 @@ _KINDS: dict[tuple[torch.dtype, str | None], int] = {
     (torch.float16, "fp32"): L.FP16_MASTER,
     (torch.float16, None): L.FP16_NONE,
 }
+LOW_DTYPES = split.LOW_DTYPES
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
 
@@ -109,7 +110,7 @@ def fill_state(
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     for name in algorithm.states:
         if name not in state:
-            like = torch.empty_like(p, dtype=_STORED[state_kind])
+            like = torch.empty_like(p, dtype=STORED[state_kind])
             state[name] = like.zero_()
             if state_kind == L.STATE_8BIT:
                 blocks = rounding.blocks_of(p.numel())

@@ -1,0 +1,99 @@
+"""Gradient release: update each parameter as backward reaches it, and free its gradient at once.
+
+What changes with it: a gradient that is not finite skips its own tensor only (tensors updated earlier in
+the same backward stay updated; the next `measure` says `finite=False`, so that a loss scale backs off), and
+clipping uses the norm of the previous step, since this step's is not known before backward ends.
+"""
+
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+from halfstep.optim._gradients import GradStats
+
+if TYPE_CHECKING:
+    from halfstep.optim.base import OnePassOptimizer
+
+
+class GradientRelease:
+    """The hooks of one optimizer, the scale and clip norm they use, and what they saw since the last step."""
+
+    def __init__(self, optimizer: "OnePassOptimizer") -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._holding = False
+        self._seen: list[GradStats] = []
+        self._inv_scale: float | Tensor | None = None
+        self._clip_norm: float | None = None
+        self._last_norm: Tensor | None = None
+
+    def watch(self, params: list[Tensor]) -> None:
+        """Install the hook on each parameter that needs a gradient."""
+        for p in params:
+            if p.requires_grad and p not in self._handles:
+                self._handles[p] = p.register_post_accumulate_grad_hook(self._reached)
+
+    def remove(self) -> None:
+        """Take all hooks down; gradients stay until `step` again."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def configure(self, inv_scale: float | Tensor | None = None, clip_norm: float | None = None) -> None:
+        """Set what the next backward passes use: the inverse loss scale, and the norm to clip to.
+
+        With `inv_scale` given, a tensor whose gradient is not finite is skipped; without, none is.
+        """
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"clip_norm={clip_norm}: must be above 0")
+        self._inv_scale, self._clip_norm = inv_scale, clip_norm
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Backward passes inside only add up gradients: for all micro-batches but the last."""
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    def _reached(self, p: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or self._holding:
+            return
+        stats = optimizer.measure_one(p, self._inv_scale)
+        if stats is None:
+            return
+        self._seen.append(stats)
+        clip = None
+        if self._clip_norm is not None and self._last_norm is not None:
+            clip = torch.clamp(self._clip_norm / (self._last_norm + 1e-6), max=1.0)
+        found_inf = None if self._inv_scale is None else ~stats.finite
+        optimizer.step_one(p, inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
+        p.grad = None
+
+    def stats(self, rest: GradStats | None) -> GradStats | None:
+        """What was seen since the last step and in `rest`, together; None where nothing was."""
+        parts = [*self._seen, *([rest] if rest is not None else [])]
+        if not parts:
+            return None
+        home = parts[0].norm.device
+        norms = torch.stack([s.norm.to(home) for s in parts])
+        peaks = torch.stack([s.max_abs.to(home) for s in parts])
+        finite = torch.stack([s.finite.to(home) for s in parts]).all()
+        return GradStats(finite, torch.linalg.vector_norm(norms), peaks.amax())
+
+    def finish(self) -> None:
+        """End the step: remember its norm for the next one's clipping."""
+        if self._seen:
+            stats = self.stats(None)
+            assert stats is not None
+            known = torch.isfinite(stats.norm)
+            last = stats.norm if self._last_norm is None else self._last_norm
+            self._last_norm = torch.where(known, stats.norm, last)
+            self._seen = []
