@@ -45,10 +45,7 @@ def dtype_in(region):
         (lambda: autocast("cpu"), torch.bfloat16),
         (lambda: autocast("cpu", torch.float16), torch.float16),
         (lambda: autocast("cpu", torch.bfloat16, False), torch.float32),
-        (
-            lambda: autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True, cache_enabled=False),
-            torch.bfloat16,
-        ),
+        (lambda: autocast(device_type="cpu", enabled=True, cache_enabled=False), torch.bfloat16),
         (lambda: autocast(), torch.float16),
         (lambda: autocast(True), torch.float16),
         (lambda: autocast(True, torch.bfloat16), torch.bfloat16),
@@ -258,15 +255,15 @@ def modules():
 
 
 def test_install_says_what_it_cannot_reach(modules):
-    module = run_module(
-        "imported_before", "from torch.cuda.amp import GradScaler\nfrom torch import autocast as ac"
-    )
-    with (
-        pytest.warns(HalfstepWarning, match=r"cannot reach 2 names.*imported_before\.GradScaler"),
-        install() as found,
-    ):
-        assert found.unreached == ("imported_before.GradScaler", "imported_before.ac")
-        assert module.ac is not torch.autocast
+    text = "from torch.cuda.amp import GradScaler\nfrom torch import autocast as ac"
+    module = run_module("imported_before", text)
+    standing = install()
+    with pytest.warns(HalfstepWarning, match=r"cannot reach 2 names.*imported_before\.GradScaler"):
+        found = standing.__enter__()
+    assert found.unreached == ("imported_before.GradScaler", "imported_before.ac")
+    assert module.ac is not torch.autocast
+    standing.__exit__(None, None, None)
+    assert module.ac is torch.autocast
 
 
 def test_names_imported_inside_are_given_back(modules):
@@ -275,7 +272,7 @@ def test_names_imported_inside_are_given_back(modules):
             "imported_inside",
             """
             from torch.amp import autocast, GradScaler
-            from torch.cuda.amp import autocast as old
+            from torch.cuda.amp import autocast as old, GradScaler as OldScaler, custom_fwd
             from halfstep.compat.torch_amp import autocast as mine
             """,
         )
@@ -283,6 +280,8 @@ def test_names_imported_inside_are_given_back(modules):
     assert module.autocast is torch.amp.autocast
     assert module.old is torch.cuda.amp.autocast
     assert module.GradScaler is torch.amp.GradScaler
+    assert module.OldScaler is torch.cuda.amp.GradScaler
+    assert module.custom_fwd is torch.cuda.amp.custom_fwd
     assert module.mine is autocast
 
 
