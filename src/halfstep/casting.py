@@ -105,14 +105,15 @@ def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> R
         if slow:
             return _slow_runner(site, compute)
         return _native_low_runner(site, compute) if native is Rule.LOW else _low_runner(site, compute)
-    if rule is native or (rule is Rule.WIDEST and site.native is None and site.name in _PROMOTES_ITSELF):
-        return None
     if rule is Rule.FULL:
+        if native is Rule.FULL:
+            return None
         return _dtype_argument_runner(site) if row.via_dtype else _full_runner(site)
-    if rule is Rule.WIDEST:
+    if rule is Rule.WIDEST and site.name not in _PROMOTES_ITSELF:
         return _widest_runner(site)
-    if site.name in _NORM_PARAMETERS:
+    if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
         return _norm_runner(site)
+    # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
     return None if site.native is None else _below_runner(site)
 
 
@@ -262,16 +263,19 @@ def _below_runner(site: Site) -> Runner:
 
 
 def _norm_runner(site: Site) -> Runner:
-    """Run in the dtype of the input. Its affine parameters are cast where the kernel cannot mix the two.
+    """Run in the dtype of the input. Its affine parameters are cast where the kernel cannot mix the two: to
+    the dtype of the running statistics where there are any, else to that of the input.
 
     CPU kernels take fp32 parameters beside a 16-bit input and lose nothing; only `rms_norm` falls to a slow
     path.
     """
     positions = _NORM_PARAMETERS[site.name]
     mixes = site.device_type == "cpu" and site.name != "rms_norm"
+    statistics = 3 if site.name in ("batch_norm", "instance_norm") else None
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        into = args[0].dtype
+        kept = None if statistics is None else args[statistics]
+        into = (args[0] if kept is None else kept).dtype
         changed: list[Any] | None = None
         for i in positions:
             value = args[i] if i < len(args) else None

@@ -13,9 +13,11 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +97,8 @@ class Thread:
         self.ident = threading.get_ident()
         self.active: dict[str, Setting] = {}
         self.entered: list[Setting] = []
-        self.nesting: dict[str, int] = {}
+        # Torch's nesting depth and the running graph task when the region began.
+        self.entry: dict[str, tuple[int, int] | None] = {}
         self.histories: dict[str, _History] = {}
         self.frozen: casting.Frozen = {}
         self.shown = False
@@ -105,16 +108,18 @@ class Thread:
         if not self.shown and _C._current_graph_task_id() == -1:
             _C._stash_obj_in_tls(_TLS, self)
             self.shown = True
+            _recent.append(self)
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
         self.thread = Thread()
-        self.recovered: dict[str, tuple[int, Setting]] = {}
         _threads.add(self.thread)
 
 
 _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+# A graph may outlive the thread that made it.
+_recent: deque[Thread] = deque(maxlen=64)
 _local = _Local()
 
 
@@ -126,6 +131,7 @@ def thread() -> Thread:
 # --- settings ----------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=512)
 def resolve(
     device_type: str | None, dtype: str | torch.dtype | None, enabled: bool, policy: str | Policy | None
 ) -> Setting:
@@ -335,15 +341,17 @@ def in_force(device_type: str) -> Setting | None:
 def _in_backward(device_type: str) -> Setting | None:
     caller = _C._get_obj_in_tls(_TLS) if _C._is_key_in_tls(_TLS) else _local.thread
     inside = caller.active.get(device_type)
-    node = _C._current_autograd_node()
-    python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    if not python and not torch.is_grad_enabled():
-        return None if inside is None else _STRAIGHT
-    if inside is not None and _nesting() == _nesting_of(caller, device_type):
-        return inside if python else _STRAIGHT
+    if inside is not None:
+        depth, task = caller.entry[device_type] or (0, -1)
+        if task == _C._current_graph_task_id():
+            return inside
+        here = caller.ident == threading.get_ident()
+        if _nesting() == (depth if here else 0):
+            # Not forward run again, which would be inside one more region, of checkpoint's making.
+            return inside if isinstance(_C._current_autograd_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
         return None
-    return _made_under(node, device_type, caller) or inside
+    return _made_under(_first_node(), device_type, caller)
 
 
 def _nesting() -> int:
@@ -352,26 +360,35 @@ def _nesting() -> int:
     return depth
 
 
-def _nesting_of(caller: Thread, device_type: str) -> int:
-    """How deep torch's autocast was nested when the region began, as the running thread counts."""
-    return caller.nesting.get(device_type, 0) if caller.ident == threading.get_ident() else 0
+_PythonNode = torch.autograd.function.BackwardCFunction
+
+
+def _first_node() -> Any:
+    """The running autograd node that forward made.
+
+    Reentrant checkpointing runs a backward inside the backward of a Python Function, through a graph made on
+    the spot; the outermost such Function on the stack is of the graph that forward made.
+    """
+    node = _C._current_autograd_node()
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, _PythonNode):
+                node = ctx
+        frame = frame.f_back
+    return node
 
 
 def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
-    """The setting under which forward made an autograd node.
-
-    Nodes made while forward is run again belong to the setting that was found for that.
-    """
-    if node is None:
-        return None
-    number = node._sequence_nr()
+    """The setting under which forward made an autograd node, in the thread that calls backward or another."""
+    number = -1 if node is None else node._sequence_nr()
     for each in (caller, *(t for t in list(_threads) if t is not caller)):
         found = each.histories[device_type].at(number) if device_type in each.histories else None
         if found is not None:
-            _local.recovered[device_type] = (_next_number(), found)
             return found
-    until, found = _local.recovered.get(device_type, (-1, None))
-    return found if number < until else None
+    return None
 
 
 # --- compiled code -----------------------------------------------------------------------------------------
@@ -427,8 +444,7 @@ def turn(switch: Switch) -> tuple[Any, ...]:
         torch.set_autocast_dtype("maia", code[0])
         torch.set_autocast_enabled("ipu", True)
         torch.set_autocast_dtype("ipu", code[1])
-    torch.autocast_increment_nesting()
-    return saved
+    return (*saved, torch.autocast_increment_nesting())
 
 
 def turn_back(device_type: str, saved: tuple[Any, ...]) -> None:
@@ -447,26 +463,29 @@ def turn_back(device_type: str, saved: tuple[Any, ...]) -> None:
 def enter(setting: Setting) -> tuple[Any, ...]:
     """Begin a region of this thread; returns what `leave` needs."""
     here, device_type = _local.thread, setting.switch[0]
-    before = here.active.get(device_type), here.nesting.get(device_type, 0)
-    ready(setting)
-    here.show()
+    if setting not in _ready:
+        ready(setting)
+    if not here.shown:
+        here.show()
+    before, entry = here.active.get(device_type), here.entry.get(device_type)
     saved = turn(setting.switch)
     here.entered.append(setting)
-    _put(here, device_type, setting if setting.runs else None, _nesting())
-    return before, saved, setting
+    here.entry[device_type] = (saved[-1], _C._current_graph_task_id())
+    _put(here, device_type, setting if setting.runs else None)
+    return before, entry, saved, setting
 
 
 def leave(state: tuple[Any, ...]) -> None:
     """End the region that `enter` began; regions may end in any order."""
-    (setting, nesting), saved, mine = state
-    here, device_type = _local.thread, mine.switch[0]
-    here.entered.remove(mine)
-    _put(here, device_type, setting, nesting)
+    before, entry, saved, setting = state
+    here, device_type = _local.thread, setting.switch[0]
+    here.entered.remove(setting)
+    here.entry[device_type] = entry
+    _put(here, device_type, before)
     turn_back(device_type, saved)
 
 
-def _put(here: Thread, device_type: str, setting: Setting | None, nesting: int) -> None:
-    here.nesting[device_type] = nesting
+def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
     if setting is None:
         here.active.pop(device_type, None)
     else:
@@ -475,3 +494,9 @@ def _put(here: Thread, device_type: str, setting: Setting | None, nesting: int) 
     if history is None:
         history = here.histories[device_type] = _History()
     history.record(setting)
+
+
+def forget() -> None:
+    """Make every setting anew at its next use; for when what is known of a device has changed."""
+    for memory in (resolve, setting_for, off_for):
+        memory.cache_clear()
