@@ -110,16 +110,14 @@ def _item(t):
     return to_host(t).item()
 
 
-def _through_cpu_kernel(name: str):
-    """A kernel that looks at shapes only and never at the data works for tensors of any device."""
-    op = getattr(torch.ops.aten, name)
-    overload = op.default if "default" in op.overloads() else getattr(op, op.overloads()[0])
-    kernel = torch.library.get_kernel(overload, "CPU")
+def _through_cpu_kernel(op):
+    """A kernel that looks at shapes and storages and never at the data works for tensors of any device."""
+    kernel = torch.library.get_kernel(op, "CPU")
 
     def run(keyset, *args, **kwargs):
         return kernel.call_boxed(keyset, *args, **kwargs)
 
-    return overload, run
+    return run
 
 
 # Ops whose kernel torch builds from other ops unless the device brings one; ours brings the CPU's.
@@ -138,6 +136,61 @@ def _convolution_backward(grad, x, weight, stride, padding, dilation, transposed
     return on_host(torch.ops.aten.convolution_backward.default, grad, x, weight, bias, *geometry)
 
 
+def _lstm_cell(from_input, from_hidden, cell, input_bias=None, hidden_bias=None):
+    """New hidden state, new cell state, and the activated gates for backward."""
+    gates = from_input + from_hidden
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    new_cell = f * cell + i * g
+    return o * new_cell.tanh(), new_cell, torch.cat((i, f, g, o), 1)
+
+
+def _lstm_cell_backward(grad_hidden, grad_cell, cell, new_cell, gates, has_bias):
+    i, f, g, o = gates.chunk(4, 1)
+    squashed = new_cell.tanh()
+    grad_hidden = torch.zeros_like(squashed) if grad_hidden is None else grad_hidden
+    total = grad_hidden * o * (1 - squashed * squashed)
+    total = total if grad_cell is None else total + grad_cell
+    grad_gates = torch.cat(
+        (
+            total * g * i * (1 - i),
+            total * cell * f * (1 - f),
+            total * i * (1 - g * g),
+            grad_hidden * squashed * o * (1 - o),
+        ),
+        1,
+    )
+    return grad_gates, total * f, grad_gates.sum(0) if has_bias else None
+
+
+def check_and_unscale(grads, found_inf, inv_scale):
+    """The vendor's finite-check-and-unscale, as `register(finite_check=...)` takes it."""
+    for grad in grads:
+        host = to_host(grad)
+        if not bool(host.isfinite().all()):
+            found_inf.fill_(1.0)
+        host.copy_((host.float() * inv_scale.item()).to(host.dtype))
+    calls.append("finite_check")
+
+
+def update_scale(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
+    """The vendor's scale update, as `register(update_scale=...)` takes it."""
+    calls.append("update_scale")
+    if found_inf.item():
+        scale.mul_(backoff_factor)
+        growth_tracker.zero_()
+        return
+    growth_tracker.add_(1)
+    if growth_tracker.item() == growth_interval:
+        scale.mul_(growth_factor)
+        growth_tracker.zero_()
+
+
+calls: list[str] = []
+
+
 def _install_kernels() -> None:
     key = "PrivateUse1"
     _FALLBACK.fallback(on_host, key)
@@ -148,9 +201,20 @@ def _install_kernels() -> None:
     _LIBRARY.impl("_local_scalar_dense", _item, key)
     _LIBRARY.impl("convolution_overrideable", _convolution, key)
     _LIBRARY.impl("convolution_backward_overrideable", _convolution_backward, key)
-    for name in ("as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex"):
-        op, kernel = _through_cpu_kernel(name)
-        _LIBRARY.impl(op, kernel, key, with_keyset=True)
+    aten = torch.ops.aten
+    views = (
+        aten.as_strided,
+        aten.view,
+        aten._reshape_alias,
+        aten.unfold,
+        aten.view_as_real,
+        aten.view_as_complex,
+    )
+    storages = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor)
+    for op in (*(view.default for view in views), *storages):
+        _LIBRARY.impl(op, _through_cpu_kernel(op), key, with_keyset=True)
+    _LIBRARY.impl("_thnn_fused_lstm_cell", _lstm_cell, key)
+    _LIBRARY.impl("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward, key)
     for name in _OWN_KERNELS:
         op = getattr(torch.ops.aten, name).default
         _LIBRARY.impl(op, lambda *a, _op=op, **k: on_host(_op, *a, **k), key)
@@ -158,4 +222,4 @@ def _install_kernels() -> None:
 
 _setup_privateuseone_for_python_backend(NAME)
 _install_kernels()
-hs.devices.register(NAME, dtypes=("bf16", "fp16"))
+hs.devices.register(NAME, dtypes=("bf16", "fp16"), finite_check=check_and_unscale, update_scale=update_scale)

@@ -23,6 +23,8 @@ from halfstep.ops import OpRow, Rule
 
 Verdict = Literal["agrees", "differs", "absent", "unsampled"]
 _MOVES = frozenset({"_to_copy", "copy_", "clone", "detach", "empty_like", "fill_", "zero_", "contiguous"})
+#: Note of a LOW op that the device computes in fp32, giving back the compute dtype.
+ROUNDED = "fp32 arithmetic, rounded"
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -159,7 +161,7 @@ def _judge(
     else:
         inside = target in compute
     if rule is Rule.LOW and compute == (wide,) and right:
-        return "agrees", "fp32 arithmetic, rounded"
+        return "agrees", ROUNDED
     return ("agrees", "") if right and inside else ("differs", f"the rule is {rule.value}")
 
 

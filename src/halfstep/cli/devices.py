@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -13,6 +18,7 @@ import tyro
 from halfstep import devices
 from halfstep.cli._output import console, print_json, table
 from halfstep.devices import Capability
+from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.ops import TABLES, Rule
 from halfstep.policy import Policy
@@ -21,8 +27,12 @@ from halfstep.probe import Observed, groups, probe_casting, summary
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from halfstep.conformance import Check
+
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
+_CHECKS = {"passes": "green", "falls back": "yellow", "absent": "dim", "fails": "bold red"}
+_COUNTED = {"passes": "pass", "falls back": "fall back", "absent": "absent", "fails": "fail"}
 _VERDICTS = {"agrees": "", "differs": "bold red", "absent": "dim", "unsampled": "dim"}
 _STYLES = {"native": "green", "slow": "yellow", "absent": "red"}
 
@@ -31,16 +41,27 @@ def run(
     device: tyro.conf.Positional[str] = "",
     policy: str = "halfstep",
     dtype: str = "",
+    check: str = "",
+    module: str = "",
+    level: str = "O1,O2",
     json: Flag = False,
-) -> None:
+) -> int:
     """Show what each device here does with each dtype, how fast, why not, and with each op of the table.
 
     Args:
         device: Device to show, such as cpu or cuda:0. None gives all of them.
         policy: Op table to probe (halfstep, torch, apex, mindspore, mlu, paper) or a policy string.
-        dtype: 16-bit dtype to probe. Default: what the device prefers.
+        dtype: 16-bit dtype to probe or check, for --check several separated by commas. Default: what the
+            device prefers; for --check bf16,fp16.
+        check: Device to put through the conformance battery instead; exit code 1 if anything fails.
+        module: Python module or file that brings the device up, imported first.
+        level: Levels for --check, separated by commas.
         json: Print JSON instead of tables.
     """
+    if module:
+        _bring_up(module)
+    if check:
+        return _check(check, level, dtype or "bf16,fp16", policy, json)
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
     facts = []
     for each in chosen:
@@ -52,6 +73,60 @@ def run(
             _print_ops(each, seen)
     if json:
         print_json(facts)
+    return 0
+
+
+def _bring_up(module: str) -> None:
+    """Import a vendor's module by its dotted name (from the present folder too) or by its path."""
+    if module.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3], module)
+        if spec is None or spec.loader is None or not os.path.exists(module):
+            raise ConfigError(f"--module {module!r}: no such file")
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = made
+        spec.loader.exec_module(made)
+        return
+    sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--module {module!r} cannot be imported: {error}; give a dotted name or a file"
+        ) from error
+
+
+def _check(device: str, levels: str, dtypes: str, policy: str, json: bool) -> int:
+    """The conformance battery: 0 where nothing fails, 1 otherwise."""
+    from halfstep.conformance import parse_dtypes, run_battery
+
+    with _native_stderr_hidden():
+        checks = list(run_battery(device, levels.split(","), parse_dtypes(dtypes), policy))
+    if json:
+        print_json([asdict(c) for c in checks])
+    else:
+        _print_checks(device, checks)
+    return int(any(c.status == "fails" for c in checks))
+
+
+def _print_checks(device: str, checks: list[Check]) -> None:
+    from rich.text import Text
+
+    out = console()
+    casting = [c for c in checks if c.group == "casting"]
+    shown = [c for c in checks if c.group != "casting" or c.status == "fails"]
+    rows: list[list[str | Text]] = [
+        [c.group, c.name, Text(c.status, _CHECKS[c.status]), c.detail] for c in shown
+    ]
+    out.print(table(f"Conformance of {device}", ("group", "check", "result", "detail"), rows))
+    for status in ("falls back", "absent"):
+        if names := ", ".join(dict.fromkeys(c.name for c in casting if c.status == status)):
+            out.print(f"casting {status}: {names}")
+    counts = Counter(c.status for c in checks)
+    out.print(", ".join(f"{counts[status]} {_COUNTED[status]}" for status in _CHECKS if counts[status]))
+    if failed := [c.name for c in checks if c.status == "fails"]:
+        out.print(f"[bold red]{device} does not conform:[/] {', '.join(failed)}")
+    else:
+        out.print(f"[green]{device} conforms[/]")
 
 
 def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
