@@ -45,9 +45,10 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write checkpoint {path}: {error}") from error
+    finally:
         with suppress(OSError):
             temporary.unlink()
-        raise CheckpointError(f"cannot write checkpoint {path}: {error}") from error
     return path
 
 
@@ -143,13 +144,17 @@ def _named(key: Any, names: list[str]) -> Any:
 def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
     """Put an `optimizer_state` back; CheckpointError when it is of other parameters."""
     numbers = {name: number for number, name in enumerate(names)}
-    stored = [name for group in state["param_groups"] for name in group["params"]]
-    if sorted(stored) != sorted(names):
+    own = optimizer.state_dict()["param_groups"]
+    stored = [set(group["params"]) for group in state["param_groups"]]
+    mine = [{names[number] for number in group["params"]} for group in own]
+    if stored != mine:
+        saved, known = set().union(*stored), set(names)
         raise CheckpointError(
-            "the checkpoint's optimizer holds other parameters: missing "
-            f"{_some(sorted(set(names) - set(stored)))}, unexpected {_some(sorted(set(stored) - set(names)))}"
+            "the checkpoint's optimizer holds other parameters or other groups: missing "
+            f"{_some(sorted(known - saved))}, unexpected {_some(sorted(saved - known))}"
         )
-    groups = [dict(group, params=[numbers[n] for n in group["params"]]) for group in state["param_groups"]]
+    # torch pairs saved and present parameters by place, so the numbers must stand in the present order.
+    groups = [dict(group, params=here["params"]) for group, here in zip(state["param_groups"], own)]
     numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
     optimizer.load_state_dict({**state, "state": numbered, "param_groups": groups})
 

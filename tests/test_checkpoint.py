@@ -1,0 +1,189 @@
+"""Checkpoints: atomic, checked, canonical names, the last k."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from halfstep import checkpoint
+from halfstep.checkpoint import CheckpointFolder
+from halfstep.errors import CheckpointError
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Wrapped(nn.Module):
+    """Names as DDP and torch.compile make them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.module = nn.Module()
+        self.module._orig_mod = inner
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path):
+    state = {"a": torch.arange(5.0), "b": [1, 2.5, "x", None, True], "c": {"d": torch.ones(2).bfloat16()}}
+    path = checkpoint.save(tmp_path / "deep" / "a.pt", state)
+    found = checkpoint.load(path)
+    assert torch.equal(found["a"], state["a"])
+    assert found["b"] == state["b"]
+    assert torch.equal(found["c"]["d"], state["c"]["d"])
+    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
+
+
+def test_plain_torch_reads_it(tmp_path):
+    path = checkpoint.save(tmp_path / "a.pt", {"a": torch.ones(3)})
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))
+
+
+def test_no_altered_byte_goes_unseen(tmp_path):
+    """Every byte of the tensor is flipped in turn, and many elsewhere: an error, or the same values."""
+    wanted = torch.arange(40, dtype=torch.int16)
+    path = checkpoint.save(tmp_path / "a.pt", {"a": wanted})
+    whole = path.read_bytes()
+    start = whole.index(wanted.numpy().tobytes())
+    refused = 0
+    for at in [*range(start, start + 80), *range(0, len(whole), 29)]:
+        altered = bytearray(whole)
+        altered[at] ^= 0x41
+        path.write_bytes(altered)
+        try:
+            assert torch.equal(checkpoint.load(path)["a"], wanted), f"byte {at} changed the values unseen"
+        except CheckpointError as error:
+            refused += "\n" not in str(error)
+    assert refused >= 80
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "corrupt or not a checkpoint"),
+        (b"hello", "corrupt or not a checkpoint"),
+        (None, "no checkpoint at"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "a.pt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    torch.save({"a": Evil()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="corrupt or not a checkpoint"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_checkpoint_that_is_no_mapping_is_refused(tmp_path):
+    torch.save([1, 2], tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds a list, expected a mapping"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = checkpoint.save(tmp_path / "a.pt", {"a": 1})
+    with pytest.raises((CheckpointError, AttributeError, TypeError)):
+        checkpoint.save(path, {"a": lambda: None})
+    assert checkpoint.load(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        checkpoint.save(tmp_path / "file" / "a.pt", {"a": 1})
+
+
+def test_wrapped_and_bare_models_share_checkpoints():
+    bare, other = net(), net()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    wrapped = Wrapped(other)
+    assert checkpoint.model_state(wrapped).keys() == bare.state_dict().keys()
+    checkpoint.load_model_state(wrapped, checkpoint.model_state(bare))
+    assert torch.equal(other[0].weight, bare[0].weight)
+
+
+def test_another_model_is_named_in_the_error():
+    with pytest.raises(CheckpointError, match=r"of another model: missing 0.bias.*unexpected weight"):
+        checkpoint.load_model_state(net(), {"weight": torch.ones(1), "2.bias": torch.ones(2)})
+    misshapen = {**checkpoint.model_state(net()), "2.bias": torch.ones(7)}
+    with pytest.raises(CheckpointError, match=r"size mismatch for 2.bias") as caught:
+        checkpoint.load_model_state(net(), misshapen)
+    assert "\n" not in str(caught.value)
+
+
+def test_optimizer_state_is_keyed_by_name_and_survives_another_order():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    names = checkpoint.parameter_names(model, optimizer)
+    assert names == [name for name, _ in model.named_parameters()]
+    state = checkpoint.optimizer_state(optimizer, names)
+    assert set(state["state"]) == set(names)
+
+    turned = torch.optim.Adam(list(model.parameters())[::-1], lr=0.1)
+    checkpoint.load_optimizer_state(turned, checkpoint.parameter_names(model, turned), state)
+    for parameter in model.parameters():
+        assert torch.equal(turned.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_parameters_of_no_model_go_by_place_and_others_are_refused():
+    model, stranger = net(), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [model[0].weight]}, {"params": [stranger]}], lr=0.1)
+    assert checkpoint.parameter_names(model, optimizer) == ["0.weight", "1.0"]
+    state = checkpoint.optimizer_state(optimizer, ["0.weight", "1.0"])
+    with pytest.raises(
+        CheckpointError, match=r"holds other parameters or other groups: missing 0.bias, unexpected 1.0"
+    ):
+        checkpoint.load_optimizer_state(optimizer, ["0.weight", "0.bias"], state)
+
+
+def test_every_generator_comes_back(tmp_path):
+    random.seed(1)
+    numpy.random.seed(2)
+    torch.manual_seed(3)
+    path = checkpoint.save(tmp_path / "a.pt", checkpoint.random_state())
+    wanted = (random.random(), numpy.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
+    random.seed(7)
+    numpy.random.seed(7)
+    torch.manual_seed(7)
+    checkpoint.load_random_state(checkpoint.load(path))
+    assert (random.random(), numpy.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == wanted
+
+
+def test_the_folder_keeps_the_last_k(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    assert folder.load_latest() is None
+    for step in (5, 10, 15, 100):
+        folder.save(step, {"step": step})
+    assert [p.name for p in folder.paths()] == ["step-00000015.pt", "step-00000100.pt"]
+    assert folder.load_latest() == {"step": 100}
+
+
+@pytest.mark.parametrize(("others", "cure"), [((1,), "resume from step-00000001.pt"), ((), "start afresh")])
+def test_a_corrupt_newest_checkpoint_is_an_error_with_a_cure(tmp_path, others, cure):
+    folder = CheckpointFolder(tmp_path)
+    for step in (*others, 2):
+        path = folder.save(step, {"step": step})
+    path.write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match=f"step-00000002.pt is corrupt.*{cure}"):
+        folder.load_latest()
+
+
+def test_a_folder_that_keeps_nothing_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="keep=0"):
+        CheckpointFolder(tmp_path, keep=0)

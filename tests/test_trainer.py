@@ -1,0 +1,263 @@
+"""The Trainer: fit, evaluate, callbacks, loggers, what it refuses."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning
+from halfstep.recipes.data import Batches
+from halfstep.trainer import Callback, ProgressBar, Trainer, accuracy
+
+_generator = torch.Generator().manual_seed(3)
+X = torch.randn(64, 5, generator=_generator)
+Y = (X[:, 0] > 0).long()
+
+
+def make(level="O0", loss=nn.functional.cross_entropy, lr=0.1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    options.setdefault("dtype", None if level == "O0" else "bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Trainer(model, optimizer, loss, level=level, progress=False, **options)
+
+
+def batches(size=16):
+    return Batches(X, Y, size)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_it_learns_at_every_level(level):
+    trainer = make(level, lr=0.5, metrics={"accuracy": accuracy})
+    history = trainer.fit(batches(), epochs=30)
+    assert len(history.steps) == 30 * 4
+    assert history.steps[-1].step == trainer.step == 120
+    assert history.losses[-1] < 0.5 * history.losses[0]
+    assert trainer.evaluate([(X, Y)])["accuracy"] > 0.9
+
+
+def test_o0_is_bit_for_bit_the_plain_loop():
+    trainer = make()
+    trainer.fit(batches(), steps=10)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, done = batches(), 0
+    while done < 10:
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == 10:
+                break
+    for one, other in zip(trainer.model.parameters(), model.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_accumulated_batches_make_one_step():
+    small, big = make(accumulate=2), make()
+    small.fit(Batches(X, Y, 16, shuffle=False), steps=2)
+    big.fit(Batches(X, Y, 32, shuffle=False), steps=2)
+    for one, other in zip(small.model.parameters(), big.model.parameters()):
+        torch.testing.assert_close(one, other)
+    assert small.history.losses == pytest.approx(big.history.losses, rel=1e-6)
+
+
+def test_evaluation_is_a_weighted_mean_and_leaves_the_mode():
+    trainer = make(metrics={"accuracy": accuracy})
+    parts = trainer.evaluate([(X[:40], Y[:40]), (X[40:], Y[40:])])
+    whole = trainer.evaluate([(X, Y)])
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert parts["accuracy"] == pytest.approx(whole["accuracy"], rel=1e-6)
+    assert trainer.model.training
+    with pytest.raises(DataError, match="no batches"):
+        trainer.evaluate([])
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.events = []
+
+    def on_fit_start(self, trainer, steps):
+        self.events.append(("start", steps))
+
+    def on_read(self, trainer, logs):
+        self.events.append(("read", [log.step for log in logs]))
+
+    def on_epoch_end(self, trainer):
+        self.events.append(("epoch", trainer.epoch))
+
+    def on_fit_end(self, trainer):
+        self.events.append(("end", trainer.step))
+
+
+class Log:
+    def __init__(self):
+        self.lines = []
+
+    def log(self, step, values):
+        self.lines.append((step, sorted(values)))
+
+
+def test_callbacks_and_loggers_hear_in_order():
+    heard, log = Recorder(), Log()
+    trainer = make(callbacks=[heard], loggers=[log], read_every=3)
+    trainer.fit(batches(), steps=7)
+    trainer.evaluate([(X, Y)])
+    assert heard.events == [
+        ("start", 7), ("read", [1, 2, 3]), ("epoch", 1), ("read", [4, 5, 6]), ("read", [7]), ("end", 7),
+    ]  # fmt: skip
+    assert log.lines == [(s, ["loss", "scale", "skipped"]) for s in (3, 6, 7)] + [(7, ["test loss"])]
+
+
+def test_on_fit_end_is_told_of_an_error_too():
+    heard = Recorder()
+    trainer = make(callbacks=[heard])
+    with pytest.raises(DataError):
+        trainer.fit([(X, Y, 1)], steps=2)
+    assert heard.events[-1] == ("end", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(float("nan"), "NaN or inf"), (float("inf"), "inf"), (-float("inf"), "inf")]
+)
+@pytest.mark.parametrize("part", ["input", "target"])
+def test_bad_values_in_the_data_are_named_before_they_spoil_a_weight(part, value, kind):
+    trainer = make(loss=lambda out, y: ((out - y) ** 2).mean())
+    x, y = X.clone(), torch.randn(64, 2)
+    before = [p.clone() for p in trainer.model.parameters()]
+    (x if part == "input" else y)[7, 1] = value
+    with pytest.raises(DataError, match=f"the {part} of the batch for step 1 holds 1 values of {kind}"):
+        trainer.fit([(x, y)], steps=1)
+    for one, other in zip(trainer.model.parameters(), before):
+        assert torch.equal(one, other)
+
+
+def test_huge_but_finite_data_is_no_error():
+    trainer = make(loss=lambda out, y: (out * 0.0).mean())
+    trainer.fit([(torch.full((4, 5), 3e38), Y[:4])], steps=1)
+    assert trainer.step == 1
+
+
+def test_a_diverging_run_warns_once_and_says_where():
+    calls = []
+
+    def loss(out, y):
+        calls.append(1)
+        return out.mean() * (float("inf") if len(calls) == 3 else 1.0)
+
+    trainer = make(loss=loss, read_every=1)
+    with pytest.warns(HalfstepWarning) as caught:
+        history = trainer.fit(batches(), steps=6)
+    own = [str(w.message) for w in caught if "diverged" in str(w.message)]
+    assert len(own) == 1
+    assert "from step 3 on" in own[0]
+    assert history.diverged_at == 3
+
+
+def test_skipped_steps_are_in_the_history():
+    calls = []
+
+    def loss(out, y):
+        calls.append(1)
+        return out.float().mean() * (float("inf") if len(calls) == 3 else 1.0)
+
+    history = make("O1", loss, dtype="fp16").fit(batches(), steps=5)
+    assert history.skipped == [3]
+    scales = [log.scale for log in history.steps]
+    assert scales == [65536.0] * 3 + [32768.0] * 2
+    assert history.diverged_at is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give exactly one"),
+        ({"steps": 3, "epochs": 1}, "give exactly one"),
+        ({"steps": 0}, "at least 1"),
+        ({"epochs": 0}, "at least 1"),
+    ],
+)
+def test_how_long_must_be_said_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make().fit(batches(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"read_every": 0}, "read_every=0"),
+        ({"checkpoint_every": -1}, "checkpoint_every=-1"),
+        ({"checkpoint_every": 5}, "without a folder"),
+        ({"level": "O9"}, "O9"),
+        ({"dtype": "int8"}, "int8"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**{"level": "O1", **options})
+
+
+def test_wrong_models_optimizers_and_loaders_are_refused():
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="not the model's"):
+        Trainer(nn.Linear(2, 2), stranger, nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match="without parameters"):
+        Trainer(nn.ReLU(), stranger, nn.functional.mse_loss)
+    with pytest.raises(DataError, match="no batches"):
+        make().fit([], steps=3)
+    with pytest.raises(ConfigError, match="has no length"):
+        make().fit(iter([(X, Y)]), epochs=1)
+    with pytest.raises(DataError, match="expected a pair"):
+        make().fit([X], steps=1)
+
+
+def test_resume_needs_a_folder_of_this_model(tmp_path):
+    with pytest.raises(ConfigError, match="without a checkpoint folder"):
+        make().fit(batches(), steps=1, resume=True)
+    with pytest.raises(ConfigError, match="no checkpoint folder"):
+        make().save()
+    make(checkpoints=tmp_path, checkpoint_every=2).fit(batches(), steps=2)
+    torch.manual_seed(0)
+    other = nn.Linear(5, 2)
+    trainer = Trainer(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), nn.functional.cross_entropy, level="O0",
+        checkpoints=tmp_path, progress=False,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="of another model"):
+        trainer.fit(batches(), steps=4, resume=True)
+    with pytest.raises(CheckpointError, match="another kind of loader"):
+        make(checkpoints=tmp_path).fit([(X, Y)], steps=4, resume=True)
+    next(tmp_path.iterdir()).write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="corrupt"):
+        make(checkpoints=tmp_path).fit(batches(), steps=4, resume=True)
+
+
+def test_another_layout_or_thread_count_is_told(tmp_path):
+    trainer = make(checkpoints=tmp_path)
+    trainer.fit(batches(), steps=2)
+    state = trainer.state_dict()
+    with pytest.raises(CheckpointError, match="layout 99"):
+        make().load_state_dict({**state, "format": 99})
+    with pytest.warns(HalfstepWarning, match="written with 77 threads"):
+        make().load_state_dict({**state, "threads": 77})
+
+
+def test_the_progress_bar_draws_to_standard_error(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    make(callbacks=[ProgressBar()], read_every=2).fit(batches(), steps=5)
+    assert "training" in screen.getvalue()
+    assert "loss" in screen.getvalue()
+
+
+def test_no_bar_without_a_terminal(capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 2)
+    Trainer(model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy, level="O0").fit(
+        batches(), steps=2
+    )
+    assert capsys.readouterr() == ("", "")
