@@ -89,7 +89,8 @@ def op_label(function: Any, base: str) -> str:
 
 
 @cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's: not Python's, torch's or ours (recipes count as a user's)."""
     if file.startswith("<"):
         return False
     if file.startswith(_HERE):
@@ -116,7 +117,7 @@ def look() -> tuple[str, str, int]:
             "backward",
         ):
             return "recompute", file, line
-        if not file and _is_users(code.co_filename):
+        if not file and is_users(code.co_filename):
             file, line = code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", file, line

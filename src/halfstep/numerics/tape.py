@@ -144,14 +144,14 @@ class Tape:
     Args:
         model: names modules by its paths; without it the first module called is taken for the model.
         keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
-        on_result: called with each finished node whose results are finite (used to look for underflow).
+        observers: called with each finished node and whether its results are finite.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
         keep_bytes: int = 1 << 30,
-        on_result: Callable[[Node], None] | None = None,
+        observers: Iterable[Callable[[Node, bool], None]] = (),
     ) -> None:
         self.nodes: list[Node] = []
         self.candidates: dict[int, Node] = {}
@@ -168,7 +168,7 @@ class Tape:
         self._budget = self._left = keep_bytes
         self._sites: dict[int, list[tuple[str, Site]]] = {}
         self._lines: dict[str, Site] = {}
-        self._on_result = on_result
+        self._observers = tuple(observers)
         self._steps = 0
         self._busy = False
         self.calls: list[tuple[Any, int]] = []
@@ -289,6 +289,8 @@ class Tape:
         self.nodes.append(node)
         self._count(node, results, given)
         bad = self._judge(node, given, copies)
+        for observer in self._observers:
+            observer(node, not bad)
         for place, t in enumerate(results):
             self._made[key_of(t)] = (node, place)
         self._keep(node, bad)
@@ -311,8 +313,6 @@ class Tape:
             self._note_swallowed(node, given, copies)
             for t in looked:
                 self._bad.pop(_storage(t), None)
-            if self._on_result is not None:
-                self._on_result(node)
             return False
         unread = copies if node.base in _OVERWRITES else {}
         culprits = [t for t in given if id(t) not in unread and not is_finite(copies.get(id(t), t))]

@@ -23,6 +23,8 @@ from halfstep.numerics.sites import Site
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
 
+Observer = Callable[[Node, bool], None]
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -144,6 +146,7 @@ def trace_step(
     underflow: bool = False,
     try_cures: bool = True,
     keep_bytes: int = 1 << 30,
+    observers: Iterable[Observer] = (),
 ) -> Trace:
     """Runs `step(*batch)` once under the tape and restores weights, buffers, states and random generators.
 
@@ -155,6 +158,7 @@ def trace_step(
         underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
         try_cures: replay the step with each cure that can be applied from outside.
         keep_bytes: memory that results may hold for re-runs.
+        observers: called with each op as it ran, and whether its results were finite.
 
     Raises:
         Exception: what `step` raised, where nothing in it was found to be not finite.
@@ -163,7 +167,7 @@ def trace_step(
     snapshot = Snapshot(actors)
     started = time.perf_counter()
     try:
-        trace = _run(step, batch, actors, underflow, keep_bytes)
+        trace = _run(step, batch, actors, underflow, keep_bytes, observers)
     finally:
         snapshot.restore()
     if trace.bad is not None and try_cures:
@@ -186,11 +190,16 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _run(
-    step: Callable[..., Any], batch: tuple[Any, ...], actors: Actors, underflow: bool, keep_bytes: int
+    step: Callable[..., Any],
+    batch: tuple[Any, ...],
+    actors: Actors,
+    underflow: bool,
+    keep_bytes: int,
+    observers: Iterable[Observer] = (),
 ) -> Trace:
     before = bad_names(actors)
     probe = UnderflowProbe() if underflow else None
-    tape = Tape(actors.model, keep_bytes, None if probe is None else probe.look)
+    tape = Tape(actors.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
     with torch.compiler.set_stance("force_eager"), tape:

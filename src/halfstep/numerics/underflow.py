@@ -60,9 +60,9 @@ class UnderflowProbe:
     def __init__(self) -> None:
         self._found: list[Flushed] = []
 
-    def look(self, node: Node) -> None:
+    def look(self, node: Node, finite: bool) -> None:
         """Re-runs the op in fp32 if most of its 16-bit results are zero."""
-        if node.phase == "optimizer":
+        if node.phase == "optimizer" or not finite or node.func.is_view:
             return
         for place, low in enumerate(node.outs):
             if low.dtype not in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2) or low.numel() == 0:

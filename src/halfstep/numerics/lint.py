@@ -1,0 +1,341 @@
+"""Mistakes of precision that show without training long: in the model, the optimizer, one taped step.
+
+A finding from the tape is certain: that op ran with that argument in that dtype. Findings from source code
+are made only where a step cannot be run (scripts, before they start).
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from halfstep.errors import BannedOpError
+from halfstep.formats import FP16, Format, dtype_name, format_of
+from halfstep.numerics.replay import Actors
+from halfstep.numerics.sites import is_users
+from halfstep.numerics.tape import Node
+from halfstep.numerics.trace import trace_step
+
+_LOW = (torch.float16, torch.bfloat16)
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+_MASKING = frozenset(
+    ["masked_fill", "where", "full", "fill", "add", "sub", "mul", "full_like", "new_full", "scalar_tensor"]
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`rule` names the mistake; `where` is a source line, module path or parameter; `cure` what to write."""
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} ({self.where}): {self.text}; {self.cure}"
+
+
+def lint(
+    step: Callable[..., Any] | None = None,
+    *batch: Any,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    session: Any = None,
+    becomes: str | torch.dtype | None = None,
+) -> list[Finding]:
+    """Looks for mistakes of precision; with `step(*batch)`, runs it once under the tape and puts all back.
+
+    Args:
+        step, batch: one training step, as for `trace_step`.
+        model, optimizer, session: what takes part; found through `step` where left out.
+        becomes: a dtype that the model's buffers are going to be cast to.
+
+    Returns:
+        Findings, each place once, in the order found.
+    """
+    given = [x for x in (model, optimizer, session) if x is not None]
+    actors = Actors(step, given)
+    found = [
+        *_buffers(actors, becomes),
+        *_optimizer_epsilon(actors),
+        *_quanta(actors),
+        *_losses(actors, step),
+    ]
+    found += _missing_scale(actors)
+    if step is not None:
+        probe = LintProbe()
+        try:
+            trace_step(step, *batch, session=actors.session, model=actors.models, optimizer=actors.optimizers,
+                       try_cures=False, observers=[probe.look])  # fmt: skip
+        except BannedOpError as error:
+            found.append(Finding("banned op", "loss", str(error), "see the remedy in the message"))
+        except RuntimeError as error:
+            found += _from_error(error)
+        found += probe.findings
+    return list(dict.fromkeys(found))
+
+
+def _where(node: Node) -> str:
+    return node.site.where or node.site.module or "root"
+
+
+class LintProbe:
+    """An observer for the tape: `findings` after the step."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def look(self, node: Node, finite: bool) -> None:
+        """Checks one op as it ran."""
+        if node.func.is_view or node.phase not in ("forward", "recompute"):
+            return
+        tensors = [t for t in node.tensors() if t.is_floating_point()]
+        low = next((t for t in (*node.outs, *tensors) if t.dtype == torch.float16), None)
+        for check in (self._scalars, self._mask_cast, self._long_softmax, self._long_sum):
+            if low is not None:
+                check(node, tensors)
+
+    def _add(self, *finding: str) -> None:
+        self.findings.append(Finding(*finding))
+
+    def _scalars(self, node: Node, tensors: list[Tensor]) -> None:
+        scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if type(x) in (int, float)]
+        if not any(t.dtype == torch.float16 for t in (tensors or node.outs)):
+            return
+        base = node.base.rstrip("_")
+        for value in scalars:
+            size = abs(value)
+            if base in ("add", "clamp_min", "clamp", "maximum") and 0 < size <= FP16.smallest_subnormal / 2:
+                self._add(
+                    "epsilon", _where(node), f"{value:g} is zero in fp16, whose smallest value is 6e-08",
+                    "use at least 6.1e-05 (the smallest normal fp16), or run this op in fp32",
+                )  # fmt: skip
+            elif base in _MASKING and FP16.max < size < math.inf and size >= 1e6:
+                self._add(
+                    "mask", _where(node), f"{value:g} does not fit fp16, which ends at 65504",
+                    "use torch.finfo(x.dtype).min, or float('-inf') before a softmax",
+                )  # fmt: skip
+
+    def _mask_cast(self, node: Node, tensors: list[Tensor]) -> None:
+        if node.base != "_to_copy" or not tensors or node.outs[0].dtype != torch.float16:
+            return
+        wide = tensors[0]
+        if wide.dtype == torch.float16 or wide.numel() == 0:
+            return
+        low, high = torch.aminmax(wide)
+        if math.isfinite(low) and low.item() <= -1e6 and high.item() <= FP16.max:
+            self._add(
+                "mask", _where(node), f"a mask of {low.item():g} becomes -inf when it is cast to fp16",
+                "build the mask with torch.finfo(torch.float16).min",
+            )  # fmt: skip
+
+    def _long_softmax(self, node: Node, tensors: list[Tensor]) -> None:
+        if node.base not in ("_softmax", "_log_softmax", "logsumexp") or node.outs[0].dtype != torch.float16:
+            return
+        dim = node.args[1] if isinstance(node.args[1], int) else node.args[1][0]
+        terms = tensors[0].shape[dim]
+        if terms > FP16.max:
+            self._add(
+                "softmax", _where(node), f"{terms} terms in fp16: their sum does not fit",
+                "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])",
+            )  # fmt: skip
+
+    def _long_sum(self, node: Node, tensors: list[Tensor]) -> None:
+        if node.base not in ("sum", "mean") or node.outs[0].dtype != torch.float16 or not tensors:
+            return
+        terms = tensors[0].numel() // max(1, node.outs[0].numel())
+        if terms > FP16.max:
+            why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
+            self._add(
+                "long reduction", _where(node), f"{node.base} over {terms} elements in fp16: {why}",
+                f"x.{node.base}(dtype=torch.float32)",
+            )  # fmt: skip
+
+
+def _from_error(error: RuntimeError) -> Iterable[Finding]:
+    if "without overflow" in str(error):
+        frames = error.__traceback__
+        line = ""
+        while frames is not None:
+            if is_users(frames.tb_frame.f_code.co_filename):
+                line = f"{frames.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frames.tb_lineno}"
+            frames = frames.tb_next
+        text = "a fill value does not fit the tensor's dtype (fp16 ends at 65504)"
+        yield Finding("mask", line, text, "use torch.finfo(x.dtype).min, or float('-inf') before a softmax")
+        return
+    raise error
+
+
+def _buffers(actors: Actors, becomes: str | torch.dtype | None) -> Iterable[Finding]:
+    for model in actors.models:
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                where = f"{path}.{name}".strip(".")
+                if not buffer.is_floating_point() or buffer.numel() < 2:
+                    continue
+                if isinstance(module, _NORMS):
+                    if buffer.dtype in _LOW:
+                        text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
+                        yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
+                elif becomes is not None or buffer.dtype in _LOW:
+                    yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
+
+
+def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
+    """A buffer whose values leave the format, or become equal in it (positions, frequencies)."""
+    wide = buffer.detach().float().flatten()
+    low = wide if buffer.dtype == fmt.torch_dtype else wide.to(fmt.torch_dtype).float()
+    cure = "keep this buffer in fp32 (a plan rule for it), or compute it where it is used"
+    if not low.isfinite().all() and wide.isfinite().all():
+        yield Finding("low buffer", where, f"values up to {wide.abs().max():.3g} leave {fmt}", cure)
+        return
+    steps = wide.diff()
+    rising = bool((steps >= 0).all()) and wide.numel() >= 16 and float(wide[-1]) > float(wide[0])
+    if rising and bool((low.diff() == 0).any()):
+        lost = int((low.diff() == 0).sum())
+        yield Finding("low buffer", where, f"{lost} of {wide.numel()} rising values are equal in {fmt}", cure)
+
+
+def _optimizer_epsilon(actors: Actors) -> Iterable[Finding]:
+    for optimizer in actors.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            eps = group.get("eps")
+            half = [p for p in group["params"] if p.dtype == torch.float16]
+            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
+                where = f"{type(optimizer).__name__} group {number}"
+                text = f"eps {eps:g} is zero beside fp16 weights: a division by zero where a gradient is zero"
+                yield Finding("epsilon", where, text, "use fp32 master weights (level O2), or eps=1e-4")
+
+
+def _quanta(actors: Actors) -> Iterable[Finding]:
+    """Weights without masters whose spacing is more than twice the update that is to reach them."""
+    for optimizer in actors.optimizers:
+        if getattr(optimizer, "one_pass", False):
+            continue
+        for number, group in enumerate(optimizer.param_groups):
+            low = [p for p in group["params"] if p.dtype in _LOW]
+            rate = group.get("lr")
+            if not low or rate is None:
+                continue
+            lost = total = 0
+            for p in low:
+                update = _expected_update(p, group, float(rate))
+                if update is not None:
+                    half_gap = torch.exp2(torch.floor(torch.log2(p.detach().float().abs()))) * (
+                        torch.finfo(p.dtype).eps / 2
+                    )
+                    lost += int((update < half_gap).sum())
+                    total += p.numel()
+            if total and lost > total / 2:
+                name = dtype_name(low[0].dtype)
+                text = f"{lost / total:.0%} of the {name} weights are too coarse for a step of {rate:g}"
+                where = f"{type(optimizer).__name__} group {number}"
+                yield Finding("learning rate", where, text, "use fp32 master weights (level O2)")
+
+
+def _expected_update(p: Tensor, group: dict[str, Any], rate: float) -> Tensor | None:
+    """Adam moves a weight by about the learning rate; SGD by rate times gradient, if there is one."""
+    if "betas" in group:
+        return torch.tensor(rate)
+    return None if p.grad is None else rate * p.grad.detach().float().abs()
+
+
+def _losses(actors: Actors, step: Callable[..., Any] | None) -> Iterable[Finding]:
+    cells = getattr(step, "__closure__", None) or ()
+    values = []
+    for cell in cells:
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not bound yet
+            continue
+    modules = {m: n for model in actors.models for n, m in model.named_modules()}
+    modules = {v: "loss" for v in values if isinstance(v, nn.Module)} | modules
+    for module, path in modules.items():
+        if isinstance(module, nn.BCELoss):
+            text = "binary cross-entropy on probabilities: log of a rounded 0 or 1"
+            cure = "give logits to BCEWithLogitsLoss and drop the sigmoid"
+            yield Finding("probabilities", path or "BCELoss", text, cure)
+
+
+def _missing_scale(actors: Actors) -> Iterable[Finding]:
+    session = actors.session
+    if session is None or session.policy.compute_dtype != torch.float16 or not session.optimizers:
+        return
+    if type(session.loss_scale).__name__ == "NoLossScale":
+        text = "fp16 without a loss scale: gradients below 6e-08 become zero"
+        yield Finding("loss scale", "prepare", text, 'loss_scale="dynamic"')
+
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+def lint_source(source: str, name: str = "script") -> list[Finding]:
+    """Findings from a script's text: clipping of scaled gradients, masks and losses fp16 cannot hold.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    tree = ast.parse(source)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls.sort(key=lambda n: (n.lineno, n.col_offset))
+    found = [*_clipping(calls, name)]
+    half = bool(re.search(r"float16|\.half\(\)|fp16", source))
+    for call in calls:
+        where = f"{name}:{call.lineno}"
+        if _called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
+            for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
+                if FP16.max < abs(value) < math.inf and abs(value) >= 1e6:
+                    text = f"{value:g} does not fit fp16, which ends at 65504"
+                    cure = "use torch.finfo(x.dtype).min, or float('-inf') before a softmax"
+                    found.append(Finding("mask", where, text, cure))
+        if _called(call) in ("BCELoss", "binary_cross_entropy"):
+            text = "binary cross-entropy on probabilities: log of a rounded 0 or 1"
+            cure = "give logits to BCEWithLogitsLoss and drop the sigmoid"
+            found.append(Finding("probabilities", where, text, cure))
+    return found
+
+
+def _clipping(calls: list[ast.Call], name: str) -> Iterable[Finding]:
+    """A clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
+    scaled = False
+    for call in calls:
+        called = _called(call)
+        if called == "backward":
+            scaled = _scales(call.func)
+        elif called in ("unscale_", "zero_grad"):
+            scaled = False
+        elif called in _CLIPS and scaled:
+            text = "the gradients still carry the loss scale, so the clip is by another norm than it says"
+            cure = "amp.step(clip_norm=...), or scaler.unscale_(optimizer) before the clip"
+            yield Finding("clipping", f"{name}:{call.lineno}", text, cure)
+
+
+def _scales(function: ast.expr) -> bool:
+    """Whether this `x.backward` runs on a scaled loss: `scaler.scale(loss).backward`, `amp.backward`."""
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    if isinstance(owner, ast.Call):
+        return _called(owner) == "scale"
+    return isinstance(owner, ast.Name) and owner.id in ("amp", "session")
+
+
+def _called(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _constant(node: ast.expr) -> float | None:
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    inner = node.operand if isinstance(node, ast.UnaryOp) else node
+    if isinstance(inner, ast.Constant) and type(inner.value) in (int, float):
+        return -float(inner.value) if negative else float(inner.value)
+    return None

@@ -1,0 +1,165 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep.numerics.lint import lint, lint_source
+from halfstep.recipes import RECIPES
+from halfstep.scaling import NoLossScale
+from halfstep.session import prepare
+
+
+def half_step(forward, size=8):
+    """A step in pure fp16 whose forward is `forward(layer, x)`."""
+    layer = nn.Linear(size, size).half()
+
+    def step(x):
+        loss = forward(layer, x.half()).float().mean()
+        loss.backward()
+
+    return step, torch.randn(4, size)
+
+
+def tiny_epsilon(layer, x):
+    h = layer(x)
+    return h / (h.abs() + 1e-8)
+
+
+def mask_filled(layer, x):
+    return torch.softmax(layer(x).masked_fill(x > 0, -1e9), -1)
+
+
+def mask_added(layer, x):
+    return torch.softmax(layer(x) + (x > 0).half() * -1e9, -1)
+
+
+def mask_cast(layer, x):
+    bias = torch.zeros(x.shape).masked_fill(x > 0, -1e9)
+    return torch.softmax(layer(x) + bias.half(), -1)
+
+
+def long_softmax(layer, x):
+    return torch.softmax(layer(x)[:1, :1].expand(1, 70_000) * 1, -1)
+
+
+def long_sum(layer, x):
+    return layer(x)[:1, :1].expand(1, 70_000).sum() / 70_000
+
+
+def long_mean(layer, x):
+    return layer(x)[:1, :1].expand(1, 70_000).mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "rule"),
+    [
+        (tiny_epsilon, "epsilon"),
+        (mask_filled, "mask"),
+        (mask_added, "mask"),
+        (mask_cast, "mask"),
+        (long_softmax, "softmax"),
+        (long_sum, "long reduction"),
+        (long_mean, "long reduction"),
+    ],
+)
+def test_what_one_step_shows(forward, rule):
+    step, x = half_step(forward)
+    found = lint(step, x)
+    assert [f.rule for f in found] == [rule]
+    assert found[0].where.startswith("test_lint.py:")
+    assert found[0].cure
+
+
+def test_bce_on_probabilities():
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    criterion = nn.BCELoss()
+
+    def step(x):
+        criterion(model(x), torch.ones(3, 1)).backward()
+
+    assert [f.rule for f in lint(step, torch.randn(3, 4))] == ["probabilities"]
+
+
+def test_a_banned_op_is_a_finding():
+    model = nn.Linear(4, 1)
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16")
+
+    def step(x):
+        with amp.autocast():
+            loss = F.binary_cross_entropy(torch.sigmoid(model(x)), torch.ones(3, 1))
+        amp.backward(loss)
+        amp.step()
+
+    assert "banned op" in [f.rule for f in lint(step, torch.randn(3, 4))]
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.register_buffer("positions", torch.arange(4096).float())
+        self.register_buffer("far", torch.tensor([1.0, 1e6]))
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)))
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_buffers():
+    found = lint(model=Rotary(), becomes="fp16")
+    assert {(f.rule, f.where) for f in found} == {("low buffer", "positions"), ("low buffer", "far")}
+    assert lint(model=Rotary()) == []
+    half = Rotary()
+    half.norm.half()
+    assert {f.where for f in lint(model=half)} == {"norm.running_mean", "norm.running_var"}
+
+
+def test_optimizer_over_half_weights():
+    model = nn.Linear(64, 64).half()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    found = lint(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-5))
+    assert {f.rule for f in found} == {"epsilon", "learning rate"}
+    assert not lint(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4))
+
+
+def test_fp16_without_a_scale():
+    model = nn.Linear(4, 1)
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16", loss_scale=NoLossScale())
+    assert [f.rule for f in lint(session=amp)] == ["loss scale"]
+
+
+SCRIPT = """
+scaler.scale(loss).backward()
+{unscale}
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scores = scores.half().masked_fill(mask, {mask})
+"""
+
+
+def test_source():
+    bad = lint_source(SCRIPT.format(unscale="", mask="-1e9"), "train.py")
+    assert [(f.rule, f.where) for f in bad] == [("clipping", "train.py:4"), ("mask", "train.py:6")]
+    good = SCRIPT.format(unscale="scaler.unscale_(optimizer)", mask="float('-inf')")
+    assert lint_source(good) == []
+    assert [f.rule for f in lint_source("loss = nn.BCELoss()(p, y)")] == ["probabilities"]
+    amp = "amp.backward(loss)\nclip_grad_norm_(ps, 1.0)\namp.step()"
+    assert [f.rule for f in lint_source(amp)] == ["clipping"]
+    with pytest.raises(SyntaxError):
+        lint_source("def (")
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n != "text-gpt"])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16"), ("O0", None)])
+def test_no_false_alarm_on_healthy_recipes(name, level, dtype):
+    recipe = RECIPES[name]
+    model, optimizer = recipe.build(0)
+    amp = prepare(model, optimizer, level=level, dtype=dtype)
+    batch = next(iter(recipe.task().train(0)))
+
+    def step(x, y):
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step()
+
+    assert lint(step, *batch) == []
