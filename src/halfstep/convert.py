@@ -147,6 +147,7 @@ def convert(
     dtype: str | torch.dtype | None = None,
     *,
     plan: Plan | None = None,
+    keep_originals: bool | None = None,
 ) -> Conversion:
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
@@ -162,6 +163,8 @@ def convert(
         plan_or_level: a `Plan`, a `Level`, or the name of a level.
         dtype: fp16 or bf16; None takes the level's word or asks the device.
         plan: rules on top of the level.
+        keep_originals: keep the fp32 weights in `Conversion.originals`; None does where the level has
+        masters.
 
     Raises:
         ConfigError: an unknown level or dtype, no parameters, a model converted before or already in DDP.
@@ -177,7 +180,8 @@ def convert(
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
-    job = _Job(inner, record, resolved, low, level)
+    keep = keep_originals if keep_originals is not None else level is not None and level.masters
+    job = _Job(inner, record, resolved, low, level, keep)
     job.run()
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
@@ -236,8 +240,10 @@ class _Job:
         resolved: Mapping[str, PlanRule],
         low: torch.dtype,
         level: Level | None,
+        keep: bool,
     ) -> None:
         self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
+        self.keep = keep
         self.changes: list[Change] = []
         self.paths = dict(model.named_modules())
         self.names = canonical_all(self.paths)
@@ -280,10 +286,9 @@ class _Job:
 
     def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
         changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
-        keep = self.level is not None and self.level.masters
         for tensor, _ in changing:
             self.record._before.append((tensor, tensor.dtype))
-            if keep and isinstance(tensor, nn.Parameter) and tensor.requires_grad and not tensor.is_meta:
+            if self.keep and isinstance(tensor, nn.Parameter) and tensor.requires_grad and not tensor.is_meta:
                 self.record.originals[tensor] = tensor.data
         for tensor, data in _cast_together(changing):
             _replace_data(tensor, data)
@@ -394,8 +399,8 @@ def _replace_data(tensor: Tensor, data: Tensor) -> None:
         return
     tensor.grad = None
     tensor.data = data
-    keeps_any = tensor.grad_dtype is None
-    tensor.grad = grad if keeps_any and grad.dtype == torch.float32 else grad.to(data.dtype)
+    widened = tensor.grad_dtype is None and grad.dtype == torch.float32 and data.dtype != torch.float64
+    tensor.grad = grad if widened else grad.to(data.dtype)
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:

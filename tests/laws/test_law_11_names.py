@@ -99,7 +99,7 @@ def test_nothing_outlives_revert():
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == group
     for p in model.parameters():
         assert p.dtype == torch.float32
-        assert p.grad_dtype == torch.float32
+        assert p.grad is None
         assert optimizer.state[p]["exp_avg"].dtype == torch.float32
     assert set(optimizer.state) == set(model.parameters())
 
@@ -112,3 +112,18 @@ def test_to_float_leaves_nothing_when_taken_off():
     assert snapshot(model) != before
     to_float(model, None)
     assert snapshot(model) == before
+
+
+def test_after_revert_gradients_follow_the_weights_dtype_as_ever():
+    model = nn.Linear(4, 2)
+    conversion = convert(model, "O2", torch.bfloat16)
+    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.randn(3, 4)).sum().backward()
+    masters.copy_grads()
+    conversion.revert()
+    masters.revert()
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        model.zero_grad()
+        model.to(dtype)
+        model(torch.randn(3, 4, dtype=dtype)).sum().backward()
+        assert all(p.grad.dtype == dtype for p in model.parameters())

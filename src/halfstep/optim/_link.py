@@ -119,6 +119,8 @@ class Link:
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor] | None = None
+        self.finish: Callable[[], None] | None = None
+        """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
     def adopt(self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]) -> None:
         """Give each 16-bit parameter in the groups that has no master one, in its place, with its state."""
@@ -188,6 +190,9 @@ class Link:
     @torch.no_grad()
     def widen(self) -> None:
         """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
         low = [w for w in self.weights if w.grad is not None and w.grad.dtype in LOW]
         dense = [w for w in low if not cast(Tensor, w.grad).is_sparse]
         grads = [cast(Tensor, w.grad) for w in dense]
@@ -261,9 +266,9 @@ class Link:
         for weight, master in zip(self.weights, self.masters):
             if master in optimizer.state:
                 optimizer.state[weight] = narrow_state(optimizer.state.pop(master), weight.dtype)
-            grad, weight.grad = weight.grad, None
-            weight.grad_dtype = weight.dtype
-            weight.grad = None if grad is None else grad.to(weight.dtype)
+            # grad_dtype stays None (any): torch cannot give the default back, and a fixed one would outlast
+            # a cast.
+            weight.grad = None if weight.grad is None else weight.grad.to(weight.dtype)
             OWNERS.pop(weight, None)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

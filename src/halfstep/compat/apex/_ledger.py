@@ -1,0 +1,122 @@
+"""What one optimizer's gradients carry between `scale_loss` and `step()`: a scale, a sum, a step to skip.
+
+Gradients of earlier losses are set aside before a backward, so that each loss is unscaled by its own scale
+and checked alone, and added again afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.compat.apex._options import AmpError
+from halfstep.optim import MasterWeights
+from halfstep.scaling import all_finite
+from halfstep.unscale import any_of, unscale_
+
+
+class Ledger:
+    """One optimizer under `amp`. `skip` holds the message of a step that must not be taken."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
+        self.optimizer = optimizer
+        self.masters: MasterWeights | None = None
+        self.scaled = False
+        self.skip: str | None = None
+        self._say = say
+        self._aside: dict[Tensor, Tensor] = {}
+        self._left: list[tuple[Tensor, Tensor]] = []
+        mine = weakref.ref(self)
+        # Before the masters' own hook: a skipped step then widens nothing.
+        self._handle = optimizer.register_step_pre_hook(
+            lambda o, args, kwargs: _before_step(mine, args, kwargs)
+        )
+
+    def remove(self) -> None:
+        """Take the hook and the masters off the optimizer."""
+        self.settle()
+        self._handle.remove()
+        if self.masters is not None:
+            self.masters.revert()
+
+    def weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The model's weights that have masters, and the optimizer's other parameters."""
+        groups = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.masters is None:
+            return [], groups
+        pairs = self.masters.pairs()
+        own = {id(master) for _, master in pairs}
+        return [weight for weight, _ in pairs], [p for p in groups if id(p) not in own]
+
+    def before_backward(self) -> None:
+        """Set finished gradients aside; those of delayed losses stay, to be accumulated on."""
+        if self.scaled:
+            return
+        self.settle()
+        low, others = self.weights()
+        for p in (*low, *others):
+            if p.grad is not None:
+                self._aside[p] = p.grad
+                p.grad = None
+
+    @torch.no_grad()
+    def after_backward(self, inv_scale: Tensor) -> Tensor:
+        """Unscale the new gradients (those of masters when next read); a flag: some are not finite."""
+        self.scaled = False
+        low, others = self.weights()
+        fresh = [p for p in others if p.grad is not None]
+        found = unscale_([p.grad for p in fresh], inv_scale)
+        new = [p.grad for p in low if p.grad is not None]
+        found = any_of([found, ~all_finite(new)]) if new else found
+        self._left = [(p, p.grad) for p in low if p.grad is not None]
+        for p in low:
+            if p.grad is None and p in self._aside:
+                p.grad = self._aside.pop(p)
+        if self._left and self.masters is not None:
+            self.masters.link.finish = lambda: self._finish(inv_scale)
+        self._add_aside([p for p in others if p in self._aside])
+        return found
+
+    def settle(self) -> None:
+        """Unscale what `after_backward` left with the weights."""
+        if self.masters is not None and self.masters.link.finish is not None:
+            self.masters.link.widen()
+
+    @torch.no_grad()
+    def _finish(self, inv_scale: Tensor) -> None:
+        current = [p for p, grad in self._left if p.grad is grad]
+        self._left = []
+        assert self.masters is not None
+        self.masters.link.widen()
+        unscale_([p.grad for p in current], inv_scale)
+        self._add_aside([p for p in current if p in self._aside])
+        self._aside.clear()
+
+    def _add_aside(self, parameters: Sequence[Tensor]) -> None:
+        for p in parameters:
+            before = self._aside.pop(p)
+            p.grad = before if p.grad is None else p.grad + before
+
+
+def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    self = ledger()
+    if self is None:
+        return
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        raise AmpError("amp does not support closures with optimizers: call step() without one")
+    if self.scaled:
+        raise AmpError(
+            "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "
+            "the last backward before a step must not delay"
+        )
+    if self.skip is not None:
+        self._say(self.skip)
+        self.skip = None
+        # Without gradients torch's optimizers change nothing: no update, no decay, no step count.
+        low, others = self.weights()
+        for p in (*low, *others):
+            p.grad = None

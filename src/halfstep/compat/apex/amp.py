@@ -1,0 +1,466 @@
+"""`apex.amp`: initialize, scale_loss, master_params, state_dict, function casts; and `shutdown`.
+
+State is process-wide, as in Apex, but nothing of the user's is rebound: models and optimizers get hooks,
+torch's functions stay as they are (O1 runs in an open `halfstep.autocast` region under the op table
+"apex"). Differences: it runs on any device; masters start from the exact fp32 weights; clipping
+`model.parameters()` at O2 after `scale_loss` reaches scaled fp16 gradients, as in Apex, so clip
+`amp.master_params(optimizer)`.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.autocast import autocast
+from halfstep.compat.apex._functions import CASTS, wrapped
+from halfstep.compat.apex._ledger import Ledger
+from halfstep.compat.apex._options import AmpError, Properties, properties
+from halfstep.convert import Conversion, convert
+from halfstep.distributed import all_ranks
+from halfstep.errors import HalfstepWarning
+from halfstep.module_hooks import CastOutputs, Power
+from halfstep.optim import MasterWeights
+from halfstep.plan import Plan, PlanRule
+from halfstep.policy import Policy
+from halfstep.scaling import SMALLEST_SCALE, DynamicLossScale, LossScale, SkipCount, StaticLossScale
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "AmpError",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "shutdown",
+    "state_dict",
+]
+
+
+class LossScaler:
+    """One loss scale by Apex's rule: x2 after 2000 clean passes, halved on overflow, within bounds."""
+
+    def __init__(self, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._skips = SkipCount()
+        self._unskipped = 0
+        if self.dynamic:
+            low = min_loss_scale or SMALLEST_SCALE
+            first = max(low, min(2.0**16, max_loss_scale))
+            self.value: LossScale = DynamicLossScale(first, min=low, max=max_loss_scale)
+        else:
+            self.value = StaticLossScale(float(loss_scale))
+
+    def loss_scale(self) -> float:
+        """The present scale."""
+        return self.value.read()
+
+    @property
+    def unskipped(self) -> int:
+        """Clean backward passes since the last overflow or growth."""
+        return int(self.value.clean) if isinstance(self.value, DynamicLossScale) else self._unskipped
+
+    def update(self, found_inf: bool) -> bool:
+        """Take in what a backward gave; whether the step must be skipped."""
+        self.value = self.value.adjust(not found_inf)
+        self._unskipped += 1
+        if not self.dynamic:
+            return False
+        self._skips = self._skips.after(not found_inf, scale=self.loss_scale())
+        return found_inf
+
+    def load(self, loss_scale: float, unskipped: int) -> None:
+        """Continue from saved numbers."""
+        self._unskipped = int(unskipped)
+        if isinstance(self.value, DynamicLossScale):
+            bounded = min(max(float(loss_scale), self.value.min), self.value.max)
+            state = self.value.state_dict()
+            self.value = LossScale.from_state({**state, "current": bounded, "clean": int(unskipped)})
+        else:
+            self.value = StaticLossScale(float(loss_scale))
+
+
+class AmpState:
+    """Everything that is in force between `initialize` and `shutdown`."""
+
+    def __init__(self) -> None:
+        self.opt_properties: Properties | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.verbosity = 1
+        self.device = "cpu"
+        self.ledgers: dict[torch.optim.Optimizer, Ledger] = {}
+        self.conversions: list[Conversion] = []
+        self.handles: list[Any] = []
+        self.region: autocast | None = None
+        self.warned = False
+
+    def say(self, text: str) -> None:
+        """Print, unless verbosity is 0."""
+        if self.verbosity > 0:
+            print(text)
+
+    def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
+        """The ledger of an optimizer that went through `initialize`."""
+        if optimizer not in self.ledgers:
+            raise AmpError(f"this {type(optimizer).__name__} did not come from amp.initialize")
+        return self.ledgers[optimizer]
+
+
+_amp_state = AmpState()
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Prepare models and optimizers for an optimization level; returns them in the form they came in.
+
+    Args:
+        models: a module, or a list of them, in fp32 and not yet in DDP.
+        optimizers: one, a list, or None.
+        enabled: False makes every amp call a no-op.
+        opt_level: "O0" to "O3"; the options below override its defaults where they are not None.
+        cast_model_type: dtype of weights and inputs (False: no casts). Also bfloat16.
+        patch_torch_functions: casts around ops; O1 only.
+        keep_batchnorm_fp32: True, False, "True" or "False".
+        master_weights: keep fp32 masters.
+        loss_scale: a number, its text, or "dynamic".
+        cast_model_outputs: dtype of the models' outputs, whatever the level.
+        num_losses: how many losses get a scale of their own.
+        verbosity: 0 is silent.
+        min_loss_scale, max_loss_scale: bounds of dynamic scales.
+
+    Raises:
+        AmpError (RuntimeError, ValueError): an unknown level, options that do not go together, a model in 16
+            bits or in DDP, an optimizer initialized before. TypeError: neither a model nor a list of models.
+    """
+    state = _amp_state
+    state.verbosity = verbosity
+    chosen = properties(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+    )
+    if not enabled:
+        state.opt_properties = None if state.ledgers else Properties(**{**chosen.options, "enabled": False})
+        return models if optimizers is None else (models, optimizers)
+    model_list, optimizer_list = _as_models(models), _as_optimizers(optimizers)
+    _check(model_list, optimizer_list, state)
+    state.opt_properties = chosen
+    state.say(f"Selected optimization level {opt_level}")
+    for name, value in chosen.options.items():
+        state.say(f"{name:22} : {value}")
+    state.loss_scalers = [
+        LossScaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)
+    ]
+    state.device = next((p.device.type for m in model_list for p in m.parameters()), "cpu")
+    try:
+        _apply(model_list, optimizer_list, chosen, cast_model_outputs, state)
+    except Exception:
+        shutdown()
+        raise
+    return models if optimizers is None else (models, optimizers)
+
+
+def _as_models(models: Any) -> list[nn.Module]:
+    if isinstance(models, nn.Module):
+        return [models]
+    if isinstance(models, list) and all(isinstance(m, nn.Module) for m in cast(list[Any], models)):
+        return cast(list[nn.Module], models)
+    raise TypeError("models must be either a single model or a list of models")
+
+
+def _as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
+    if optimizers is None:
+        return []
+    listed = cast(list[Any], optimizers if isinstance(optimizers, list) else [optimizers])
+    for one in listed:
+        if type(one).__name__ == "FP16_Optimizer":
+            raise AmpError("pass the bare optimizer to amp.initialize, not an FP16_Optimizer around it")
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
+    return listed
+
+
+def _check(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], state: AmpState) -> None:
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for model in models:
+        if isinstance(model, parallel):
+            raise AmpError(f"wrap the model in {type(model).__name__} after amp.initialize, not before")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                raise AmpError(
+                    f"{name} is {tensor.dtype}, expected float32: leave the model in fp32 to amp.initialize"
+                )
+    for optimizer in optimizers:
+        if optimizer in state.ledgers:
+            raise AmpError(
+                "an optimizer may pass through amp.initialize only once; call amp.shutdown() to undo"
+            )
+
+
+def _apply(
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    chosen: Properties,
+    outputs: torch.dtype | None,
+    state: AmpState,
+) -> None:
+    dtype = chosen.cast_model_type
+    originals: dict[Tensor, Tensor] = {}
+    for model in models:
+        if isinstance(dtype, torch.dtype):
+            record = convert(model, _plan(chosen, dtype), dtype, keep_originals=bool(chosen.master_weights))
+            originals.update(record.originals)
+            record.forget_originals()
+            state.conversions.append(record)
+        if isinstance(dtype, torch.dtype) or outputs is not None:
+            state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
+    for optimizer in optimizers:
+        ledger = state.ledgers[optimizer] = Ledger(optimizer, state.say)
+        if chosen.master_weights:
+            ledger.masters = MasterWeights(optimizer, models, initial=originals)
+        elif isinstance(dtype, torch.dtype):
+            optimizer.load_state_dict(optimizer.state_dict())
+    if dtype not in (None, False, torch.float32):
+        for model in models:
+            hook = _CheckpointInFp32([weakref.ref(ledger) for ledger in state.ledgers.values()])
+            state.handles.append(model.register_state_dict_post_hook(hook))
+    if chosen.patch_torch_functions and state.region is None:
+        state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
+        state.region.__enter__()
+        CASTS.start(torch.float16)
+
+
+def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
+    rules = [PlanRule("**", dtype=dtype, reason=f"{chosen.opt_level}: cast_model_type")]
+    if chosen.keep_batchnorm_fp32 and dtype != torch.float32:
+        kept = PlanRule("type:_BatchNorm", dtype=torch.float32, reason="keep_batchnorm_fp32", required=False)
+        rules.append(kept)
+    return Plan(tuple(rules))
+
+
+class _CheckpointInFp32:
+    """Module hook: `state_dict()` gives fp32 tensors, the masters where there are any."""
+
+    def __init__(self, ledgers: list[weakref.ref[Ledger]] | None = None) -> None:
+        self._ledgers = ledgers or []
+
+    def __reduce__(self) -> tuple[type[_CheckpointInFp32], tuple[()]]:
+        return _CheckpointInFp32, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointInFp32:
+        return _CheckpointInFp32()
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        live = [
+            ledger for ref in self._ledgers if (ledger := ref()) is not None and ledger.masters is not None
+        ]
+        masters = {id(w): m for ledger in live for w, m in cast(MasterWeights, ledger.masters).pairs()}
+        exact = {
+            prefix + name: masters.get(id(p)) for name, p in module.named_parameters(remove_duplicate=False)
+        }
+        for key, value in state.items():
+            if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                master = exact.get(key)
+                if master is not None:
+                    state[key] = master.detach()
+                elif value.dtype in (torch.float16, torch.bfloat16):
+                    state[key] = value.float()
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Generator[Tensor]:
+    """Yield the scaled loss to run backward on; at the end unscale and check the new gradients.
+
+    An overflow halves the scale of this loss and makes the next `step()` of exactly these optimizers a no-op.
+    `loss_id` names the loss's own scale; `delay_unscale` leaves the gradients scaled for a further backward.
+
+    Raises:
+        AmpError: before `initialize`, or an optimizer or loss_id it did not see.
+        LossScaleCollapsed: 50 overflows in a row.
+    """
+    state = _amp_state
+    if state.opt_properties is None:
+        raise AmpError("scale_loss was called before amp.initialize(model, optimizer, opt_level=...)")
+    if not state.opt_properties.enabled:
+        yield loss
+        return
+    scaler = _scaler(loss_id)
+    listed: Iterable[Any] = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    ledgers = [state.ledger(optimizer) for optimizer in listed]
+    if not state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        yield loss.float()
+        return
+    if not delay_unscale:
+        for ledger in ledgers:
+            ledger.before_backward()
+    yield scaler.value.scale(loss.float())
+    if delay_unscale:
+        for ledger in ledgers:
+            ledger.scaled = True
+        return
+    flags = [ledger.after_backward(scaler.value.inverse(state.device)) for ledger in ledgers]
+    if not delay_overflow_check:
+        _check_overflow(scaler, loss_id, ledgers, flags, state)
+
+
+def _check_overflow(
+    scaler: LossScaler, loss_id: int, ledgers: list[Ledger], flags: list[Tensor], state: AmpState
+) -> None:
+    found = bool(all_ranks(torch.stack([flag.to(state.device) for flag in flags]).any())) if flags else False
+    if scaler.update(found):
+        new = scaler.loss_scale()
+        for ledger in ledgers:
+            ledger.skip = (
+                f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
+            )
+    elif found and not state.warned:
+        state.warned = True
+        warnings.warn(
+            "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
+            "use loss_scale='dynamic' to skip such steps (said once)",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+
+
+def _scaler(loss_id: int) -> LossScaler:
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        count = len(_amp_state.loss_scalers)
+        raise AmpError(f"loss_id {loss_id} of {count} losses: pass num_losses to amp.initialize")
+    return _amp_state.loss_scalers[loss_id]
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters the optimizer updates, masters where there are any; their gradients are unscaled."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`."""
+    target: dict[str, Any] = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        target[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler.unskipped}
+    return target
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Continue from `state_dict()`, also Apex's own; warns where the number of losses differs.
+
+    Raises:
+        AmpError: unexpected keys; nothing is changed then.
+    """
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    if unexpected:
+        raise AmpError(f"error in loading state_dict: unexpected keys {', '.join(unexpected)}")
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        warnings.warn(
+            f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used",
+            HalfstepWarning,
+            stacklevel=2,
+        )
+    for scaler, saved in zip(scalers, state_dict.values()):
+        scaler.load(saved["loss_scale"], saved["unskipped"])
+
+
+@contextmanager
+def disable_casts() -> Generator[None]:
+    """Within, O1 casts nothing."""
+    CASTS.disabled += 1
+    try:
+        with ExitStack() as stack:
+            if _amp_state.region is not None:
+                stack.enter_context(autocast(_amp_state.device, enabled=False))
+            yield
+    finally:
+        CASTS.disabled -= 1
+
+
+def half_function(fn: F) -> F:
+    """Decorator: at O1 the function gets its floating arguments in fp16."""
+    return cast(F, wrapped(fn, "half"))
+
+
+def float_function(fn: F) -> F:
+    """Decorator: at O1 the function gets its floating arguments in fp32."""
+    return cast(F, wrapped(fn, "float"))
+
+
+def promote_function(fn: F) -> F:
+    """Decorator: at O1 the function gets its floating arguments in the widest of their dtypes."""
+    return cast(F, wrapped(fn, "promote"))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Treat `module.name` as `half_function` does, from `initialize` to `shutdown`."""
+    CASTS.register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Treat `module.name` as `float_function` does, from `initialize` to `shutdown`."""
+    CASTS.register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Treat `module.name` as `promote_function` does, from `initialize` to `shutdown`."""
+    CASTS.register(module, name, "promote")
+
+
+def shutdown() -> None:
+    """Undo everything `initialize` and the register functions set up; models are fp32 again.
+
+    Weights with masters become the masters exactly. Call it in the thread that called `initialize`.
+    """
+    global _amp_state
+    state, _amp_state = _amp_state, AmpState()
+    CASTS.stop()
+    if state.region is not None:
+        state.region.__exit__(None, None, None)
+    for handle in state.handles:
+        handle.remove()
+    for ledger in state.ledgers.values():
+        ledger.settle()
+    for conversion in state.conversions:
+        conversion.revert()
+    for ledger in state.ledgers.values():
+        ledger.remove()

@@ -1,0 +1,173 @@
+"""`apex.optimizers`: FusedAdam, FusedSGD and FusedLAMB over torch's kernels, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import UnsupportedError
+
+__all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
+
+
+class FusedAdam(torch.optim.Adam):
+    """Apex's FusedAdam: AdamW by default, Adam with L2 where `adam_w_mode=False`; torch's fused kernel.
+
+    Raises:
+        UnsupportedError (a RuntimeError): amsgrad, or bias_correction=False.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad or not bias_correction:
+            what = "amsgrad=True" if amsgrad else "bias_correction=False"
+            raise UnsupportedError(
+                f"FusedAdam does not support {what}: use torch.optim.Adam or your own step"
+            )
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adam_w_mode)
+        )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; to None or zero as the constructor was told."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedSGD(torch.optim.SGD):
+    """Apex's FusedSGD over torch's fused kernel. `materialize_master_grads` is taken and has no effect here.
+
+    Raises:
+        UnsupportedError: wd_after_momentum=True.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+    ) -> None:
+        if wd_after_momentum:
+            raise UnsupportedError(
+                "FusedSGD does not support wd_after_momentum=True: torch decays before momentum"
+            )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, fused=True)
+
+
+class FusedLAMB(torch.optim.Optimizer):
+    """LAMB (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2) with Apex's options, in foreach ops.
+
+    m and v are Adam's moments of the gradient, first divided by max(1, global norm / max_grad_norm); the
+    update u = m_hat / (sqrt(v_hat) + eps) + weight_decay * w is scaled by |w| / |u|, for parameters with
+    weight decay (for all with `use_nvlamb`), and by the learning rate. States are fp32.
+
+    Raises:
+        UnsupportedError: amsgrad.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("FusedLAMB does not support amsgrad=True")
+        self.adam_w_mode, self.set_grad_none, self.use_nvlamb = adam_w_mode, set_grad_none, use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; to None or zero as the constructor was told."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if grads:
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
+            for group in self.param_groups:
+                self._update(group, norm)
+        return loss
+
+    def _update(self, group: dict[str, Any], norm: Tensor) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        group["step"] = group.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        limit, decay = group["max_grad_norm"], group["weight_decay"]
+        clip = 1.0 if limit is None or limit <= 0 else torch.clamp(norm / limit, min=1.0)
+        weights = [p.float() for p in params]
+        grads = [p.grad.float() / clip for p in params]
+        if not self.adam_w_mode and decay:
+            torch._foreach_add_(grads, weights, alpha=decay)
+        first, second = (self._moments(params, key) for key in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        corrections = (1 - beta1 ** group["step"], 1 - beta2 ** group["step"])
+        c1, c2 = corrections if group["bias_correction"] else (1.0, 1.0)
+        below = torch._foreach_sqrt(torch._foreach_div(second, c2))
+        torch._foreach_add_(below, group["eps"])
+        updates = torch._foreach_div(torch._foreach_div(first, c1), below)
+        if self.adam_w_mode and decay:
+            torch._foreach_add_(updates, weights, alpha=decay)
+        if decay or self.use_nvlamb:
+            ratios = [
+                _trust(w, u) for w, u in zip(torch._foreach_norm(weights), torch._foreach_norm(updates))
+            ]
+            updates = [u * ratio for u, ratio in zip(updates, ratios)]
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        torch._foreach_copy_(params, weights)
+
+    def _moments(self, params: list[Tensor], key: str) -> list[Tensor]:
+        for p in params:
+            if key not in self.state[p]:
+                self.state[p][key] = torch.zeros_like(p, dtype=torch.float32)
+        return [self.state[p][key] for p in params]
+
+
+def _trust(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
+    return torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
