@@ -50,7 +50,7 @@ def _scaling(row: Row) -> str:
         return ""
     skipped = f"{row['skipped']} step" + ("" if row["skipped"] == 1 else "s")
     if len(scales) == 1:
-        return f"The loss scale stayed at {scales.pop():,.0f} and {skipped} were skipped."
+        return f"The loss scale stayed at {scales.pop():,.0f}; {skipped} skipped."
     return f"The loss scale moved between {min(scales):,.0f} and {max(scales):,.0f}; {skipped} skipped."
 
 

@@ -1,0 +1,218 @@
+"""The HTML report: self-contained, escaped, complete; its charts and sentences."""
+
+import copy
+import math
+from html.parser import HTMLParser
+
+import pytest
+
+from halfstep.errors import ConfigError
+from halfstep.report import render, write_report
+from halfstep.report.page import smooth
+from halfstep.report.sentences import sentence
+from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks
+from halfstep.report.table import cells, columns
+
+BOUND = {
+    "arithmetic": 0.004, "memory": 0.001, "latency": 0.00005, "flops": 2 * 10**9, "bytes": 10**7, "ops": 40,
+    "what": "arithmetic",
+}  # fmt: skip
+
+
+def run(scales=None, skipped=(), losses=(2.0, 1.5, 1.2, 1.0)):
+    return {
+        "seed": 0, "losses": list(losses), "scales": scales or [1.0] * 4, "skipped": list(skipped),
+        "test": {}, "diverged_at": None, "failed": None,
+    }  # fmt: skip
+
+
+def row(level="O0", dtype="fp32", **changes):
+    made = {
+        "label": level if level == "O0" else f"{level} {dtype}", "level": level, "dtype": dtype,
+        "mean": 0.975, "spread": 0.0021, "difference": 0.0,
+        "seconds": 0.008, "samples_per_second": 8000.0, "peak_bytes": 2e7,
+        "saved_bytes": 1e7, "skipped": 0, "last_scale": 1.0, "failed": None, "diverged": 0, "bound": BOUND,
+        "runs": [run()],
+    }  # fmt: skip
+    return made | changes
+
+
+def document():
+    fp16 = row(
+        "O1", "fp16", seconds=0.006, saved_bytes=6e6, difference=-0.001, skipped=1, last_scale=32768.0,
+        runs=[run([65536.0, 65536.0, 32768.0, 32768.0], [2])],
+    )  # fmt: skip
+    failed = row("O3", "fp16", mean=None, spread=None, difference=None, failed="<b>boom</b>", seconds=None)
+    failed |= {"peak_bytes": None, "saved_bytes": None, "samples_per_second": None, "bound": None}
+    failed |= {"runs": [run(losses=[2.0, math.nan, math.inf, math.nan])]}
+    recipe = {
+        "name": "digits<script>", "about": "a & b", "data": "digits", "metric": "accuracy", "steps": 4,
+        "batch_size": 64, "seeds": 1, "rows": [row(), fp16, failed],
+    }  # fmt: skip
+    return {
+        "machine": {"halfstep": "1", "torch": "2", "device": "cpu", "slow": {"fp16": "no unit"}},
+        "recipes": [recipe],
+    }
+
+
+class Checker(HTMLParser):
+    VOID = frozenset(("meta", "link", "br", "line", "path", "rect"))
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.links, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("href", "src", "xlink:href")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parse(page):
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    return checker
+
+
+def test_the_page_is_well_formed_self_contained_and_escaped():
+    page = render(document())
+    found = parse(page)
+    assert "script" not in found.tags
+    assert all(link.startswith("#") for link in found.links)
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "<b>boom</b>" not in page
+    text = "".join(found.text)
+    assert "digits<script>" in text
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_page_shows_every_row_chart_and_sentence():
+    page = render(document())
+    text = "".join(parse(page).text)
+    for piece in ("97.50 ± 0.21", "-0.10", "O1 fp16 (slow here)", "failed", "32,768", "8,000", "8.00"):
+        assert piece in text
+    for title in ("Training loss", "Loss scale", "Time of a step", "Memory"):
+        assert title in text
+    assert "O1 fp16: step 2 skipped" in text
+    assert page.count("class='skip ") == 1
+    assert "Bounded by arithmetic" in text
+
+
+def test_a_recipe_without_scales_has_no_scale_chart():
+    plain = document()
+    plain["recipes"][0]["rows"] = [row()]
+    assert "Loss scale" not in render(plain)
+
+
+def test_writing_is_whole_or_not_at_all(tmp_path):
+    path = write_report(document(), tmp_path / "r.html")
+    assert path.read_text().endswith("</html>")
+    broken = copy.deepcopy(document())
+    del broken["recipes"][0]["rows"][0]["seconds"]
+    with pytest.raises(KeyError):
+        write_report(broken, path)
+    assert path.read_text().endswith("</html>")
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+    with pytest.raises(ConfigError, match="cannot write the report"):
+        write_report(document(), tmp_path / "no" / "r.html")
+
+
+def test_sentences_say_what_was_done_and_what_bounds():
+    base, faster = row(), row("O1", "bf16", seconds=0.004, saved_bytes=5e6)
+    assert "Against O0" not in sentence(base, base, {})
+    told = sentence(faster, base, {})
+    assert "Against O0: 0.50 of its time, 1.00 of its peak memory, 0.50 of its saved bytes." in told
+    assert "Bounded by arithmetic" in told
+    assert "arithmetic 4 ms, memory 1 ms, latency 50 µs" in told
+    assert "bf16 is slow on this device (none)" in sentence(faster, base, {"bf16": "none"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"failed": "the scale collapsed."}, "A run failed: the scale collapsed."),
+        ({"diverged": 1}, "1 of 1 runs diverged"),
+        ({"runs": [run([1024.0] * 4)], "skipped": 1}, "stayed at 1,024; 1 step skipped"),
+        ({"runs": [run([1024.0, 512.0])], "skipped": 2}, "between 512 and 1,024; 2 steps skipped"),
+        ({"bound": None}, "16-bit"),
+    ],
+)
+def test_sentences_of_scale_and_failure(changes, words):
+    assert words in sentence(row("O2", "fp16", **changes), row(), {})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (12345, "12,345"),
+        (2.5e7, "2.5e7"),
+        (1e-5, "1e-5"),
+        (-3.0, "-3"),
+        (1.234, "1.23"),
+    ],
+)
+def test_tick_labels_are_short(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.0, 17.0), (1e-4, 3e-4), (5.0, 5.0), (0.0, 1e6)])
+def test_ticks_are_round_and_inside(low, high):
+    ticks = nice_ticks(low, high)
+    slack = 1e-6 * (high - low)
+    assert all(low - slack <= tick <= high + slack for tick in ticks)
+    assert 1 <= len(ticks) <= 12
+    assert power_ticks(1.0, 2.0**40)[0] == 1.0
+    assert len(power_ticks(1.0, 2.0**40)) <= 8
+
+
+def test_a_line_breaks_where_the_loss_is_not_finite():
+    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, 3.0)]
+    drawn = line_chart([Line("a<b", "level-O1", points)], x_label="x", y_label="y")
+    path = drawn.split("class='curve")[1].split("d='")[1].split("'")[0]
+    assert path.count("M") == 2
+    assert path.count("L") == 1
+    assert "a&lt;b" in drawn
+    parse(drawn)
+    nothing = line_chart([Line("a", "", [(1.0, math.inf)])], x_label="x", y_label="y")
+    assert "no finite values" in nothing
+
+
+def test_a_flat_line_and_one_point_are_drawable():
+    for points in ([(1.0, 5.0), (2.0, 5.0)], [(1.0, 5.0)]):
+        drawn = line_chart([Line("a", "", points)], x_label="x", y_label="y", powers_of_two=True)
+        assert "nan" not in drawn
+        parse(drawn)
+
+
+def test_bars_are_in_proportion():
+    drawn = bar_chart([Bar("a", "", 10.0, "10"), Bar("b", "", 5.0, "5", inner=2.5)], describe="d")
+    widths = [float(part.split("width='")[1].split("'")[0]) for part in drawn.split("<rect")[1:]]
+    assert widths[1] == pytest.approx(widths[0] / 2)
+    assert widths[2] == pytest.approx(widths[0] / 4)
+
+
+def test_smoothing_keeps_length_and_means():
+    assert smooth([1.0, 2.0, 3.0, 4.0], 1) == [1.0, 2.0, 3.0, 4.0]
+    assert smooth([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
+
+
+def test_cells_fit_their_columns():
+    for metric in ("accuracy", "loss"):
+        assert len(cells(row(), metric, {})) == len(columns(metric))
+    assert cells(row(mean=0.00058, spread=0.0000031), "loss", {})[1] == "0.00058 ± 3.1e-06"
+    assert cells(row(diverged=1), "loss", {})[1].endswith("diverged")

@@ -1,0 +1,179 @@
+"""`halfstep train`: the table, the JSON, the report, and one line for each wrong input."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from halfstep.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_prints_a_table_and_writes_a_report(capsys, tmp_path):
+    report = tmp_path / "out.html"
+    given = [
+        "train",
+        "digits-mlp",
+        "--level",
+        "O0,O1,O2",
+        "--dtype",
+        "bf16,fp16",
+        "--steps",
+        "8",
+        "--seeds",
+        "2",
+    ]
+    assert main([*given, "--report", str(report), "--threads", "1"]) == 0
+    shown, told = capsys.readouterr()
+    lines = [line.split() for line in shown.splitlines() if re.match(r" ?O[0-3]", line)]
+    assert [line[0] for line in lines] == ["O0", "O1", "O1", "O2", "O2"]
+    assert all(re.fullmatch(r"[+-]\d+\.\d\d", word) for line in lines for word in line if word[0] in "+-")
+    assert lines[2][-1] == "65,536"
+    assert "±" in shown
+    assert "digits-mlp: 784-512-512-10" in shown
+    assert told.splitlines() == [
+        f"training digits-mlp {x}" for x in ("O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
+    ]
+    page = report.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "O2 fp16" in page
+    assert [p.name for p in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_json_is_strict_and_complete(capsys):
+    given = ["train", "digits-mlp", "--level", "bf16-mixed,O0", "--steps", "4", "--threads", "1", "--json"]
+    assert main(given) == 0
+    shown, told = capsys.readouterr()
+    assert told == ""
+    document = json.loads(shown, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert document["machine"]["threads"] == 1
+    recipe = document["recipes"][0]
+    assert [row["label"] for row in recipe["rows"]] == ["O1 bf16", "O0"]
+    row = recipe["rows"][0]
+    assert len(row["runs"][0]["losses"]) == 4
+    assert row["seconds"] > 0
+    assert row["saved_bytes"] > 0
+    assert row["peak_bytes"] > row["saved_bytes"]
+    assert row["bound"]["what"] in ("arithmetic", "memory", "latency")
+    assert recipe["rows"][1]["difference"] == 0.0
+
+
+def test_epochs_count_passes(capsys):
+    assert main(["train", "digits-mlp", "--level", "O0", "--epochs", "1", "--json", "--threads", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipes"][0]["steps"] == 1297 // 64
+
+
+def test_loss_scales_are_compared(capsys):
+    given = [
+        "train",
+        "digits-mlp",
+        "--level",
+        "O2",
+        "--dtype",
+        "fp16",
+        "--loss-scale",
+        "none,1024",
+        "--steps",
+        "3",
+    ]
+    assert main([*given, "--json", "--threads", "1"]) == 0
+    rows = json.loads(capsys.readouterr().out)["recipes"][0]["rows"]
+    assert [(row["label"], row["last_scale"]) for row in rows] == [
+        ("O2 fp16 no scale", 1.0),
+        ("O2 fp16 scale 1024", 1024.0),
+    ]
+
+
+WRONG = {
+    "recipe": (["digit-mlp"], r"unknown recipe 'digit-mlp'; expected one of .*did you mean digits-mlp\?"),
+    "level": (["digits-mlp", "--level", "O7"], "unknown level 'O7'"),
+    "level list": (["digits-mlp", "--level", "O0,,O1"], "level list 'O0,,O1' has an empty entry"),
+    "dtype": (["digits-mlp", "--dtype", "fp17"], "fp17"),
+    "dtype fp32": (["digits-mlp", "--dtype", "fp32"], "expected bf16 or fp16"),
+    "steps": (["digits-mlp", "--steps", "0"], "--steps 0: expected 1 or more"),
+    "steps word": (["digits-mlp", "--steps", "many"], "many"),
+    "seeds": (["digits-mlp", "--seeds", "-2"], "--seeds -2: expected 1 or more"),
+    "epochs": (["digits-mlp", "--epochs", "1", "--steps", "1"], "choose one"),
+    "threads": (["digits-mlp", "--threads", "0"], "--threads 0: expected 1 or more"),
+    "scale": (["digits-mlp", "--loss-scale", "big"], "--loss-scale 'big'"),
+    "negative scale": (["digits-mlp", "--loss-scale", "-4"], "loss-scale"),
+    "device": (["digits-mlp", "--device", "quantum"], "quantum"),
+    "data": (["digits-mlp", "--steps", "1", "--data", "/no/such/folder"], "/no/such/folder is not a folder"),
+    "data of text": (["text-gpt", "--steps", "1", "--data", "/tmp"], "--data is for the digits recipes"),
+    "report folder": (
+        ["digits-mlp", "--report", "/no/such/place/r.html"],
+        "cannot write into /no/such/place",
+    ),
+    "report is folder": (["digits-mlp", "--report", "/tmp"], "is a folder"),
+    "option": (["digits-mlp", "--lvel", "O1"], "--lvel"),
+    "nothing": ([], ""),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_ends_in_one_line_and_code_2(capsys, case):
+    given, message = WRONG[case]
+    assert main(["train", *given]) == 2
+    shown, told = capsys.readouterr()
+    assert shown == ""
+    assert told.count("\n") == 1
+    assert told.startswith("halfstep: ")
+    assert re.search(message, told)
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish"])
+def test_corrupt_data_leaves_no_report(capsys, tmp_path, content):
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(content)
+    report = tmp_path / "out.html"
+    assert (
+        main(["train", "digits-mlp", "--data", str(tmp_path), "--report", str(report), "--steps", "1"]) == 2
+    )
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "train-images-idx3-ubyte is not an IDX file" in told
+    assert not report.exists()
+
+
+def test_an_unsupported_dtype_on_this_device_is_told(capsys, monkeypatch):
+    from halfstep import devices
+
+    absent = devices.Capability("cpu", torch.float16, "absent", "no kernels were built", None)
+    real = devices.capability
+    monkeypatch.setattr(
+        devices, "capability", lambda d, t: absent if devices.parse_dtype(t) == torch.float16 else real(d, t)
+    )
+    assert main(["train", "digits-mlp", "--level", "O1", "--dtype", "fp16", "--steps", "1"]) == 2
+    assert "fp16 does not work on cpu: no kernels were built" in capsys.readouterr().err
+
+
+def test_a_slow_dtype_is_told_in_the_table(capsys, monkeypatch):
+    from halfstep import devices
+
+    slow = devices.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
+    real = devices.capability
+    monkeypatch.setattr(
+        devices, "capability", lambda d, t: slow if devices.parse_dtype(t) == torch.bfloat16 else real(d, t)
+    )
+    assert (
+        main(["train", "digits-mlp", "--level", "O1", "--dtype", "bf16", "--steps", "2", "--threads", "1"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "O1 bf16 (slow here)" in shown
+    assert "bf16 is slow here (no bf16 arithmetic)" in shown
+
+
+def test_help_names_every_recipe(capsys):
+    from halfstep.recipes import RECIPES
+
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in RECIPES)
