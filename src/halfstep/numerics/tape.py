@@ -34,6 +34,19 @@ _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bern
 # Beside the result they return the logarithm of a sum, -inf for a row without terms.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _NO_SEQUENCE = 1 << 62
+_FILLS = frozenset(
+    [
+        "masked_fill",
+        "full",
+        "fill",
+        "full_like",
+        "new_full",
+        "scalar_tensor",
+        "index_fill",
+        "where",
+        "lift_fresh",
+    ]
+)
 # Ops that are there to turn infinities into finite values; the end of a kernel's name.
 _MAY_SWALLOW = (
     *("softmax", "exp", "where", "masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min", "clamp_max"),
@@ -390,6 +403,8 @@ def _has_nan(tensors: list[Tensor]) -> bool:
 
 def _writes_infinity(node: Node) -> bool:
     """Whether the op was told to write an infinity (`masked_fill(mask, -inf)`): a mask, not an accident."""
+    if node.base.removesuffix("_") not in _FILLS:
+        return False
     scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
     return any(math.isinf(x) for x in scalars)
 

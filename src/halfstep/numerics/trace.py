@@ -269,6 +269,7 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
         return _hidden(tape, actors, spoiled)
     reached = {i for end in tape.ends for i in end.origins}
     real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
+    real = real or sorted(reached & tape.candidates.keys())
     real = real or sorted(i for i, n in tape.candidates.items() if not n.intended)
     ends = tuple(dict.fromkeys(f"{e.kind} {e.name}" if e.kind != "loss" else "loss" for e in tape.ends))
     if not real:
