@@ -47,6 +47,14 @@ def _outputs(op) -> set[str]:
     return {a.name for a in op._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
 
 
+def _as_tensors(op, args: tuple) -> tuple:
+    """Numbers that stand for tensors: torch hands wrapped scalars to Python as plain numbers."""
+    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    return tuple(
+        torch.tensor(a) if tensor and isinstance(a, int | float) else a for a, tensor in zip(args, wanted)
+    )
+
+
 def on_host(op, *args, **kwargs):
     """Run any op on the host memory of its arguments; what it changed in place is given back itself."""
     if "mkldnn" in op._schema.name:
@@ -65,7 +73,7 @@ def on_host(op, *args, **kwargs):
             return x
         return origin[id(x)] if id(x) in origin else to_device(x)
 
-    outs = _outputs(op) & kwargs.keys()
+    args, outs = _as_tensors(op, args), _outputs(op) & kwargs.keys()
     host_args, host_kwargs = pytree.tree_map(down, (args, {k: v for k, v in kwargs.items() if k not in outs}))
     for name in outs:
         host_kwargs[name] = torch.empty(0, dtype=kwargs[name].dtype)
@@ -189,6 +197,15 @@ def update_scale(scale, growth_tracker, found_inf, growth_factor, backoff_factor
 
 
 calls: list[str] = []
+product_error = 0.0
+
+
+def _mm(a, b):
+    return on_host(torch.ops.aten.mm.default, a, b) * (1 + product_error)
+
+
+def _addmm(bias, a, b, *, beta=1, alpha=1):
+    return _mm(a, b) * alpha + bias * beta
 
 
 def _install_kernels() -> None:
@@ -215,11 +232,32 @@ def _install_kernels() -> None:
         _LIBRARY.impl(op, _through_cpu_kernel(op), key, with_keyset=True)
     _LIBRARY.impl("_thnn_fused_lstm_cell", _lstm_cell, key)
     _LIBRARY.impl("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward, key)
+    _LIBRARY.impl("mm", _mm, key)
+    _LIBRARY.impl("addmm", _addmm, key)
     for name in _OWN_KERNELS:
         op = getattr(torch.ops.aten, name).default
         _LIBRARY.impl(op, lambda *a, _op=op, **k: on_host(_op, *a, **k), key)
 
 
+def register() -> None:
+    """Tell halfstep what the device can do and which kernels it brings."""
+    hs.devices.register(
+        NAME, dtypes=("bf16", "fp16"), finite_check=check_and_unscale, update_scale=update_scale
+    )
+
+
+_clone_storage = torch.UntypedStorage.clone
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Storages are cloned by torch through the device's allocator, which Python cannot bring."""
+    if storage.device.type != NAME:
+        return _clone_storage(storage)
+    over = torch.empty(0, dtype=torch.uint8, device=NAME).set_(storage)
+    return to_device(to_host(over).clone()).untyped_storage()
+
+
+torch.UntypedStorage.clone = _clone
 _setup_privateuseone_for_python_backend(NAME)
 _install_kernels()
-hs.devices.register(NAME, dtypes=("bf16", "fp16"), finite_check=check_and_unscale, update_scale=update_scale)
+register()

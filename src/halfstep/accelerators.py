@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch.utils import backend_registration
 
-from halfstep import devices
+from halfstep import devices, regions
 from halfstep.autocast import autocast, custom_bwd, custom_fwd
 from halfstep.devices import Accelerator
 from halfstep.errors import ConfigError
@@ -30,9 +31,8 @@ def install(row: Accelerator) -> None:
     """Make scalers, regions and process groups work on a device that was just registered."""
     register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
     module = _device_module(row.name)
-    supported = list(row.dtypes)
-    if not hasattr(module, "get_amp_supported_dtype") or hasattr(module, _OURS):
-        module.get_amp_supported_dtype = lambda: supported
+    if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
+        module.get_amp_supported_dtype = _supported(*row.dtypes)
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
     if not hasattr(torch.Tensor, row.name):
@@ -40,6 +40,19 @@ def install(row: Accelerator) -> None:
     _let_other_ops_through()
     if row.collective is not None:
         _install_collective(row.name, row.collective)
+    # What regions cached may rest on what was declared before, or on there being no such device.
+    regions.resolve.cache_clear()
+    regions.setting_for.cache_clear()
+
+
+def _supported(*dtypes: torch.dtype) -> Callable[[], list[torch.dtype]]:
+    """A `get_amp_supported_dtype` of ours, which the next registration may replace."""
+
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return list(dtypes)
+
+    setattr(get_amp_supported_dtype, _OURS, True)
+    return get_amp_supported_dtype
 
 
 def _let_other_ops_through() -> None:
@@ -61,7 +74,6 @@ def _device_module(name: str) -> Any:
         module.current_device = lambda: 0
         module._is_in_bad_fork = lambda: False
         module.manual_seed_all = _seed_nothing
-        setattr(module, _OURS, True)
         torch._register_device_module(name, module)
     return getattr(torch, name)
 

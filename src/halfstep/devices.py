@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 from torch.utils import backend_registration
 
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
@@ -337,6 +338,43 @@ def _write_cache(file: Path, rows: Mapping[str, Mapping[str, object]]) -> None:
             os.replace(name, file)
         except OSError:
             os.unlink(name)
+
+
+# --- from the device to the host ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor on its way to the host; `wait()` gives it once it is there."""
+
+    tensor: Tensor
+    event: torch.Event | None
+
+    def done(self) -> bool:
+        """Whether it has arrived."""
+        return self.event is None or self.event.query()
+
+    def wait(self) -> Tensor:
+        """The tensor in host memory, after waiting if it must."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor
+
+
+def send_to_host(t: Tensor) -> Arriving:
+    """Start copying `t` to the host without waiting for the device.
+
+    A device without pinned memory (a vendor's first port) has it copied at once.
+    """
+    if t.device.type == "cpu":
+        return Arriving(t, None)
+    try:
+        copy = t.to("cpu", non_blocking=True)
+    except NotImplementedError:
+        return Arriving(t.to("cpu"), None)
+    event = torch.Event(t.device)
+    event.record(torch.accelerator.current_stream(t.device))
+    return Arriving(copy, event)
 
 
 # --- a device of a vendor's own ----------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halfstep.devices import Arriving, send_to_host
+
 Scalar = bool | float | Tensor | None
 
 _FIELDS = ("taken", "finite", "scale", "grad_norm", "max_abs")
@@ -193,16 +195,13 @@ class _Copy:
     """Scalars of one device on their way to the host, packed into one tensor."""
 
     names: tuple[str, ...]
-    packed: Tensor
-    event: torch.Event | None
+    packed: Arriving
 
     def done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.packed.done()
 
     def wait(self) -> dict[str, float]:
-        if self.event is not None:
-            self.event.synchronize()
-        return dict(zip(self.names, cast(list[float], self.packed.tolist()), strict=True))
+        return dict(zip(self.names, cast(list[float], self.packed.wait().tolist()), strict=True))
 
 
 def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
@@ -210,22 +209,13 @@ def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
     for name, value in values.items():
         if isinstance(value, Tensor):
             by_device.setdefault(value.device, {})[name] = value.detach()
-    return [_start_copy(device, tensors) for device, tensors in by_device.items()]
+    return [_start_copy(tensors) for tensors in by_device.values()]
 
 
-def _start_copy(device: torch.device, tensors: Mapping[str, Tensor]) -> _Copy:
+def _start_copy(tensors: Mapping[str, Tensor]) -> _Copy:
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
     packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()])
-    try:
-        on_cpu = packed.to("cpu", non_blocking=True)
-    except NotImplementedError:
-        # A vendor's device without pinned memory: the copy is made at once instead.
-        return _Copy(tuple(tensors), packed.to("cpu"), None)
-    if device.type == "cpu":
-        return _Copy(tuple(tensors), on_cpu, None)
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return _Copy(tuple(tensors), on_cpu, event)
+    return _Copy(tuple(tensors), send_to_host(packed))
 
 
 class OutcomeQueue:

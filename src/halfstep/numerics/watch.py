@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.devices import send_to_host
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
@@ -348,11 +349,7 @@ class _Late:
 
     def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
         self._step, self._what, self._keys, self._more = step, what, keys, more
-        self._packed = packed.to("cpu", non_blocking=True)
-        self._event = None
-        if packed.device.type != "cpu":
-            self._event = torch.Event(packed.device)
-            self._event.record(torch.accelerator.current_stream(packed.device))
+        self._packed = send_to_host(packed)
 
     @classmethod
     def extremes(
@@ -379,15 +376,13 @@ class _Late:
 
     @property
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._packed.done()
 
     def deliver(self, to: Watch) -> None:
-        if self._event is not None:
-            self._event.synchronize()
         if self._what == "counts":
-            self._deliver_counts(to, self._packed.numpy())
+            self._deliver_counts(to, self._packed.wait().numpy())
             return
-        values = self._packed.tolist()
+        values = self._packed.wait().tolist()
         if self._what == "extremes":
             pairs = zip(self._keys, values[0::2], values[1::2])
             to._note(self._step, {n: _magnitude(a, b) for n, a, b in pairs}, values[-2], bool(values[-1]))

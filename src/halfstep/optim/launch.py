@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halfstep.devices import Arriving, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.optim import _layout as L
 from halfstep.optim import _numba_backend, reference, rounding
@@ -38,16 +39,16 @@ class LateErrors:
     """Flags of out-of-range masters on accelerators: copied to the host meanwhile, raised two steps later."""
 
     def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
+        self._waiting: list[Arriving] = []
 
     def add(self, flag: Tensor | None) -> None:
         """Remember a 0-d bool device tensor."""
         if flag is not None:
-            self._waiting.append(flag.to("cpu", non_blocking=True))
+            self._waiting.append(send_to_host(flag))
 
     def check(self) -> None:
         """Raise MasterRangeError if a flag of two or more steps ago was true."""
-        if len(self._waiting) > 1 and bool(self._waiting.pop(0)):
+        if len(self._waiting) > 1 and bool(self._waiting.pop(0).wait()):
             self._waiting.clear()
             raise MasterRangeError(_RANGE)
 
