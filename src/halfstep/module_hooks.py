@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.autocast import active_policy, autocast
 from halfstep.ops import Rule
+from halfstep.policy import Policy
 
 
 def is_wide_float(value: Any) -> bool:
@@ -132,6 +133,38 @@ class Inside:
             stacks.pop().close()
         dtype = self.dtype if self.power.on and not self.ops else None
         return None if dtype is None or output is None else cast_floats(output, dtype)
+
+
+class InRegion:
+    """A pair of hooks that runs a module's forward in an autocast region."""
+
+    def __init__(self, power: Power, device_type: str, policy: Policy) -> None:
+        self.power, self.device_type, self.policy = power, device_type, policy
+        self._open: dict[int, list[autocast | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": {}}
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        """Register both hooks; returns their handles."""
+        return [
+            module.register_forward_pre_hook(self.enter),
+            module.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        region = autocast(self.device_type, policy=self.policy) if self.power.on else None
+        self._open.setdefault(threading.get_ident(), []).append(region)
+        if region is not None:
+            region.__enter__()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook, also after an exception."""
+        regions = self._open.get(threading.get_ident())
+        region = regions.pop() if regions else None
+        if region is not None:
+            region.__exit__(None, None, None)
 
 
 def _edited(ops: Mapping[str, Rule]) -> AbstractContextManager[Any]:

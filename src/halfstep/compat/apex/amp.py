@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from halfstep import devices
 from halfstep.autocast import autocast
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._ledger import Ledger
@@ -26,7 +27,8 @@ from halfstep.compat.apex._options import AmpError, Properties, properties
 from halfstep.convert import Conversion, convert
 from halfstep.distributed import all_ranks
 from halfstep.errors import HalfstepWarning
-from halfstep.module_hooks import CastOutputs, Power
+from halfstep.module_hooks import CastOutputs, InRegion, Power
+from halfstep.ops import Rule
 from halfstep.optim import MasterWeights
 from halfstep.plan import Plan, PlanRule
 from halfstep.policy import Policy
@@ -244,6 +246,7 @@ def _apply(
             originals.update(record.originals)
             record.forget_originals()
             state.conversions.append(record)
+            state.handles += _spare_slow_kernels(model, dtype, state.device)
         if isinstance(dtype, torch.dtype) or outputs is not None:
             state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
     for optimizer in optimizers:
@@ -260,6 +263,15 @@ def _apply(
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
         state.region.__enter__()
         CASTS.start(torch.float16)
+
+
+def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
+    """Where the device's kernels for `dtype` crawl, let matrix products run as rounded fp32: same dtypes."""
+    if dtype == torch.float32 or not devices.is_slow(device, dtype):
+        return []
+    policy = Policy(compute_dtype=dtype, table="apex")
+    policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])
+    return InRegion(Power(), device, policy).attach(model)
 
 
 def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
