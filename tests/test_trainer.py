@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning, LossScaleCollapsed
 from halfstep.recipes.data import Batches
 from halfstep.trainer import Callback, ProgressBar, Trainer, accuracy
 
@@ -261,3 +261,10 @@ def test_no_bar_without_a_terminal(capsys):
         batches(), steps=2
     )
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_that_collapses_still_tells_its_steps():
+    trainer = make("O1", lambda out, y: out.float().mean() * float("inf"), dtype="fp16", read_every=1000)
+    with pytest.raises(LossScaleCollapsed):
+        trainer.fit(batches(), steps=100)
+    assert len(trainer.history.skipped) >= 48

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.session import prepare
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -288,6 +289,10 @@ class Trainer:
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()
             self._read()
+        except HalfstepError:
+            with suppress(HalfstepError):
+                self._read()
+            raise
         finally:
             self.history.seconds = time.perf_counter() - started
             self._tell("on_fit_end")

@@ -141,7 +141,7 @@ _ALL = (
         about="4-layer GPT of width 128 on the standard library's source, character by character",
         metric="loss",
         steps=200,
-        demo_steps=80,
+        demo_steps=60,
         batch_size=16,
         model=lambda: _models.TextGPT(_data.VOCABULARY, _CONTEXT),
         optimizer=lambda parameters: AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),

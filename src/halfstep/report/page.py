@@ -89,7 +89,8 @@ def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
 
 
 def _classes(row: Mapping[str, Any]) -> str:
-    return f"level-{row['level']} dtype-{row['dtype']}"
+    own = row["label"] in (row["level"], f"{row['level']} {row['dtype']}")
+    return f"level-{row['level']} dtype-{row['dtype']}" + ("" if own else " other-scale")
 
 
 def _table(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:

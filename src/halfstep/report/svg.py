@@ -182,9 +182,10 @@ def _cross(x: float, y: float) -> str:
     return f"M{x - 3.5:.1f} {y - 3.5:.1f}l7 7m0 -7l-7 7"
 
 
-def bar_chart(bars: Sequence[Bar], *, describe: str, label_width: int = 150) -> str:
+def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:
     """Horizontal bars on a common scale from zero, one row each; `inner` is drawn solid over a pale bar."""
     row, gap, text_width = 24, 8, 150
+    label_width = 16 + 7 * max((len(bar.label) for bar in bars), default=0)
     top = max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
     length = WIDTH - label_width - text_width
     parts: list[str] = []
