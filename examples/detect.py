@@ -64,7 +64,8 @@ def join_processes(device: str) -> tuple[int, int, torch.device]:
         return 0, 1, torch.device(device)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        # None: the collective that a registered accelerator brought.
+        dist.init_process_group({"cuda": "nccl", "cpu": "gloo"}.get(device))
     here = torch.device(device, local) if device == "cuda" else torch.device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or ranks) // ranks))
     return dist.get_rank(), ranks, here

@@ -84,7 +84,8 @@ def shard_groups(t: Tensor) -> tuple[Group, ...]:
 def _to_backend(t: Tensor, group: Group | None) -> Tensor:
     """Move a small tensor where the group's backend can reduce it (NCCL knows no CPU tensors)."""
     kinds = {device.type for device in (group or dist.group.WORLD)._device_types}  # pyright: ignore
-    if t.device.type in kinds:
+    # A process group written as one class (a vendor's, in Python) names no devices: it takes its own.
+    if not kinds or t.device.type in kinds:
         return t
     return t.to("cpu" if "cpu" in kinds else next(iter(kinds)))
 
