@@ -1,6 +1,6 @@
 """Apex's DCGAN: two models, two optimizers, three losses with a scale each; only the import line has changed.
 
-    python examples/apex_dcgan.py [--opt-level O1] [--steps 150] [--inject-overflow G@20 D@40 D@60]
+    python examples/apex_dcgan.py [--opt-level O1] [--steps 150] [--inject-overflow G@20 D@40 D@60 D@80]
 
 A small DCGAN draws handwritten digits (scikit-learn's, 8x8 scaled up to 16x16). `--inject-overflow`
 makes a loss infinite at a step (G: the generator's, D: the discriminator's on fakes): its scaler halves and
@@ -134,7 +134,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--opt-level", default="O1")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--inject-overflow", nargs="*", default=["G@20", "D@40", "D@60"])
+    parser.add_argument("--inject-overflow", nargs="*", default=["G@20", "D@40", "D@60", "D@80"])
     args = parser.parse_args()
     began = time.perf_counter()
     injected = {int(step): name for name, step in (word.split("@") for word in args.inject_overflow)}

@@ -384,6 +384,21 @@ def test_nothing_is_rebound_and_shutdown_undoes_everything(level):
     step(model, optimizer)
 
 
+def test_models_may_come_one_by_one_and_a_failure_leaves_the_others():
+    (m1, o1), (m2, o2) = make(), make()
+    init(m1, o1, opt_level="O2")
+    init(m2, o2, opt_level="O2")
+    third, _ = make()
+    refused = torch.optim.LBFGS(third.parameters())
+    with pytest.raises(RuntimeError, match="LBFGS"):
+        init(third, refused, opt_level="O2")
+    assert third[0].weight.dtype == F32
+    step(m1, o1)
+    step(m2, o2)
+    assert m1[0].weight.dtype == m2[0].weight.dtype == F16
+    assert not refused._optimizer_step_pre_hooks
+
+
 # --- optimizers -------------------------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ def test_revert_restores_every_bit_of_an_untrained_model(low):
     record.revert()
     after = model.state_dict()
     assert all(v.dtype == before[k].dtype for k, v in after.items())
-    assert all(torch.equal(before[k], v) for k, v in after.items() if k != "table")
+    assert all(torch.equal(before[k], v) for k, v in after.items())
     assert {name: set(vars(m)) for name, m in model.named_modules()} == hooks
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     convert(model, "O2", low)
@@ -342,6 +342,36 @@ def test_module_rules_hold_inside_autocast():
     with autocast("cpu", BF16):
         model(x)
     assert seen[1] == seen[3] == BF16
+
+
+def test_a_kept_module_runs_in_what_it_is_given():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    convert(model, "O1", BF16, plan=Plan((PlanRule("1", rule=Rule.KEEP, reason="as given"),)))
+    seen = []
+    model[1].register_forward_hook(lambda m, i, o: seen.append((i[0].dtype, o.dtype, m.weight.dtype)))
+    with autocast("cpu", BF16):
+        model(torch.randn(2, 4)).sum().backward()
+        model[1](torch.randn(2, 4))
+    model[1](torch.randn(2, 4, dtype=F16))
+    assert seen == [(BF16, BF16, F32), (F32, F32, F32), (F16, F16, F32)]
+    assert model[1].weight.grad.dtype == F32
+
+
+@pytest.mark.parametrize("kind", ["layer", "own", "batch"])
+def test_converted_models_compile_without_breaks(kind):
+    model = norms()[kind]
+    convert(model, "O2", BF16)
+    x = torch.randn(5, 6)
+    expected = copy.deepcopy(model)(x)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_to_float_survives_copies():
+    model = to_float(nn.Sequential(nn.Linear(4, 4)), BF16)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin(torch.randn(2, 4)).dtype == BF16
+        assert to_float(twin, None)(torch.randn(2, 4)).dtype == F32
+    assert model(torch.randn(2, 4)).dtype == BF16
 
 
 def test_a_rule_survives_an_exception_inside():

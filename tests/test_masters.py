@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.grad_scaler import GradScaler
 from halfstep.optim import MasterWeights
 
 torch.set_num_threads(1)
@@ -133,18 +134,21 @@ def test_small_fp16_gradients_survive_unscaling():
     assert grad.item() == 2.0**-36
 
 
-def test_torchs_own_scaler_works_with_fp16_weights():
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+def test_scalers_unscale_fp16_weights_in_fp32(kind):
     model = small_model(torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer, model)
-    before = [m.clone() for m in masters.params()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = kind("cpu", init_scale=2.0**16)
     x = torch.randn(4, 5).half()
-    scaler.scale(model(x).float().mean()).backward()
+    scaler.scale(model(x).float().mean() * 2.0**-20).backward()
+    scaled = [p.grad.float() for p in model.parameters()]
     scaler.unscale_(optimizer)
+    assert all(torch.equal(m.grad, g * 2.0**-16) for m, g in zip(masters.params(), scaled))
+    expected = [m - 0.1 * g * 2.0**-16 for m, g in zip(masters.params(), scaled)]
     scaler.step(optimizer)
     scaler.update()
-    assert not all(torch.equal(a, b) for a, b in zip(before, masters.params()))
+    assert all(torch.allclose(m, e, rtol=1e-6) for m, e in zip(masters.params(), expected))
 
 
 def test_existing_state_is_rekeyed_and_widened():

@@ -79,6 +79,7 @@ class Conversion:
         self._power = Power()
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
+        self._buffers: dict[Tensor, Tensor] = {}
         self._active = True
 
     def __str__(self) -> str:
@@ -91,8 +92,9 @@ class Conversion:
     def revert(self) -> None:
         """Give parameters and buffers their dtypes back and remove every cast; a second call does nothing.
 
-        A weight that still is its rounded original becomes the original, bit for bit; one that was trained is
-        widened. Where there are `MasterWeights`, revert those afterwards: they then hold the exact values.
+        What still is its rounded original becomes that again, bit for bit (buffers always, weights while
+        `originals` are kept); what was trained is widened. Where there are `MasterWeights`, revert those
+        afterwards: they then hold the exact values.
         """
         if not self._active:
             return
@@ -100,7 +102,7 @@ class Conversion:
             handle.remove()
         for tensor, dtype in self._before:
             low, wide = tensor.data, tensor.data.to(dtype)
-            original = self.originals.get(tensor)
+            original = self.originals.get(tensor, self._buffers.get(tensor))
             if original is not None and original.shape == low.shape:
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
@@ -108,7 +110,7 @@ class Conversion:
         for module in self.model.modules():
             _CONVERTED.pop(module, None)
         self.forget_originals()
-        self._handles, self._before, self._active = [], [], False
+        self._handles, self._before, self._buffers, self._active = [], [], {}, False
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -288,7 +290,9 @@ class _Job:
         changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
         for tensor, _ in changing:
             self.record._before.append((tensor, tensor.dtype))
-            if self.keep and isinstance(tensor, nn.Parameter) and tensor.requires_grad and not tensor.is_meta:
+            if not isinstance(tensor, nn.Parameter):
+                self.record._buffers[tensor] = tensor.data
+            elif self.keep and tensor.requires_grad and not tensor.is_meta:
                 self.record.originals[tensor] = tensor.data
         for tensor, data in _cast_together(changing):
             _replace_data(tensor, data)

@@ -186,10 +186,11 @@ def initialize(
         LossScaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)
     ]
     state.device = next((p.device.type for m in model_list for p in m.parameters()), "cpu")
+    before = len(state.conversions), len(state.handles), len(state.ledgers)
     try:
         _apply(model_list, optimizer_list, chosen, cast_model_outputs, state)
     except Exception:
-        shutdown()
+        _take_down(state, *before)
         raise
     return models if optimizers is None else (models, optimizers)
 
@@ -461,18 +462,26 @@ def register_promote_function(module: Any, name: str) -> None:
 def shutdown() -> None:
     """Undo everything `initialize` and the register functions set up; models are fp32 again.
 
-    Weights with masters become the masters exactly. Call it in the thread that called `initialize`.
+    Weights with masters become the masters exactly. Call it in the thread that called `initialize`, which is
+    also the one in which O1 casts.
     """
     global _amp_state
     state, _amp_state = _amp_state, AmpState()
     CASTS.stop()
     if state.region is not None:
         state.region.__exit__(None, None, None)
-    for handle in state.handles:
+    _take_down(state, 0, 0, 0)
+
+
+def _take_down(state: AmpState, conversions: int, handles: int, ledgers: int) -> None:
+    """Undo the conversions, hooks and ledgers that came after so many of each."""
+    for handle in state.handles[handles:]:
         handle.remove()
-    for ledger in state.ledgers.values():
-        ledger.settle()
-    for conversion in state.conversions:
+    late = list(state.ledgers)[ledgers:]
+    for optimizer in late:
+        state.ledgers[optimizer].settle()
+    for conversion in state.conversions[conversions:]:
         conversion.revert()
-    for ledger in state.ledgers.values():
-        ledger.remove()
+    for optimizer in late:
+        state.ledgers.pop(optimizer).remove()
+    del state.conversions[conversions:], state.handles[handles:]
