@@ -169,7 +169,7 @@ class InRegion:
 
 
 def _region(device_type: str, dtype: torch.dtype) -> autocast:
-    """The region inside: off, or in 16 bits one that lifts nothing, so that slow dtypes run as in autocast."""
+    """The region inside: off, or in 16 bits one that lifts nothing; slow dtypes run as in autocast."""
     if dtype not in LOW_DTYPES:
         return autocast(device_type, enabled=False)
     return autocast(device_type, policy=Policy(compute_dtype=dtype, table="low"))
