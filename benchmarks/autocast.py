@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +43,32 @@ def one_op(op: Step, dtype: torch.dtype, inner: int = 2000) -> tuple[Step, Step]
 def training(model: nn.Module, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> tuple[Step, Step]:
     """Forward, loss and backward, in our region and in torch's."""
 
-    def run(region: Callable[[], object]) -> None:
-        with region():  # type: ignore[attr-defined]
+    def run(region: Callable[..., Any]) -> None:
+        with region("cpu", dtype):
             out = model(x)
             loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
         loss.backward()
         model.zero_grad()
 
     return (
-        lambda: run(lambda: autocast("cpu", dtype)),
-        lambda: run(lambda: torch.autocast("cpu", dtype)),
+        lambda: run(autocast),
+        lambda: run(torch.autocast),
     )
+
+
+def one_linear(dtype: torch.dtype) -> tuple[Step, Step]:
+    """One linear layer, its input needing a gradient too."""
+    layer, x = nn.Linear(512, 512), torch.randn(768, 512, requires_grad=True)
+    grad = torch.randn(768, 512).to(dtype)
+
+    def run(region: Callable[..., Any]) -> None:
+        with region("cpu", dtype):
+            out = layer(x)
+        out.backward(grad)
+        layer.zero_grad()
+        x.grad = None
+
+    return lambda: run(autocast), lambda: run(torch.autocast)
 
 
 class Block(nn.Module):
@@ -122,12 +138,10 @@ def measure(pairs: int) -> dict[str, dict[str, float]]:
     nothing = one_op(lambda: None, torch.bfloat16, 0)
     found["enter and leave"] = compare(*nothing, pairs, 2000)
     for name, (model, x, y) in models().items():
-        found[f"bf16 step, {name}"] = compare(*training(model, x, y, torch.bfloat16), pairs, 10)
-    wide, x = nn.Linear(512, 512), torch.randn(768, 512, requires_grad=True)
-    label = torch.randint(0, 512, (768,))
-    found["fp16 linear 768x512x512, forward and backward"] = compare(
-        *training(wide, x, label, torch.float16), max(3, pairs // 7), 1
-    )
+        found[f"bf16 step, {name}"] = compare(*training(model, x, y, torch.bfloat16), 5 * pairs, 1)
+    for dtype, turns in ((torch.float16, pairs), (torch.bfloat16, 5 * pairs)):
+        name = f"{str(dtype)[6:]} linear 768x512x512, forward and backward"
+        found[name] = compare(*one_linear(dtype), turns, 1)
     found["bf16 GRU cell 256, 32 steps, frozen_weights"] = recurrent(pairs)
     return found
 

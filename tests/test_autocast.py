@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep import ops
+from halfstep import emulation, ops
 from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, disabled, frozen_weights
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.ops import Rule
@@ -345,3 +345,101 @@ def test_fp16_ops_agree_with_the_native_kernels(params: torch.dtype) -> None:
         torch.testing.assert_close(ours, native, rtol=2e-3, atol=2e-3)
     with autocast("cpu", FP16):
         assert mix(series)[0].dtype is FP16
+
+
+def saved_bytes(region, call) -> tuple[int, list[torch.dtype]]:
+    """Bytes that autograd saves, each memory counted once, weights aside."""
+    sizes: dict[int, int] = {}
+    dtypes: list[torch.dtype] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, nn.Parameter):
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            dtypes.append(t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), region:
+        call()
+    return sum(sizes.values()), dtypes
+
+
+def test_slow_dtypes_save_16_bits_for_backward() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    x = torch.randn(512, 64)
+    full, _ = saved_bytes(disabled("cpu"), lambda: net(x))
+    low, dtypes = saved_bytes(autocast("cpu", FP16), lambda: net(x))
+    assert set(dtypes) == {FP16}
+    assert low <= 0.6 * full
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "transposed", "attention", "sliced"])
+def test_slow_dtypes_give_the_gradients_of_plain_casts(name: str) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 4, 6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+    calls = {
+        "linear": lambda a, b: F.linear(a, b),
+        "conv2d": lambda a, b: F.conv2d(a, b.expand(3, 4, 6, 6)[..., :3, :3]),
+        "transposed": lambda a, b: a.mT @ b.t(),
+        "attention": lambda a, b: F.scaled_dot_product_attention(a, a * b, a),
+        "sliced": lambda a, b: a[:, 1:, ::2] @ b[:, ::3],
+    }
+    with autocast("cpu", FP16):
+        out = calls[name](x, w)
+    grads = torch.autograd.grad(out.float().square().sum(), (x, w))
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.half().float()
+
+    plain = calls[name](rounded(x), rounded(w)).half()
+    expected = torch.autograd.grad(plain.float().square().sum(), (x, w))
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=5e-3, atol=5e-3 * want.abs().max().item())
+
+
+def test_slow_dtypes_notice_a_change_in_place() -> None:
+    x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
+    with autocast("cpu", FP16):
+        hidden = F.linear(x, w)
+        out = F.linear(hidden, w)
+        hidden.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|inplace operation"):
+        out.sum().backward()
+
+
+def test_slow_dtypes_under_function_transforms() -> None:
+    x, w = torch.randn(3, 4), torch.randn(4, 4)
+
+    def loss(w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return (row @ w).float().sum()
+
+    with autocast("cpu", FP16):
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+    torch.testing.assert_close(each, x[:, :, None].expand(3, 4, 4), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_slow_linear_rounds_as_the_small_one(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 128, bias=bias)
+    x = torch.randn(4, 96, 64, requires_grad=True)
+    weights = [x, *layer.parameters()]
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.half().float()
+
+    with autocast("cpu", FP16):
+        assert emulation.fits_linear((x, layer.weight))
+        out = layer(x)
+    plain = F.linear(*(rounded(t) for t in weights)).half()
+    assert out.dtype is FP16
+    torch.testing.assert_close(out, plain, rtol=1e-3, atol=1e-4)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, weights, grad, create_graph=True)
+    want = torch.autograd.grad(plain, weights, grad)
+    without_graph = torch.autograd.grad(out, weights, grad, retain_graph=True)
+    for ours, again, theirs in zip(got, without_graph, want, strict=True):
+        assert torch.equal(ours, rounded(ours))
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-2)
+        torch.testing.assert_close(again, theirs, rtol=2e-3, atol=1e-2)
+    (twice,) = torch.autograd.grad(got[0].square().sum(), layer.weight)
+    assert twice.abs().sum() > 0

@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
+from halfstep import emulation
+from halfstep.emulation import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
 from halfstep.ops import REMEDIES, OpRow, Rule
@@ -23,6 +25,7 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Runner = Callable[[Any, Args, Kwargs], Any]
 
+_C: Any = torch._C
 _F32, _F64 = torch.float32, torch.float64
 _LOW = frozenset({torch.float16, torch.bfloat16})
 # What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
@@ -63,10 +66,14 @@ class Site:
 
     def below(self, args: Args, kwargs: Kwargs) -> Any:
         """Call the op with autocast out of the way, for itself and for the ops it is made of."""
-        exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, self.key
+        return self.under(self.op._op, *args, **kwargs)
+
+    def under(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call with autocast out of the way."""
+        exclude, key = _C._dispatch_tls_set_dispatch_key_excluded, self.key
         exclude(key, True)
         try:
-            return self.op._op(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             exclude(key, False)
 
@@ -75,7 +82,7 @@ class Site:
         if any(isinstance(args[i], int | float | complex) for i in _tensor_places(self.op) if i < len(args)):
             # `x * 2.0`: redispatching does not take a number where the schema has a tensor.
             return self.below(args, kwargs)
-        return self.op.redispatch(keyset & torch._C._dispatch_keyset_full_after(self.key), *args, **kwargs)
+        return self.op.redispatch(keyset & _C._dispatch_keyset_full_after(self.key), *args, **kwargs)
 
     def plain(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         """Do what torch alone would do inside `torch.autocast`."""
@@ -187,17 +194,15 @@ def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
 
 
 def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
-    """fp32 arithmetic on values rounded to `compute`: what a tensor core does.
+    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (`emulation.py`)."""
+    device_type, to_compute = site.device_type, _caster(site.device_type, compute)
+    linear = site.op is torch.ops.aten.linear.default and device_type == "cpu"
 
-    Autograd records the casts, so each gradient is rounded to `compute` on its way back, as with a native
-    kernel.
-    """
-    device_type = site.device_type
-
-    def widen(t: torch.Tensor) -> torch.Tensor:
+    def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
         if t.dtype not in _CASTABLE or t.device.type != device_type:
             return t
-        return (t if t.dtype is compute else t.to(compute)).to(_F32)
+        low = to_compute(t)
+        return saved.remember(low.to(_F32), low)
 
     def narrow(out: Any) -> Any:
         return out.to(compute) if isinstance(out, torch.Tensor) and out.dtype is _F32 else out
@@ -208,7 +213,14 @@ def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
             return _cast_below(site, _F64, args, kwargs)
         if dtypes & _COMPLEX:
             return site.below(args, kwargs)
-        out = site.below(*_map(args, kwargs, widen))
+        if _C._functorch.maybe_current_level() is not None:
+            # Function transforms run this once for each of their levels: only plain casts bear that.
+            return _cast_below(site, compute, args, kwargs)
+        if linear and emulation.fits_linear(args):
+            low, _kwargs = _map(args, kwargs, to_compute)
+            return site.under(emulation.linear, *low)
+        with SavedLow(compute) as saved:
+            out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 
     return run
