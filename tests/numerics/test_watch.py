@@ -146,7 +146,7 @@ def test_the_forecast_names_the_module_and_the_step():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x = torch.randn(8, 4)
     with watch(model, optimizer, every=5, dtype="fp16") as seen:
-        for _ in range(60):
+        for _ in range(80):
             (model(x).sum() * 1e-6).backward()
             optimizer.step()
     found = seen.forecasts()

@@ -20,6 +20,7 @@ from typing import Any
 
 COMMANDS: Mapping[str, str] = {
     "devices": "what this machine's devices do with each dtype and op",
+    "doctor": "watch some training steps, name what goes wrong and what cures it",
     "formats": "the number formats, and how each stores a number",
     "train": "train a recipe at several precisions and compare them",
 }

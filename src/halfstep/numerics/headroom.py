@@ -14,6 +14,8 @@ from halfstep.formats import Format, format_of
 
 #: Points a forecast looks back on, and the least it needs.
 WINDOW, LEAST = 32, 6
+#: Headroom in bits beyond which a forecast would be a guess.
+FAR = 10.0
 #: A trend counts when its slope is this many standard errors from zero.
 CLEAR = 4.0
 
@@ -73,13 +75,16 @@ class Forecast:
 def forecast(
     path: str, kind: str, steps: Sequence[int], max_abs: Sequence[float], fmt: Format
 ) -> Forecast | None:
-    """When the tensor outgrows `fmt`; None without a clear trend upward, or beyond 20 times what was seen."""
+    """When the tensor outgrows `fmt`; None without a clear trend upward, or beyond 6 times what was seen."""
     line = trend(steps, max_abs)
-    if line is None or not line.clear or line.slope <= 0:
+    if line is None or not line.clear or line.slope <= 0 or math.log2(fmt.max) - line.now > FAR:
         return None
+    lately = trend(steps[-LEAST:], max_abs[-LEAST:])
+    if lately is None or lately.slope < line.slope / 2:
+        return None  # the growth of early training, which flattens out
     left = (math.log2(fmt.max) - line.now) / line.slope
     seen = steps[-1] - steps[max(0, len(steps) - WINDOW)]
-    if not 0 < left < 20 * seen:
+    if not 0 < left < 6 * seen:
         return None
     digits = max(0, math.floor(math.log10(max(left, 1))) - 1)
     return Forecast(path, kind, fmt.name, max(1, round(left, -digits).__trunc__()))

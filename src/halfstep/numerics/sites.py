@@ -154,7 +154,7 @@ class ModuleStack:
         if self._model is not None:
             self._learn(self._model)
         self._handles = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(lambda module, args: self.enter(module)),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         return self
@@ -178,7 +178,8 @@ class ModuleStack:
             for name, parameter in root.named_parameters()
         )
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module) -> None:
+        """Notes that a module's forward begins."""
         if id(module) not in self._names:
             self._learn(module)
         self._running.append(module)

@@ -34,6 +34,10 @@ _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bern
 # Beside the result they return the logarithm of a sum, -inf for a row without terms.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _NO_SEQUENCE = 1 << 62
+# Moving and reading values is not arithmetic.
+_UNCOUNTED = frozenset(
+    ["_local_scalar_dense", "copy_", "clone", "detach", "zeros_like", "zero_", "alias", "_unsafe_view"]
+)
 _FILLS = frozenset(
     [
         "masked_fill",
@@ -237,6 +241,10 @@ class Tape:
         """The path under which the tape knows a module."""
         return self._modules.name_of(module)
 
+    def enter_module(self, module: nn.Module) -> None:
+        """Tells a tape that begins inside a module's forward which module that is."""
+        self._modules.enter(module)
+
     def _phase(self, found: str) -> str:
         if self._steps:
             return "optimizer"
@@ -310,7 +318,7 @@ class Tape:
         return out
 
     def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
-        if node.func.is_view:
+        if node.func.is_view or node.base in _UNCOUNTED:
             return
         dtype = next((t.dtype for t in (*results, *given) if t.is_floating_point()), None)
         if dtype is not None:

@@ -31,10 +31,15 @@ _MACHINE = {
 
 def write_report(document: Mapping[str, Any], path: str | Path) -> Path:
     """Write the page of `render` to `path`, whole or not at all; ConfigError where that is impossible."""
+    return write_page(render(document), path)
+
+
+def write_page(page: str, path: str | Path) -> Path:
+    """Write a finished page to `path`, whole or not at all; ConfigError where that is impossible."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(render(document), encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
