@@ -214,5 +214,7 @@ def test_smoothing_keeps_length_and_means():
 def test_cells_fit_their_columns():
     for metric in ("accuracy", "loss"):
         assert len(cells(row(), metric, {})) == len(columns(metric))
-    assert cells(row(mean=0.00058, spread=0.0000031), "loss", {})[1] == "0.00058 ± 3.1e-06"
+    assert cells(row(mean=0.00058, spread=0.0000031), "loss", {})[1] == "0.0005800 ± 3.1e-06"
     assert cells(row(diverged=1), "loss", {})[1].endswith("diverged")
+    spoiled = cells(row(mean=math.nan, spread=math.nan, difference=math.nan, diverged=2), "loss", {})
+    assert spoiled[1:3] == ["diverged", ""]

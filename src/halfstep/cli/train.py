@@ -271,7 +271,9 @@ def _print(document: Mapping[str, Any], report: Path | None) -> None:
         out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe["rows"]:
             if row["failed"]:
-                out.print(f"{row['label']} failed: {row['failed']}", style="red")
+                out.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
+            for message in dict.fromkeys(text for run in row["runs"] for text in run["warnings"]):
+                out.print(f"{row['label']}: {message}", style="yellow", markup=False)
     used = {row["dtype"] for recipe in document["recipes"] for row in recipe["rows"]}
     for name, why in ((n, w) for n, w in machine["slow"].items() if n in used):
         out.print(

@@ -7,14 +7,16 @@ report.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.levels import LEVELS
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
@@ -62,6 +64,7 @@ class SeedRun:
     test: dict[str, float] = field(default_factory=dict)
     diverged_at: int | None = None
     failed: str | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -138,10 +141,23 @@ class _Tell(Callback):
         self.on_step(self.name)
 
 
+@contextmanager
+def _our_warnings(messages: list[str]) -> Iterator[None]:
+    """Collect the texts of our warnings; pass all others on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HalfstepWarning)
+        yield
+    for one in caught:
+        if issubclass(one.category, HalfstepWarning):
+            messages.append(str(one.message))
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
 def train_once(
     recipe: Recipe, task: Task, setting: Setting, seed: int, steps: int, device: torch.device, on_step: OnStep
 ) -> SeedRun:
-    """Train the recipe from `seed` and evaluate it; an error of ours becomes the run's `failed`."""
+    """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
     model, optimizer = recipe.build(seed)
     run = SeedRun(seed)
     trainer = Trainer(
@@ -154,11 +170,12 @@ def train_once(
         progress=False,
         **setting.prepare_options(),
     )
-    try:
-        trainer.fit(task.train(seed), steps=steps)
-        run.test = trainer.evaluate(task.test)
-    except HalfstepError as error:
-        run.failed = str(error)
+    with _our_warnings(run.warnings):
+        try:
+            trainer.fit(task.train(seed), steps=steps)
+            run.test = trainer.evaluate(task.test)
+        except HalfstepError as error:
+            run.failed = str(error)
     history = trainer.history
     run.losses, run.skipped, run.diverged_at = history.losses, history.skipped, history.diverged_at
     run.scales = [log.scale for log in history.steps]
@@ -196,6 +213,11 @@ class Bench:
 def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.device, rounds: int) -> None:
     """Fill in time, memory and bound of every row, the times taken in turns."""
     benches = [Bench(recipe, task, row.setting, device) for row in rows]
+    with _our_warnings([]):  # the trainings have told them already
+        _measure(rows, benches, device, rounds)
+
+
+def _measure(rows: Sequence[Row], benches: Sequence[Bench], device: torch.device, rounds: int) -> None:
     seconds = measure.times_in_turn([bench.step for bench in benches], device, rounds)
     for row, bench, taken in zip(rows, benches, seconds):
         row.seconds = taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 
@@ -18,7 +19,7 @@ def cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[
     return [
         row["label"] + (" (slow here)" if row["dtype"] in slow else ""),
         _final(row, metric),
-        "" if difference is None else _value(difference, metric, sign="+"),
+        "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
         _number(row["seconds"], 1e3, 2),
         _number(row["samples_per_second"], 1.0, 0),
         _number(row["peak_bytes"], 1e-6, 1),
@@ -31,6 +32,8 @@ def cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[
 def _final(row: Mapping[str, Any], metric: str) -> str:
     if row["mean"] is None:
         return "failed"
+    if not isfinite(row["mean"]):
+        return "diverged"
     text = _value(row["mean"], metric)
     if row["spread"] is not None:
         text += f" ± {_value(row['spread'], metric, digits=2)}"
@@ -40,7 +43,7 @@ def _final(row: Mapping[str, Any], metric: str) -> str:
 def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
     if metric == "accuracy":
         return f"{100.0 * value:{sign}.2f}"
-    return f"{value:{sign}.{digits}g}"
+    return f"{value:{sign}#.{digits}g}"
 
 
 def _number(value: float | None, factor: float, digits: int) -> str:
