@@ -9,6 +9,7 @@ it in processes of their own.
 import ctypes
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -239,10 +240,40 @@ def _install_kernels() -> None:
         _LIBRARY.impl(op, lambda *a, _op=op, **k: on_host(_op, *a, **k), key)
 
 
+class HostCollective(dist.ProcessGroup):
+    """The device's collective: gloo on the host memory that its tensors are made of."""
+
+    def __init__(self, store, rank: int, size: int, timeout) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return f"{NAME}ccl"
+
+    def _run(self, what: str, *args):
+        return getattr(self._gloo, what)(*pytree.tree_map(lambda x: to_host(x) if _is_here(x) else x, args))
+
+    def allreduce(self, *args):
+        return self._run("allreduce", *args)
+
+    def broadcast(self, *args):
+        return self._run("broadcast", *args)
+
+    def allgather(self, *args):
+        return self._run("allgather", *args)
+
+    def barrier(self, *args):
+        return self._run("barrier", *args)
+
+
 def register() -> None:
     """Tell halfstep what the device can do and which kernels it brings."""
     hs.devices.register(
-        NAME, dtypes=("bf16", "fp16"), finite_check=check_and_unscale, update_scale=update_scale
+        NAME,
+        dtypes=("bf16", "fp16"),
+        finite_check=check_and_unscale,
+        update_scale=update_scale,
+        collective=HostCollective,
     )
 
 
