@@ -1,6 +1,7 @@
 """Recipes: their data, models and measurements, and the phenomena they exist to show."""
 
 import gzip
+import math
 import struct
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.recipes import RECIPES, data, measure, recipe_of
-from halfstep.recipes.runs import Bench, Row, SeedRun, Setting, run_recipe, train_once
+from halfstep.recipes.runs import Bench, RecipeReport, Row, SeedRun, Setting, run_recipe, train_once
 
 CPU = torch.device("cpu")
 TRAIN, TEST = torch.arange(40), torch.arange(12)
@@ -287,10 +288,16 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
 
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
-    from halfstep.recipes.runs import RecipeReport
-
     rows = [Row(Setting("O0", None), [SeedRun(0, failed="boom")])]
     made = RecipeReport(recipe, "digits", 1, 1, rows).as_dict()["rows"][0]
     assert made["mean"] is None
     assert made["difference"] is None
     assert made["failed"] == "boom"
+
+
+def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
+    runs = [SeedRun(0, test={"loss": 1.0}), SeedRun(1, test={"loss": float("nan")}, diverged_at=3)]
+    rows = [Row(Setting("O0", None), [SeedRun(0, test={"loss": 2.0})]), Row(Setting("O3", "fp16"), runs)]
+    made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).as_dict()["rows"][1]
+    assert made["diverged"] == 1
+    assert all(math.isnan(made[key]) for key in ("mean", "spread", "difference"))

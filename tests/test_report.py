@@ -209,6 +209,7 @@ def test_bars_are_in_proportion():
 def test_smoothing_keeps_length_and_means():
     assert smooth([1.0, 2.0, 3.0, 4.0], 1) == [1.0, 2.0, 3.0, 4.0]
     assert smooth([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
+    assert smooth([1.0, math.inf, -math.inf, 1.0, 1.0], 1)[3:] == [1.0, 1.0]
 
 
 def test_cells_fit_their_columns():

@@ -6,6 +6,7 @@ report.
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,13 @@ class RecipeReport:
         }
 
 
+def _spread(finals: Sequence[float]) -> float | None:
+    """The standard deviation over seeds; None for one seed, NaN where a run diverged."""
+    if len(finals) < 2:
+        return None
+    return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
+
+
 def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]:
     finals = row.finals(recipe.metric)
     mean = statistics.fmean(finals) if finals else None
@@ -118,7 +126,7 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]
         "level": row.setting.level,
         "dtype": row.setting.dtype or "fp32",
         "mean": mean,
-        "spread": statistics.stdev(finals) if len(finals) > 1 else None,
+        "spread": _spread(finals),
         "difference": mean - statistics.fmean(base) if mean is not None and base else None,
         "seconds": row.seconds,
         "samples_per_second": recipe.batch_size / row.seconds if row.seconds else None,

@@ -123,13 +123,17 @@ def _legend(rows: Sequence[Mapping[str, Any]]) -> str:
 def _average(curves: Sequence[Sequence[float]]) -> list[float]:
     """The mean over seeds at each step, where every seed got that far."""
     length = min((len(curve) for curve in curves), default=0)
-    return [statistics.fmean(curve[i] for curve in curves) for i in range(length)]
+    return [_mean([curve[i] for curve in curves]) for i in range(length)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Centred mean over `window` values, fewer at the ends; a value that is not finite spoils its window."""
     half = window // 2
-    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+    return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _loss_figure(recipe: Mapping[str, Any]) -> str:
