@@ -132,6 +132,34 @@ def test_torch_checkpoints_load_both_ways():
         assert target.state_dict() == source.state_dict()
 
 
+F = nn.functional
+HALF = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)).half()
+OPS = {
+    "linear": lambda x: F.linear(x.float(), torch.ones(5, 8)),
+    "layer_norm": lambda x: F.layer_norm(x.float(), (8,)),
+    "softmax": lambda x: F.softmax(x.float(), -1),
+    "log_softmax": lambda x: F.log_softmax(F.linear(x, torch.ones(5, 8)), -1),
+    "mse_loss": lambda x: F.mse_loss(x, x + 1),
+    "cross_entropy": lambda x: F.cross_entropy(x[0], torch.arange(4)),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "cat": lambda x: torch.cat([x, x.float()]),
+    "sum": lambda x: x.sum(),
+    "pow": lambda x: x.pow(2),
+    "mul": lambda x: x * x,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_torchs_dtype_and_value_also_where_fp16_is_slow(op, dtype):
+    with torch.autocast("cpu", dtype):
+        torchs = OPS[op](HALF.to(dtype))
+    with autocast("cpu", dtype):
+        ours = OPS[op](HALF.to(dtype))
+    assert ours.dtype == torchs.dtype
+    torch.testing.assert_close(ours, torchs)
+
+
 def test_a_region_of_halfsteps_keeps_its_policy():
     policy = hs.Policy().with_rules(full=["linear"])
     with hs.autocast("cpu", torch.bfloat16, policy=policy):

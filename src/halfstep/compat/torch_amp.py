@@ -2,7 +2,7 @@
 
 `from halfstep.compat.torch_amp import autocast, GradScaler` stands in for the same import from torch.amp,
 torch.cuda.amp or torch.cpu.amp; `install()` does it for code that cannot be edited. Only signatures are
-translated here: regions run under the op table `torch`, scaling is `halfstep.GradScaler`.
+translated here: regions cast by the op table `torch`, scaling is `halfstep.GradScaler`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 
 from halfstep import autocast as _native
 from halfstep.autocast import active_policy, custom_bwd, custom_fwd
-from halfstep.devices import resolve
+from halfstep.devices import is_slow, resolve
 from halfstep.errors import HalfstepWarning
 from halfstep.grad_scaler import GradScaler as _GradScaler
+from halfstep.ops import Rule, rows
+from halfstep.policy import Policy
 
 __all__ = ["GradScaler", "Installation", "autocast", "custom_bwd", "custom_fwd", "install"]
 
@@ -34,7 +36,7 @@ def _warn_once(message: str) -> None:
 
 def _device_and_dtype(
     device: str | None, dtype: torch.dtype | None, enabled: bool
-) -> tuple[str, torch.dtype | None]:
+) -> tuple[str, torch.dtype]:
     """Torch's defaults: fp16 for CUDA and for the bare old form, else the device's own.
 
     Where torch would quietly compute in fp32 because CUDA is absent, the CPU does the work in that dtype.
@@ -49,6 +51,21 @@ def _device_and_dtype(
             "quietly compute in fp32). Write autocast('cpu') to choose this, or enabled=False."
         )
     return there, dtype or torch.get_autocast_dtype("cuda")
+
+
+@functools.cache
+def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
+    """Torch's casting on this device; where `dtype` has no fast kernels, the same rules run around fp32.
+
+    (fp16 on a CPU takes 20 to 40 times fp32's time in torch's kernels. Rounding inputs and outputs around
+    fp32 arithmetic differs from them in the last bit of few elements. See `halfstep.devices`.)
+    """
+    if not is_slow(device_type, dtype):
+        return "torch"
+    wanted = rows("torch", device_type)
+    names = {**rows("halfstep"), **wanted}
+    edits = {name: wanted[name].rule if name in wanted else Rule.KEEP for name in names}
+    return Policy(compute_dtype=dtype, edits=edits)
 
 
 class autocast(_native):
@@ -70,7 +87,8 @@ class autocast(_native):
         if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
             device_type, enabled = None, device_type
         kind, low = _device_and_dtype(device_type, dtype, enabled)
-        super().__init__(kind, low, enabled, active_policy(kind) or "torch")
+        policy = (active_policy(kind) or _policy(kind, low)) if enabled else None
+        super().__init__(kind, low, enabled, policy)
 
 
 class GradScaler(_GradScaler):
