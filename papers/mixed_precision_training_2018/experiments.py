@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,11 +72,11 @@ def masters(pool: Executor, seeds: int, effort: float) -> dict[str, Any]:
 
 def _smooth(losses: np.ndarray, points: int = 60) -> list[tuple[int, float]]:
     edges = np.linspace(0, len(losses), min(points, len(losses)) + 1).astype(int)
-    return [(int(b), float(np.mean(losses[a:b]))) for a, b in zip(edges, edges[1:]) if b > a]
+    return [(int(b), float(np.mean(losses[a:b]))) for a, b in pairwise(edges) if b > a]
 
 
 def weight_gradients(names: Sequence[str], effort: float) -> list[dict[str, Any]]:
-    """Figure 2b: exponents of the weight gradients over an fp32 training, and the share fp16 turns into zero."""
+    """Figure 2b: exponents of the weight gradients over an fp32 training, and what fp16 makes of them."""
     return [_weight_gradients(name, effort) for name in names]
 
 

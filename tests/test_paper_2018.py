@@ -1,0 +1,68 @@
+"""The paper's phenomena show up in short versions of the experiments; exact figures are not tested."""
+
+import json
+from concurrent.futures import Executor, Future
+
+import pytest
+from papers.mixed_precision_training_2018 import experiments, page, run
+
+
+class Here(Executor):
+    """Runs what it is given at once, in this process."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def test_updates_are_lost_from_the_ratio_the_paper_gives():
+    rows = {row["ratio"]: row for row in experiments.lost_updates()}
+    assert rows[2047]["plus"] == 1.0
+    assert rows[2048]["plus"] == 0.0
+    assert rows[4095]["minus"] == 1.0
+    assert rows[4096]["minus"] == 0.0
+
+
+def test_fp16_sums_lose_what_fp32_sums_keep():
+    rows = experiments.accumulation((64, 4096))
+    assert rows[0]["fp16"] < 0.01
+    assert rows[1]["fp16"] > 20 * rows[1]["fp32"]
+
+
+def test_fp16_zero_threshold_is_half_the_smallest_subnormal():
+    facts = experiments.format_facts()
+    assert facts["2^-25 becomes"] == 0.0
+    assert facts["just above 2^-25 becomes"] == facts["fp16 smallest subnormal"] == 2.0**-24
+
+
+def test_some_weight_gradients_fall_below_fp16_and_a_scale_saves_them():
+    (row,) = experiments.weight_gradients(("text-gpt",), 0.1)
+    assert 0.005 < row["below_2^-24"] < 0.3
+    assert row["flushed_by_scale"]["1024"] < row["flushed_by_scale"]["8"] < row["flushed_by_scale"]["1"]
+
+
+def test_activation_gradients_leave_most_of_the_range_unused():
+    result = experiments.activation_gradients(0.1)
+    assert result["unused_binades"] >= 8
+    assert result["flushed_by_scale"]["1024"] < 0.2 * result["flushed_by_scale"]["1"]
+    assert result["overflow_by_scale"]["1024"] == 0.0
+
+
+@pytest.mark.exhaustive
+def test_masters_and_scale_both_matter_where_gradients_are_faint():
+    curves = experiments.masters(Here(), 1, 1.0)
+    learned = {name: curves["start"] - final for name, final in curves["final"].items()}
+    assert learned["mixed, dynamic scale"] > 0.9 * learned["fp32"]
+    assert learned["fp16 weights, no masters"] < 0.5 * learned["fp32"]
+
+
+@pytest.mark.exhaustive
+def test_the_page_is_written_from_the_numbers_alone(tmp_path):
+    results = run.run(seeds=1, effort=0.05, workers=2)
+    page.write_page(json.loads(json.dumps(results)), tmp_path / "paper.html")
+    html = (tmp_path / "paper.html").read_text()
+    assert html.count("<h2>") == 7
+    assert "http" not in html.replace("http://www.w3.org", "")
+    for row in results["parity"]:
+        assert row["task"] in html
