@@ -218,17 +218,8 @@ class Trainer:
         read_every: int = 50,
         progress: bool | None = None,
     ) -> None:
-        for name, value, least in (
-            ("accumulate", accumulate, 1),
-            ("checkpoint_every", checkpoint_every, 0),
-            ("read_every", read_every, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name}={value}; expected {least} or more")
-        if checkpoint_every and checkpoints is None:
-            raise ConfigError(
-                f"checkpoint_every={checkpoint_every} without a folder; pass checkpoints='runs/mine'"
-            )
+        counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
+        _check_options(counts, checkpoints)
         if device is not None:
             model.to(device)
         self.names = _checkpoint.parameter_names(model, optimizer)
@@ -451,3 +442,13 @@ def _require_finite(value: Tensor, part: str, step: int) -> None:
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
+
+
+def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) -> None:
+    for name, value in counts.items():
+        least = 0 if name == "checkpoint_every" else 1
+        if value < least:
+            raise ConfigError(f"{name}={value}; expected {least} or more")
+    every = counts["checkpoint_every"]
+    if every and checkpoints is None:
+        raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")

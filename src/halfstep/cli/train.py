@@ -54,7 +54,6 @@ def run(
         json: Print JSON instead of the table.
     """
     from halfstep import devices
-    from halfstep.recipes.runs import run_recipe
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
     _check_report(report)
@@ -63,20 +62,8 @@ def run(
     where = devices.resolve(device)
     jobs = [_job(one, order, where, data) for one in order.recipes]
     kept = where.type == "cpu" and devices.keep_freed_memory()
-    results = []
     with _progress(sum(job.total for job in jobs), quiet=json) as on_step:
-        for job in jobs:
-            done = run_recipe(
-                job.recipe,
-                job.settings,
-                seeds=order.seeds,
-                steps=job.steps,
-                device=where,
-                folder=data,
-                rounds=order.rounds,
-                on_step=on_step,
-            )
-            results.append(done.as_dict())
+        results = [_train(job, where, data, on_step) for job in jobs]
     document = {"machine": _machine(where, kept), "recipes": results}
     if report is not None:
         from halfstep.report import write_report
@@ -100,18 +87,16 @@ class _Order:
     steps: int | None
     epochs: int | None
 
-    @property
-    def rounds(self) -> int:
-        """Rounds of the timing in turns."""
-        return 8 if self.demo else 15
-
 
 @dataclass(frozen=True)
 class _Job:
+    """One recipe's share of an order; `rounds` of timing in turns."""
+
     recipe: Recipe
     settings: tuple[Setting, ...]
     steps: int
     seeds: int
+    rounds: int
 
     @property
     def total(self) -> int:
@@ -203,7 +188,23 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
-    return _Job(recipe, tuple(settings), steps, order.seeds)
+    return _Job(recipe, tuple(settings), steps, order.seeds, 8 if order.demo else 15)
+
+
+def _train(job: _Job, device: torch.device, folder: str | None, on_step: OnStep) -> dict[str, Any]:
+    from halfstep.recipes.runs import run_recipe
+
+    report = run_recipe(
+        job.recipe,
+        job.settings,
+        seeds=job.seeds,
+        steps=job.steps,
+        device=device,
+        folder=folder,
+        rounds=job.rounds,
+        on_step=on_step,
+    )
+    return report.as_dict()
 
 
 def _check_report(path: Path | None) -> None:
