@@ -205,6 +205,23 @@ def test_an_overflow_skips_the_step_once_and_halves_the_scale(level, capsys):
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_inf_anywhere_skips_every_optimizer_of_the_loss(level, bad):
+    (m1, o1), (m2, o2) = make(), make()
+    init([m1, m2], [o1, o2], opt_level=level)
+    before = [p.clone() for m in (m1, m2) for p in m.parameters()]
+    x = torch.randn(6, 4)
+    losses = [m(x).float().square().mean() for m in (m1, m2)]
+    losses[bad] = losses[bad] * float("inf")
+    with amp.scale_loss(losses[0] + losses[1], [o1, o2]) as scaled:
+        scaled.backward()
+    o1.step()
+    o2.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, [*m1.parameters(), *m2.parameters()]))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+
+
 def test_a_static_scale_does_not_skip_but_says_so():
     model, optimizer = init(*make(), opt_level="O2", loss_scale=8.0)
     loss = model(torch.randn(6, 4)).square().mean() * float("inf")
