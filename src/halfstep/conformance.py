@@ -8,11 +8,12 @@ docs/new-accelerator.md.
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ from halfstep.session import Session, prepare
 from halfstep.unscale import kernels_of, plain_check_and_unscale, unscale_
 
 Status = Literal["passes", "falls back", "absent", "fails"]
+
+GROUPS = ("casting", "models", "scaling", "masters", "state")
 
 # Largest relative error against fp32 of (all gradients together, the loss), by compute dtype. The models give
 # a few times the unit roundoff (2^-8 for bf16, 2^-11 for fp16); a ReLU that flips at zero adds one step.
@@ -51,11 +54,12 @@ def run_battery(
     levels: Sequence[str] = ("O1", "O2"),
     dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
     policy: str | Policy | None = None,
+    only: Sequence[str] = GROUPS,
 ) -> Iterator[Check]:
-    """Yield every check of `device`, as it is done.
+    """Yield every check of `device` in the groups `only`, as it is done.
 
     Raises:
-        ConfigError: no such device, level or dtype.
+        ConfigError: no such device, level, dtype or group.
         UnsupportedError: the device has no kernels for one of the dtypes.
     """
     at = devices.resolve(device)
@@ -63,25 +67,29 @@ def run_battery(
     lows = [devices.check_dtype(at, dtype) for dtype in dtypes]
     if unknown := [dtype_name(low) for low in lows if low not in TOLERANCES]:
         raise ConfigError(f"the battery checks bf16 and fp16, was asked for {', '.join(unknown)}")
+    if unknown := sorted(set(only) - set(GROUPS)):
+        raise ConfigError(f"unknown group {', '.join(unknown)}; expected one of {', '.join(GROUPS)}")
     with torch.random.fork_rng(devices=[]):
-        for low in lows:
+        for low in lows if "casting" in only else ():
             yield from _casting(at, low, policy)
-        yield from _guarded("scaling", "scale follows the rule, bad steps are skipped", _scaler_rule, at)
-        yield from _guarded("scaling", "finite check", _finite_check, at)
-        yield from _guarded("scaling", "scale update", _scale_update, at)
-        for low in lows:
-            for level in names:
-                yield from _at_level(at, level, low)
+        for group, name, check, *args in _plan(at, names, lows):
+            if group in only:
+                yield from _guarded(group, name, check, *args)
 
 
-def _at_level(at: torch.device, level: str, low: torch.dtype) -> Iterator[Check]:
-    where = f"{level} {dtype_name(low)}"
-    for name in MODELS:
-        yield from _guarded("models", f"{name} {where}", _trains, at, name, level, low)
-    yield from _guarded("scaling", f"an inf skips the step {where}", _skips, at, level, low)
-    if level_of(level)[0].masters:
-        yield from _guarded("masters", f"small updates add up {where}", _masters, at, level, low)
-    yield from _guarded("state", f"saved and resumed {where}", _resumes, at, level, low)
+def _plan(at: torch.device, levels: Sequence[str], lows: Sequence[torch.dtype]) -> Iterator[tuple[Any, ...]]:
+    """Group, name, function and arguments of every check but casting."""
+    yield "scaling", "scale follows the rule, bad steps are skipped", _scaler_rule, at
+    yield "scaling", "finite check", _finite_check, at
+    yield "scaling", "scale update", _scale_update, at
+    for low, level in itertools.product(lows, levels):
+        where = f"{level} {dtype_name(low)}"
+        for name in MODELS:
+            yield "models", f"{name} {where}", _trains, at, name, level, low
+        yield "scaling", f"an inf skips the step {where}", _skips, at, level, low
+        if level_of(level)[0].masters:
+            yield "masters", f"small updates add up {where}", _masters, at, level, low
+        yield "state", f"saved and resumed {where}", _resumes, at, level, low
 
 
 Outcome = tuple[Status, str]

@@ -44,6 +44,7 @@ def run(
     check: str = "",
     module: str = "",
     level: str = "O1,O2",
+    only: str = "",
     json: Flag = False,
 ) -> int:
     """Show what each device here does with each dtype, how fast, why not, and with each op of the table.
@@ -56,12 +57,14 @@ def run(
         check: Device to put through the conformance battery instead; exit code 1 if anything fails.
         module: Python module or file that brings the device up, imported first.
         level: Levels for --check, separated by commas.
+        only: Groups of checks for --check, separated by commas: casting, models, scaling, masters, state.
+            Default: all.
         json: Print JSON instead of tables.
     """
     if module:
         _bring_up(module)
     if check:
-        return _check(check, level, dtype or "bf16,fp16", policy, json)
+        return _check(check, level, dtype or "bf16,fp16", policy, only, json)
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
     facts = []
     for each in chosen:
@@ -95,12 +98,14 @@ def _bring_up(module: str) -> None:
         ) from error
 
 
-def _check(device: str, levels: str, dtypes: str, policy: str, json: bool) -> int:
+def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
     """The conformance battery: 0 where nothing fails, 1 otherwise."""
-    from halfstep.conformance import parse_dtypes, run_battery
+    from halfstep.conformance import GROUPS, parse_dtypes, run_battery
+
+    groups = only.split(",") if only else GROUPS
 
     with _native_stderr_hidden():
-        checks = list(run_battery(device, levels.split(","), parse_dtypes(dtypes), policy))
+        checks = list(run_battery(device, levels.split(","), parse_dtypes(dtypes), policy, groups))
     if json:
         print_json([asdict(c) for c in checks])
     else:
