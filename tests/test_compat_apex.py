@@ -518,3 +518,22 @@ def test_fp16_optimizer_by_its_own_loop():
     assert optimizer.loss_scale == 4.0
     optimizer.revert()
     assert inner.param_groups[0]["params"][0] is model[0].weight
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_fp16_optimizer_accumulates_losses(update):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).half()
+    twin = nn.Linear(4, 2)
+    twin.load_state_dict(model.state_dict())
+    optimizer = fp16_utils.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0
+    )
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        optimizer.backward(model(x.half()).float().square().mean(), update_master_grads=update)
+        twin(x).square().mean().backward()
+    optimizer.update_master_grads()
+    for ours, exact in zip(optimizer.masters.params(), twin.parameters()):
+        assert torch.allclose(ours.grad, exact.grad, rtol=1e-2, atol=1e-3)
+    optimizer.step()

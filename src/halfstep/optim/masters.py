@@ -34,7 +34,9 @@ class MasterWeights:
     `optimizer.zero_grad()`, `add_param_group`, schedulers and closures work as before; `state_dict()` gains
     an entry `masters`, keyed by canonical parameter name. Weights changed in place between steps (a loaded
     checkpoint, a clamp) are adopted where they differ from the rounded master; after changes that torch
-    cannot see (`.data`, numpy) call `refresh()`.
+    cannot see (`.data`, numpy) call `refresh()`. In DDP clear gradients to None between steps, as torch
+    does by
+    default: its reducer takes no zeroed fp32 gradient of a 16-bit weight.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that reads its parameters from `param_groups`.

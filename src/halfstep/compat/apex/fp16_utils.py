@@ -90,6 +90,9 @@ class FP16_Optimizer:
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Scale the loss and run backward. With `update_master_grads=False` the gradients stay scaled."""
+        if not self._scaled:
+            # Gradients of earlier losses are unscaled already; bring them to the scale of the coming ones.
+            self.masters.copy_grads(inv_scale=self.scale.read())
         self.scale.scale(loss.float()).backward(retain_graph=retain_graph)
         self._scaled = True
         if update_master_grads:
