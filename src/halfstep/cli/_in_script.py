@@ -7,16 +7,19 @@ import pickle
 import random
 import runpy
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from halfstep.numerics.replay import Actors
+from halfstep.numerics.replay import Actors, run_eagerly
 from halfstep.numerics.tape import Tape, is_finite
 from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.underflow import UnderflowProbe
@@ -51,17 +54,21 @@ class Examiner:
         self._probe = UnderflowProbe()
         self._lint: Any = None
 
-    def install(self) -> None:
-        """Puts the hooks in place; they end with the process."""
-        register_module_forward_pre_hook(self._on_forward)
-        register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(self._after_update)
+    def install(self, stack: ExitStack) -> None:
+        """Puts the hooks in place until `stack` closes."""
+        for handle in (
+            register_module_forward_pre_hook(self._on_forward),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ):
+            stack.callback(handle.remove)
         from halfstep.grad_scaler import GradScaler
         from halfstep.session import Session
 
         for owner in (Session, GradScaler, torch.amp.GradScaler):
-            self._bracket(owner)
+            self._bracket(owner, stack)
         backward = torch.Tensor.backward
+        stack.callback(setattr, torch.Tensor, "backward", backward)
 
         def noted(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if loss.numel() == 1:
@@ -71,7 +78,7 @@ class Examiner:
 
         torch.Tensor.backward = noted  # type: ignore[method-assign]
 
-    def _bracket(self, owner: Any) -> None:
+    def _bracket(self, owner: Any, stack: ExitStack) -> None:
         """A step of `owner` is one boundary, whether the optimizer inside is stepped or skipped."""
         step, create = owner.step, owner.__init__
 
@@ -91,6 +98,8 @@ class Examiner:
                 self._on_bracket(thing, result, args)
             return result
 
+        stack.callback(setattr, owner, "step", step)
+        stack.callback(setattr, owner, "__init__", create)
         owner.step, owner.__init__ = bracketed, created
 
     def _on_bracket(self, thing: Any, result: Any, args: tuple[Any, ...]) -> None:
@@ -99,6 +108,8 @@ class Examiner:
             if optimizer is not None and all(optimizer is not o for o in self.optimizers):
                 self.optimizers.append(optimizer)
             self._bad = self._bad or not self._updated
+            if not self._updated and self.seen is not None:
+                self.seen.note_skip()
         else:
             self._bad = self._bad or not result.finite
         self._boundary()
@@ -168,13 +179,15 @@ class Examiner:
         self._tape = Tape(
             self.models[0] if self.models else None, observers=[self._probe.look, self._lint.look]
         )
-        torch.compiler.set_stance("force_eager")
+        self._eager = run_eagerly()
+        self._eager.__enter__()
         self._tape.__enter__()
 
     def _disarm(self, error: BaseException | None = None) -> None:
         tape, self._tape = self._tape, None
         assert tape is not None
         tape.__exit__()
+        self._eager.__exit__(None, None, None)
         self.trace = finish(tape, self._actors(), self._before, None, error, self._probe)
 
     def run(self, script: str, args: list[str]) -> str | None:
@@ -211,21 +224,27 @@ class Examiner:
         }
 
 
+def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs a script as the order says; everything that was hooked is as before afterwards."""
+    random.seed(order["seed"])
+    torch.manual_seed(order["seed"])
+    numpy.random.seed(order["seed"])
+    examiner = Examiner(order["steps"], order["armed"])
+    argv, path = sys.argv, list(sys.path)
+    with ExitStack() as stack:
+        stack.callback(setattr, sys, "argv", argv)
+        stack.callback(setattr, sys, "path", path)
+        examiner.install(stack)
+        error = examiner.run(order["script"], list(order["args"]))
+    if examiner.seen is not None:
+        examiner.seen.close()
+    return examiner.found(error)
+
+
 def main(orders_path: str) -> None:
     """Runs one order, written by the doctor's parent process."""
-    orders = pickle.loads(Path(orders_path).read_bytes())
-    random.seed(orders["seed"])
-    torch.manual_seed(orders["seed"])
-    try:
-        import numpy
-
-        numpy.random.seed(orders["seed"])
-    except ImportError:  # a script without numpy has no numpy generator
-        pass
-    examiner = Examiner(orders["steps"], orders["armed"])
-    examiner.install()
-    error = examiner.run(orders["script"], orders["args"])
-    Path(orders["result"]).write_bytes(pickle.dumps(examiner.found(error)))
+    order = pickle.loads(Path(orders_path).read_bytes())
+    Path(order["result"]).write_bytes(pickle.dumps(run_order(order)))
 
 
 if __name__ == "__main__":

@@ -79,12 +79,16 @@ def _is_harmless(bad: dict[str, Any], watched: dict[str, Any]) -> bool:
     return bad["phase"] == "backward" and lowered and few and not bad["spoiled_lasting"]
 
 
+def order_for(path: Path, args: Sequence[str], steps: int, seed: int, armed: int | None) -> dict[str, Any]:
+    """What the process that runs the script is told; `armed` is the step to tape, if any."""
+    return {"script": str(path), "args": list(args), "steps": steps, "seed": seed, "armed": armed}
+
+
 def _child(path: Path, args: Sequence[str], steps: int, seed: int, armed: int | None) -> dict[str, Any]:
     """One run of the script in a process of its own; what it found comes back through a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found"
-        order = {"script": str(path), "args": list(args), "steps": steps, "seed": seed, "armed": armed}
-        order["result"] = str(result)
+        order = order_for(path, args, steps, seed, armed) | {"result": str(result)}
         orders = Path(folder) / "orders"
         orders.write_bytes(pickle.dumps(order))
         command = [sys.executable, "-m", "halfstep.cli._in_script", str(orders)]

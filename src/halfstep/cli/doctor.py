@@ -12,6 +12,7 @@ import tyro
 
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
+from halfstep.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from halfstep.numerics.trace import BadOp, Trace
@@ -199,12 +200,18 @@ def _bad(number: int, bad: BadOp, harmless: bool) -> dict[str, Any]:
     }
 
 
+def _narrowest(seen: Watch) -> Format:
+    """The format with the least range among the activations of a run that no Session decides for."""
+    found = {sample.dtype for s in seen.series.values() if s.kind == "activation" for sample in s.samples}
+    return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
+
+
 def _watched(seen: Watch) -> dict[str, Any]:
     seen.collect()
-    fmt = seen.format
+    fmt = seen.format or _narrowest(seen)
     kinds = ("activation", "activation_grad", "gradient", "weight", "update")
     return {
-        "format": fmt.name if fmt is not None else "fp32",
+        "format": fmt.name,
         "series": [
             {
                 "kind": s.kind,

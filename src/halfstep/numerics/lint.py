@@ -119,7 +119,7 @@ class LintProbe:
                     "epsilon", _where(node), f"{value:g} is zero in fp16, whose smallest value is 6e-08",
                     "use at least 6.1e-05 (the smallest normal fp16), or run this op in fp32",
                 )  # fmt: skip
-            elif base in _MASKING and FP16.max < size < math.inf and size >= 1e6:
+            elif base in _MASKING and 1e6 <= size < math.inf and (value < 0) != (base == "sub"):
                 self._add(
                     "mask", _where(node), f"{value:g} does not fit fp16, which ends at 65504",
                     "use torch.finfo(x.dtype).min, or float('-inf') before a softmax",
@@ -293,7 +293,7 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
         where = f"{name}:{call.lineno}"
         if _called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
             for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
-                if FP16.max < abs(value) < math.inf and abs(value) >= 1e6:
+                if -math.inf < value <= -1e6:
                     text = f"{value:g} does not fit fp16, which ends at 65504"
                     cure = "use torch.finfo(x.dtype).min, or float('-inf') before a softmax"
                     found.append(Finding("mask", where, text, cure))

@@ -11,6 +11,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def random_state() -> Callable[[], None]:
             module.set_rng_state_all(states)
 
     return restore
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Within, compiled code runs as written. Nothing to do, and nothing imported, where none was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Tensors:

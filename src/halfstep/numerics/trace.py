@@ -18,7 +18,7 @@ from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, explain
 from halfstep.numerics.cures import Cure, propose
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.replay import Actors, Snapshot
+from halfstep.numerics.replay import Actors, Snapshot, run_eagerly
 from halfstep.numerics.sites import Site
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
@@ -202,7 +202,7 @@ def _run(
     tape = Tape(actors.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
-    with torch.compiler.set_stance("force_eager"), tape:
+    with run_eagerly(), tape:
         try:
             result = step(*batch)
         except Exception as caught:

@@ -252,6 +252,11 @@ class Watch:
         self._sampling = self.every > 0 and self.step % self.every == 0
         self.collect(wait=False)
 
+    def note_skip(self) -> None:
+        """Closes a step that a GradScaler skipped; only needed where no Session is watched."""
+        self._end(self._last_scale, False)
+        self._last_scale = self._scale()
+
     def collect(self, wait: bool = True) -> None:
         """Takes in what has arrived on the host; with `wait`, all of it."""
         while self._late and (wait or self._late[0].arrived):
@@ -327,7 +332,7 @@ class Watch:
         skipped = self.skipped()
         if skipped:
             lines.append(
-                f"{len(skipped)} of {len(self.notes)} steps skipped, the last at step {skipped[-1].step}"
+                f"{len(skipped)} of {len(self.notes)} steps skipped, the last at step {skipped[-1].step + 1}"
             )
         tight = [(bits, key) for key, bits in self.headrooms().items() if key[0] == "activation"]
         if tight:

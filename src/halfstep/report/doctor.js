@@ -36,6 +36,8 @@
     return { lost: nonzero ? lost / nonzero : 0, over: nonzero ? over / nonzero : 0, nonzero };
   }
 
+  const raised = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+  const power = (e) => "2" + String(e).split("").map((c) => raised[c]).join("");
   const percent = (x) => (x === 0 ? "0" : x < 0.001 ? "<0.1%" : (100 * x).toFixed(1) + "%");
 
   function build() {
@@ -61,15 +63,18 @@
     row.className = "row";
     const name = document.createElement("span");
     name.className = "name";
-    // A left-to-right mark keeps the dots of a path in place while the start is what gets cut off.
-    name.textContent = path ? "\u200e" + path : "";
+    // The column runs right to left so that the start of a long path is what gets cut off.
+    const text = document.createElement("bdi");
+    text.dir = "ltr";
+    text.textContent = path;
+    name.append(text);
     name.title = path;
     const canvas = document.createElement("canvas");
     row.append(name, canvas);
-    for (const text of [left, right]) {
+    for (const share of [left, right]) {
       const cell = document.createElement("span");
       cell.className = "share";
-      cell.textContent = text;
+      cell.textContent = share;
       row.append(cell);
     }
     return row;
@@ -116,7 +121,7 @@
     const every = span() > 70 ? 10 : 5;
     for (let e = Math.ceil(low / every) * every; e <= high; e += every) {
       const middle = x(e + 0.5);
-      if (middle > 12 && middle < width - 12) pen.fillText("2^" + e, middle, height - 5);
+      if (middle > 12 && middle < width - 12) pen.fillText(power(e), middle, height - 5);
     }
   }
 
@@ -160,7 +165,7 @@
       lost += s.lost * s.nonzero; over += s.over * s.nonzero; nonzero += s.nonzero;
     });
     const share = (v) => percent(nonzero ? v / nonzero : 0);
-    at("told").textContent = `${rows.length} tensors at scale 2^${k} in ${format.value}: ` +
+    at("told").textContent = `${rows.length} tensors at scale ${power(k)} in ${format.value}: ` +
       `${share(lost)} of the nonzero values become zero, ${share(over)} overflow. ` +
       "Values within one power of two of an edge may go either way.";
     detail();
@@ -193,11 +198,11 @@
       return `${name} ${percent(s.lost)} to zero, ${percent(s.over)} overflow`;
     });
     const range = r.counts.length
-      ? `from 2^${first(r)} to 2^${first(r) + r.counts.length - 1}` : "nothing but zeros";
+      ? `from ${power(first(r))} to ${power(first(r) + r.counts.length - 1)}` : "nothing but zeros";
     const zeros = r.zeros + r.counts.reduce((a, b) => a + b, 0) + r.bad;
     at("detail").textContent = `${r.path} (${r.dtype}): ${range}; ` +
       `${percent(r.zeros / Math.max(1, zeros))} zeros${r.bad ? `, ${r.bad} inf or NaN` : ""}. ` +
-      `At scale 2^${k}: ${each.join("; ")}.`;
+      `At scale ${power(k)}: ${each.join("; ")}.`;
   }
 
   function best() {

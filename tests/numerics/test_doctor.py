@@ -1,0 +1,231 @@
+"""The doctor end to end: recipes and scripts, its exit codes, its JSON and its page."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from halfstep.cli import _script, main
+from halfstep.cli._in_script import run_order
+from halfstep.cli._script import examine_script
+from halfstep.report.doctor import render_doctor
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(7)
+model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=float(sys.argv[1]))
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+for i in range(9):
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(x)
+        if i == FAULT:
+            out = out * 1e7
+        loss = (out.float() - x[:, :1]).pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+SESSION = """
+import torch
+from torch import nn
+import halfstep as hs
+
+model = nn.Linear(4, 1)
+amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), dtype="bf16")
+for i in range(6):
+    with amp.autocast():
+        loss = model(torch.randn(8, 4)).float().pow(2).mean()
+        if i == 0:
+            loss = loss / (loss - loss)
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+def write(folder, text, fault=-1):
+    path = folder / "train.py"
+    path.write_text(text.replace("FAULT", str(fault)))
+    return path
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Scripts run in this process: what is tested is what the hooks see, not that a process starts."""
+    monkeypatch.setattr(_script, "_child", lambda *order: run_order(_script.order_for(*order)))
+
+
+def test_a_script_with_a_fault(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    path = write(tmp_path, SCRIPT, 5)
+    assert main(["doctor", str(path), "--steps", "9", "--report", str(page), "--json", "--", "0.01"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    bad = document["bad"][0]
+    assert (bad["step"], bad["phase"], bad["module"], bad["op"]) == (5, "forward", "", "mul")
+    assert bad["where"] == "train.py:15"
+    assert bad["cause"]["kind"] == "range"
+    assert [n["step"] for n in document["history"] if not n["taken"]] == [5]
+    assert document["format"] == "fp16"
+    assert "out = out * 1e7" in page.read_text()
+
+
+def test_a_healthy_script(tmp_path, here):
+    document = examine_script(write(tmp_path, SCRIPT), ["0.01"], 6, 0)
+    assert document["healthy"]
+    assert document["bad"] == []
+    assert len(document["losses"]) == 6
+    assert torch.optim.Optimizer.step.__name__ == "step"
+    assert "bracketed" not in torch.amp.GradScaler.step.__name__
+    assert {"fp16", "fp32"} <= {c["dtype"] for c in document["counts"]}
+
+
+@pytest.mark.filterwarnings("ignore:step 1. gradients hold inf")
+def test_a_session_in_a_script_whose_first_step_is_bad(tmp_path, here):
+    document = examine_script(write(tmp_path, SESSION), [], 4, 0)
+    bad = document["bad"][0]
+    assert (bad["step"], bad["phase"], bad["op"], bad["cause"]["kind"]) == (
+        0,
+        "forward",
+        "div",
+        "mathematics",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "took no training step: it ended without"),
+        ("def (", "is not a Python script"),
+        ("raise ValueError('no data')", "no data"),
+    ],
+)
+def test_scripts_that_cannot_be_examined(tmp_path, here, capsys, text, message):
+    assert main(["doctor", str(write(tmp_path, text))]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["digits-mpl"], ["nowhere.py"], ["digits-mlp", "--steps", "0"], ["digits-mlp", "--", "--lr"],
+     ["digits-mlp", "--report", "/nowhere/at/all.html"], ["digits-mlp", "--level", "O7"]],
+)  # fmt: skip
+def test_bad_input_is_one_line(args, capsys):
+    assert main(["doctor", *args]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_recipe_is_healthy_and_says_which_op_ran_in_which_dtype(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["doctor", "digits-mlp", "--dtype", "fp16", "--steps", "14", "--report", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("digits-mlp O1 fp16: healthy over 14 steps")
+    assert re.search(r"fp16 +.*linear", out)
+    assert 20_000 < page.stat().st_size < 2_000_000
+
+
+class Collector(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href", "action", "style") and v]
+
+
+def nasty():
+    """A document in which every text tries to break out."""
+    evil = "</script><img src=x onerror=alert(1)>'\""
+    sample = {
+        "step": 1,
+        "max_abs": 1.0,
+        "dtype": "fp16",
+        "first": -9,
+        "counts": [1, 2],
+        "zeros": 0,
+        "infs": 0,
+        "nans": 0,
+        "scale": 1.0,
+    }
+    series = [
+        {"kind": kind, "path": f"{evil}{i}", "steps": [0, 1], "max_abs": [1.0, 2.0], "samples": [sample]}
+        for i in range(200)
+        for kind in ("activation", "gradient")
+    ]
+    tensor = [{"what": evil, "max_abs": "inf"}]
+    bad = {
+        "step": 0,
+        "harmless": False,
+        "phase": "forward",
+        "module": evil,
+        "module_class": evil,
+        "op": evil,
+        "aten": evil,
+        "where": evil,
+        "code": evil,
+        "origin": True,
+        "underflow": False,
+        "hidden": evil,
+        "inputs": tensor,
+        "outputs": tensor,
+        "cause": {"kind": "range", "text": evil},
+        "cures": [{"kind": "full", "text": evil, "code": evil, "status": "works"}],
+        "spoiled": evil,
+        "spoiled_lasting": [],
+        "reached": [evil],
+        "passed_on": [evil],
+        "summary": evil,
+    }
+    note = {"step": 0, "scale": 2.0, "taken": False, "max_abs": 1.0, "worst": evil}
+    return {
+        "target": evil,
+        "steps": 2,
+        "healthy": False,
+        "losses": [],
+        "error": evil,
+        "notes": [evil],
+        "bad": [bad],
+        "torch": "2",
+        "counts": [{"phase": "forward", "op": evil, "dtype": "fp16", "count": 1}],
+        "format": "fp16",
+        "series": series,
+        "lint": [{"rule": evil, "where": evil, "text": evil, "cure": evil}],
+        "history": [note, {**note, "step": 1, "taken": True}],
+        "forecasts": [evil],
+        "lost": [{"step": 0, "share": 0.5, "worst": evil, "worst_share": 1.0}],
+        "verdict": [evil, evil],
+    }
+
+
+def test_the_page_is_one_offline_file_and_escaped():
+    page = render_doctor(nasty())
+    seen = Collector()
+    seen.feed(page)
+    assert "img" not in seen.tags
+    assert seen.tags.count("script") == 2
+    assert all(link.startswith("#") for link in seen.links)
+    assert not re.search(r"https?://|@import|url\(", page)
+    numbers = re.search(r"id='numbers'>(.*?)</script>", page, re.DOTALL)
+    rows = json.loads(numbers[1])["rows"]
+    assert len(rows["activation"]) == len(rows["gradient"]) == 200
+    assert rows["activation"][0]["path"].startswith("</script>")
+
+
+def test_the_page_can_be_used_by_keyboard():
+    page = render_doctor(nasty())
+    assert re.search(r"id='heat'[^>]*tabindex='0'", page)
+    assert "role='listbox'" in page
+    for key in ("ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "PageDown", "Home", "End"):
+        assert key in page
+    for control in re.findall(r"<(?:select|input|button) [^>]*>", page):
+        assert "id=" in control
