@@ -113,6 +113,8 @@ def _probe(
 ) -> Observed:
     if name not in SAMPLES:
         return Observed(name, rule, (), (), None, "unsampled", "no sample call of it")
+    if name.startswith("mkldnn") and torch.device(device).type != "cpu":
+        return Observed(name, rule, (), (), None, "absent", "belongs to the CPU")
     fn, args = SAMPLES[name](device, torch.float32)
     args = _given(rule, dtype, args)
     given, watch = _dtypes(args), _Watch()
