@@ -122,12 +122,13 @@ def test_a_region_affects_its_own_thread_only() -> None:
     threads = [threading.Thread(target=work, args=a) for a in (("a", True), ("b", False))]
     for thread in threads:
         thread.start()
-    with region:
+    with autocast("cpu", policy=Policy(compute_dtype=FP16).with_rules(low=["exp"])):
         inside.wait()
+        seen["main"] = ran_in()
         leave.wait()
     for thread in threads:
         thread.join()
-    assert seen == {"a": IN16, "b": OUT, "a after": OUT, "b after": OUT}
+    assert seen == {"a": IN16, "b": OUT, "main": (FP16, FP16), "a after": OUT, "b after": OUT}
 
 
 def test_a_decorated_generator_switches_at_each_resume() -> None:
