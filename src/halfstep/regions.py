@@ -345,8 +345,7 @@ def _in_backward(device_type: str) -> Setting | None:
         depth, task = caller.entry[device_type] or (0, -1)
         if task == _C._current_graph_task_id():
             return inside
-        here = caller.ident == threading.get_ident()
-        if _nesting() == (depth if here else 0):
+        if _nesting() == (depth if caller.ident == threading.get_ident() else 0):
             # Not forward run again, which would be inside one more region, of checkpoint's making.
             return inside if isinstance(_C._current_autograd_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
@@ -490,10 +489,9 @@ def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
         here.active.pop(device_type, None)
     else:
         here.active[device_type] = setting
-    history = here.histories.get(device_type)
-    if history is None:
-        history = here.histories[device_type] = _History()
-    history.record(setting)
+    if device_type not in here.histories:
+        here.histories[device_type] = _History()
+    here.histories[device_type].record(setting)
 
 
 def forget() -> None:
