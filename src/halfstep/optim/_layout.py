@@ -8,5 +8,7 @@ ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, LION = range(6)
 BF16, FP16, FP32 = range(3)
 STATE_FP32, STATE_BF16, STATE_8BIT = range(3)
 
-BLOCK = 128
+BLOCK = 512
 """Elements that share one exponent in 8-bit states."""
+LEAST_TOP = 40
+"""The smallest block exponent: it keeps every decoded value a normal fp32 number."""

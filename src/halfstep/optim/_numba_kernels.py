@@ -18,11 +18,9 @@ from numba.extending import intrinsic
 from halfstep.optim import _layout as L
 
 f32, i32, i16, u8, u32 = np.float32, np.int32, np.int16, np.uint8, np.uint32
-PANEL = 2048  # elements staged in fp32 scratch at a time: m and v of a panel stay in the first-level cache
 LANES = 64
 MASK = i32(0x7FFFFFFF)
 INF_BITS = i32(0x7F800000)
-ADDRESS_TABLE = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1])"
 
 
 @intrinsic
@@ -103,12 +101,9 @@ def bf16_random(x, noise):
 
 @compiled()
 def join_bf16(h, lo):
-    high = i32(h)
-    low = i32(lo)
-    magnitude = i32(high & i32(0x7FFF))
-    stale = ((magnitude == i32(0)) & (low < i32(0))) | ((magnitude == i32(0x7F80)) & (low > i32(0)))
-    low = i32(0) if stale else low
-    return float_of(i32(i32(high << i32(16)) + low))
+    high = i32(i32(h) << i32(16))
+    both = i32(high + i32(lo))
+    return float_of(high if i32(both ^ high) < i32(0) else both)
 
 
 @compiled()
@@ -172,12 +167,10 @@ def residual_fp16(x, h):
 
 
 @compiled()
-def noise(index, key):
-    """32 random bits of (index, key): Wellons' lowbias32 finaliser over a Weyl sequence."""
-    x = u32(u32(u32(index) * u32(0x9E3779B1)) + key)
+def mix(x):
+    """Half of a hash: enough for dither, since the counter starts from a full hash of (seed, step, name)."""
     x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
-    x = u32(u32(x ^ u32(x >> u32(15))) * u32(0x846CA68B))
-    return u32(x ^ u32(x >> u32(16)))
+    return u32(x ^ u32(x >> u32(15)))
 
 
 # ---- 8-bit states ---------------------------------------------------------------------------------------
@@ -189,118 +182,102 @@ def moments_of(algorithm: int) -> int:
 
 
 @compiled()
-def read_signed(stored, exponent):
-    """A signed E4M3 code with subnormals, its block's top exponent field given."""
-    code = i32(stored)
-    magnitude = i32(code & i32(127))
-    unit = float_of(i32(i32(exponent - i32(17)) << i32(23)))
-    small = bits_of(f32(f32(magnitude) * unit))
-    large = i32(i32(magnitude + i32(i32(exponent - i32(15)) << i32(3))) << i32(20))
+def read_signed(code, exponent):
+    """A signed code, E4M3 of the magnitude plus the smallest normal: 0 is zero, spacing is even near it."""
+    least = i32(i32(exponent - i32(15)) << i32(23))
+    magnitude = i32(i32(i32(code & i32(127)) << i32(20)) + least)
     sign = i32(i32(code & i32(128)) << i32(24))
-    return float_of(i32((small if magnitude < i32(8) else large) | sign))
+    return float_of(i32(bits_of(f32(float_of(magnitude) - float_of(least))) | sign))
 
 
 @compiled()
-def read_unsigned(stored, exponent):
-    """An E5M3 code without subnormals; code 0 is zero."""
-    code = i32(stored)
-    large = i32(i32(code + i32(i32(exponent - i32(31)) << i32(3))) << i32(20))
-    return float_of(i32(0) if code == i32(0) else large)
+def read_unsigned(code, exponent):
+    """An E5M3 code; the smallest, 0, is 2^-31 of the block's top and not zero."""
+    return float_of(i32(i32(code + i32(i32(exponent - i32(31)) << i32(3))) << i32(20)))
 
 
-@compiled("void(float32[::1],int32[::1],uint8[::1])")
-def top_exponents(values, tops, stored):
-    """Per block, the exponent field under which rounding up the largest magnitude still fits the code."""
-    n = values.shape[0]
-    for start in range(0, n, L.BLOCK):
-        block = values[start : min(n, start + L.BLOCK)]
-        top = i32(0)
-        for i in range(block.shape[0]):
-            top = max(top, i32(bits_of(block[i]) & MASK))
-        exponent = max(i32(32), i32(i32(i32(top >> i32(20)) + i32(1)) >> i32(3)))
-        stored[start // L.BLOCK] = u8(exponent)
-        tops[start : min(n, start + L.BLOCK)] = exponent
+@compiled()
+def write_signed(value, exponent, random):
+    b = bits_of(value)
+    least = i32(i32(exponent - i32(15)) << i32(23))
+    raised = bits_of(f32(float_of(i32(b & MASK)) + float_of(least)))
+    dither = i32(i32(random & u32(0xFFFF)) << i32(4))
+    code = min(i32(i32(i32(raised - least) + dither) >> i32(20)), i32(127))
+    return u8(i32(code | i32(i32(b >> i32(24)) & i32(128))))
 
 
-@compiled("void(uint8[::1],int32[::1])")
-def expand(stored, tops):
-    """The block exponents, once for each element."""
-    n = tops.shape[0]
-    for start in range(0, n, L.BLOCK):
-        tops[start : min(n, start + L.BLOCK)] = i32(stored[start // L.BLOCK])
+@compiled()
+def write_unsigned(value, exponent, random):
+    magnitude = i32(bits_of(value) & MASK)
+    dither = i32(random >> u32(16))
+    offset = i32(i32(exponent - i32(31)) << i32(3))
+    code = i32(i32(i32(magnitude + i32(dither << i32(4))) >> i32(20)) - offset)
+    return u8(min(max(code, i32(0)), i32(255)))
 
 
-@compiled("void(float32[::1],uint8[::1],int32[::1],uint32[::1])")
-def write_signed(values, codes, tops, dither):
+@compiled()
+def exponent_for(bound):
+    """The block exponent under which values up to `bound` fit, rounding up included."""
+    return max(i32(L.LEAST_TOP), i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3)))
+
+
+@compiled("int32(uint8[::1],int32)")
+def largest_code(codes, mask):
+    top = i32(0)
     for i in range(codes.shape[0]):
-        b = bits_of(values[i])
-        magnitude = i32(b & MASK)
-        random = i32(dither[i] & u32(0xFFFF))
-        scaled = f32(float_of(magnitude) * float_of(i32(i32(i32(271) - tops[i]) << i32(23))))
-        small = i32(f32(scaled + f32(f32(random) * f32(2.0**-16))))
-        offset = i32(i32(tops[i] - i32(15)) << i32(3))
-        large = i32(i32(i32(magnitude + i32(random << i32(4))) >> i32(20)) - offset)
-        code = small if scaled < f32(8.0) else large
-        code = i32(127) if code > i32(127) else code
-        codes[i] = u8(i32(code | i32(i32(b >> i32(24)) & i32(128))))
-
-
-@compiled("void(float32[::1],uint8[::1],int32[::1],uint32[::1])")
-def write_unsigned(values, codes, tops, dither):
-    for i in range(codes.shape[0]):
-        magnitude = i32(bits_of(values[i]) & MASK)
-        random = i32(dither[i] >> u32(16))
-        offset = i32(i32(tops[i] - i32(31)) << i32(3))
-        code = i32(i32(i32(magnitude + i32(random << i32(4))) >> i32(20)) - offset)
-        code = i32(1) if code < i32(1) else code
-        code = i32(255) if code > i32(255) else code
-        codes[i] = u8(i32(0) if magnitude == i32(0) else code)
+        top = max(top, i32(i32(codes[i]) & mask))
+    return top
 
 
 # ---- the update -----------------------------------------------------------------------------------------
+
+
+@compiled()
+def read_grad(grad, g16, g32, i):
+    if grad == L.BF16:
+        return from_bf16(g16[i])
+    if grad == L.FP16:
+        return from_fp16(g16[i])
+    return g32[i]
+
+
+@compiled()
+def read_weight(weight, w16, x16, w32, i):
+    if weight == L.PLAIN or weight == L.BF16_MASTER or weight == L.FP16_MASTER:
+        return w32[i]
+    if weight == L.BF16_EXACT:
+        return join_bf16(w16[i], x16[i])
+    if weight == L.FP16_EXACT:
+        return join_fp16(w16[i], x16[i])
+    if weight == L.FP16_NONE:
+        return from_fp16(w16[i])
+    return from_bf16(w16[i])
 
 
 @cache
 def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     """The elementwise update of one slice; the four arguments are _layout codes.
 
-    8-bit states are read here, under the exponents in `m_top` and `v_top`; their new values go to `m32` and
-    `v32`, with the random bits for encoding them in `dither`, because a block must be complete first.
+    8-bit states are read under the block exponents `m_old` and `v_old` and written under `m_new`, `v_new`.
     """
     signature = (
         "void(int16[::1],int16[::1],float32[::1],int16[::1],float32[::1],float32[::1],float32[::1],"
-        "int16[::1],int16[::1],uint8[::1],uint8[::1],int32[::1],int32[::1],uint32[::1],"
+        "int16[::1],int16[::1],uint8[::1],uint8[::1],int32,int32,int32,int32,"
         "float32[::1],uint32,int64,int64[::1])"
     )
-
     moments = moments_of(algorithm)
+    random_used = (state != L.STATE_FP32 and moments > 0) or weight == L.BF16_STOCHASTIC
 
     def update(
-        w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_top, v_top, dither, s, key, start, status
+        w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_old, v_old, m_new, v_new, s, key, start, status
     ):
         bad = i32(0)
         factor, decay = s[0], s[1]
         c2, c3, c4, c5, c6, c7 = s[2], s[3], s[4], s[5], s[6], s[7]
+        counter = u32(u32(u32(start) * u32(0x9E3779B1)) + key)
         for i in range(w16.shape[0]):
-            if grad == L.BF16:
-                g = from_bf16(g16[i])
-            elif grad == L.FP16:
-                g = from_fp16(g16[i])
-            else:
-                g = g32[i]
-            g = g * factor
-
-            if weight == L.PLAIN or weight == L.BF16_MASTER or weight == L.FP16_MASTER:
-                w = w32[i]
-            elif weight == L.BF16_EXACT:
-                w = join_bf16(w16[i], x16[i])
-            elif weight == L.FP16_EXACT:
-                w = join_fp16(w16[i], x16[i])
-            elif weight == L.FP16_NONE:
-                w = from_fp16(w16[i])
-            else:
-                w = from_bf16(w16[i])
-
+            g = read_grad(grad, g16, g32, i) * factor
+            w = read_weight(weight, w16, x16, w32, i)
             m = f32(0)
             v = f32(0)
             if moments > 0:
@@ -309,14 +286,14 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 elif state == L.STATE_BF16:
                     m = from_bf16(m16[i])
                 else:
-                    m = read_signed(m8[i], m_top[i])
+                    m = read_signed(i32(m8[i]), m_old)
             if moments > 1:
                 if state == L.STATE_FP32:
                     v = v32[i]
                 elif state == L.STATE_BF16:
                     v = from_bf16(v16[i])
                 else:
-                    v = read_unsigned(v8[i], v_top[i])
+                    v = read_unsigned(i32(v8[i]), v_old)
 
             if algorithm == L.ADAMW or algorithm == L.ADAM:
                 if algorithm == L.ADAMW:
@@ -338,26 +315,26 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                     change = c4 * g
                 else:
                     m = m * c2 + g * c3
-                    if algorithm == L.SGD_NESTEROV:
-                        change = c4 * (g + m * c5)
-                    else:
-                        change = c4 * m
+                    change = c4 * (g + m * c5) if algorithm == L.SGD_NESTEROV else c4 * m
 
             random = u32(0)
-            if state != L.STATE_FP32 or weight == L.BF16_STOCHASTIC:
-                random = noise(u32(start + i), key)
-            if state == L.STATE_BF16:
-                if moments > 0:
-                    m16[i] = bf16_random(m, random)
-                if moments > 1:
-                    v16[i] = bf16_random(v, u32(random >> u32(16)))
-            else:
-                if moments > 0:
+            if random_used:
+                random = mix(counter)
+                counter = u32(counter + u32(0x9E3779B1))
+            if moments > 0:
+                if state == L.STATE_FP32:
                     m32[i] = m
-                if moments > 1:
+                elif state == L.STATE_BF16:
+                    m16[i] = bf16_random(m, random)
+                else:
+                    m8[i] = write_signed(m, m_new, random)
+            if moments > 1:
+                if state == L.STATE_FP32:
                     v32[i] = v
-                if state == L.STATE_8BIT:
-                    dither[i] = random
+                elif state == L.STATE_BF16:
+                    v16[i] = bf16_random(v, u32(random >> u32(16)))
+                else:
+                    v8[i] = write_unsigned(v, v_new, random)
 
             w = w - change
             if weight == L.PLAIN or weight == L.BF16_MASTER or weight == L.FP16_MASTER:
@@ -380,11 +357,44 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
             elif weight == L.BF16_NONE:
                 w16[i] = bf16_even(w)
             elif weight == L.BF16_STOCHASTIC:
-                w16[i] = bf16_random(w, noise(random, key))
+                w16[i] = bf16_random(w, mix(u32(u32(random * u32(0x9E3779B1)) + key)))
         if bad != i32(0):
             status[0] = 1
 
     return compiled(signature)(update)
+
+
+@cache
+def peak(algorithm: int, weight: int, grad: int) -> Any:
+    """The largest magnitude of what enters the states in a slice: gradients, with L2 decay where used."""
+    coupled = algorithm not in (L.ADAMW, L.LION)
+
+    def largest(w16, x16, w32, g16, g32, s):
+        top = i32(0)
+        for i in range(w16.shape[0]):
+            g = read_grad(grad, g16, g32, i)
+            if coupled:
+                g = g * s[0] + s[1] * read_weight(weight, w16, x16, w32, i)
+            top = max(top, i32(bits_of(g) & MASK))
+        return float_of(top) if coupled else float_of(i32(bits_of(f32(float_of(top) * s[0])) & MASK))
+
+    signature = "float32(int16[::1],int16[::1],float32[::1],int16[::1],float32[::1],float32[::1])"
+    return compiled(signature)(largest)
+
+
+@compiled()
+def no_peak(w16, x16, w32, g16, g32, s):
+    return f32(0)
+
+
+@compiled("float32(int64,float32,float32,float32[::1])")
+def first_bound(algorithm, old, g, s):
+    """How large a first moment can get: old peak and gradient peak through the algorithm's own average."""
+    if algorithm == L.LION:
+        return old * s[4] + g * s[5]
+    if algorithm == L.ADAMW or algorithm == L.ADAM:
+        return old * f32(f32(1) - s[2]) + g * s[2]
+    return old * s[2] + g * s[3]
 
 
 # ---- whole models ---------------------------------------------------------------------------------------
@@ -398,21 +408,20 @@ def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
     block exponents of these two.
     """
     update = core(algorithm, weight, grad, state)
+    largest = peak(algorithm, weight, grad) if state == L.STATE_8BIT else no_peak
     moments = moments_of(algorithm)
     wide_w = 4 if weight == L.PLAIN else 2
     wide_g = 4 if grad == L.FP32 else 2
     wide_s = (4, 2, 1)[state]
     master = 0 if weight == L.PLAIN else 1
-    panel = PANEL if state == L.STATE_8BIT else 1 << 30
+    stride = L.BLOCK if state == L.STATE_8BIT else 1 << 30
 
     def run(first, last, items, table, scalars, keys, status):
-        m_panel, v_panel = np.empty(PANEL, np.float32), np.empty(PANEL, np.float32)
-        m_tops, v_tops = np.empty(PANEL, np.int32), np.empty(PANEL, np.int32)
-        dithers = np.empty(PANEL, np.uint32)
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            for j in range(start, start + count, panel):
-                n = min(panel, start + count - j)
+            s = scalars[p]
+            for j in range(start, start + count, stride):
+                n = min(stride, start + count - j)
                 w16 = carray(at(table[p, 0] + wide_w * j), n, np.int16)
                 x16 = carray(at(table[p, 1] + 2 * j), n, np.int16)
                 w32 = carray(at(table[p, master] + 4 * j), n, np.float32)
@@ -424,27 +433,24 @@ def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 v16 = carray(at(table[p, 4] + wide_s * j), n, np.int16)
                 m8 = carray(at(table[p, 3] + wide_s * j), n, np.uint8)
                 v8 = carray(at(table[p, 4] + wide_s * j), n, np.uint8)
-                blocks = (n + L.BLOCK - 1) // L.BLOCK
-                m_exp = carray(at(table[p, 5] + j // L.BLOCK), blocks, np.uint8)
-                v_exp = carray(at(table[p, 6] + j // L.BLOCK), blocks, np.uint8)
-                m_top, v_top, dither = m_tops[:n], v_tops[:n], dithers[:n]
+                m_old = m_new = v_old = v_new = i32(0)
                 if state == L.STATE_8BIT:
-                    m32, v32 = m_panel[:n], v_panel[:n]
-                    if moments > 0:
-                        expand(m_exp, m_top)
+                    g = largest(w16, x16, w32, g16, g32, s)
+                    m_exponent = carray(at(table[p, 5] + j // L.BLOCK), 1, np.uint8)
+                    m_old = i32(m_exponent[0])
+                    m = read_signed(largest_code(m8, i32(127)), m_old)
+                    m_new = exponent_for(first_bound(algorithm, m, g, s))
+                    m_exponent[0] = u8(m_new)
                     if moments > 1:
-                        expand(v_exp, v_top)
+                        v_exponent = carray(at(table[p, 6] + j // L.BLOCK), 1, np.uint8)
+                        v_old = i32(v_exponent[0])
+                        v = read_unsigned(largest_code(v8, i32(255)), v_old)
+                        v_new = exponent_for(v * s[3] + (g * g) * s[4])
+                        v_exponent[0] = u8(v_new)
                 update(
-                    w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_top, v_top, dither,
-                    scalars[p], keys[p], j, status,
+                    w16, x16, w32, g16, g32, m32, v32, m16, v16, m8, v8, m_old, v_old, m_new, v_new,
+                    s, keys[p], j, status,
                 )  # fmt: skip
-                if state == L.STATE_8BIT:
-                    if moments > 0:
-                        top_exponents(m32, m_top, m_exp)
-                        write_signed(m32, m8, m_top, dither)
-                    if moments > 1:
-                        top_exponents(v32, v_top, v_exp)
-                        write_unsigned(v32, v8, v_top, dither)
 
     signature = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1])"
     return compiled(signature)(run)
@@ -467,18 +473,12 @@ def measurer(grad: int) -> Any:
                 o = i * LANES
                 row16, row32 = g16[o : o + LANES], g32[o : o + LANES]
                 for j in range(LANES):
-                    x = (
-                        from_bf16(row16[j])
-                        if grad == L.BF16
-                        else from_fp16(row16[j])
-                        if grad == L.FP16
-                        else row32[j]
-                    )
+                    x = read_grad(grad, row16, row32, j)
                     top = max(top, i32(bits_of(x) & MASK))
                     lanes[j] += np.float64(x) * np.float64(x)
             total = 0.0
             for i in range(n // LANES * LANES, n):
-                x = from_bf16(g16[i]) if grad == L.BF16 else from_fp16(g16[i]) if grad == L.FP16 else g32[i]
+                x = read_grad(grad, g16, g32, i)
                 top = max(top, i32(bits_of(x) & MASK))
                 total += np.float64(x) * np.float64(x)
             for j in range(LANES):

@@ -20,13 +20,19 @@ Row = tuple[Number, ...]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One optimizer: its states' names (torch's), its scalars, its update and its kernel code."""
+    """One optimizer: its states' names (torch's), its scalars, its update and its kernel code.
+
+    `bounds` says how large each state can get from its old peak and the peak of the gradient (with its L2
+    decay where the algorithm is not `decoupled`), by the states' own averages.
+    """
 
     name: str
     code: int
     states: tuple[str, ...]
     scalars: Callable[[Mapping[str, Any], Number], Row]
     update: Callable[[Tensor, Tensor, list[Tensor], Row], tuple[Tensor, list[Tensor]]]
+    bounds: Callable[[list[Tensor], Tensor, Row], list[Tensor]]
+    decoupled: bool
 
 
 def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Row:
@@ -113,10 +119,23 @@ def _sgd_nesterov(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[T
     return w - (g + m * s[4]) * s[3], [m]
 
 
+def _adam_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+    return [old[0] * (1 - s[1]) + g * s[1], old[1] * s[2] + (g * g) * s[3]]
+
+
+def _lion_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+    return [old[0] * s[3] + g * s[4]]
+
+
+def _momentum_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+    return [old[0] * s[1] + g * s[2]]
+
+
 _TWO = ("exp_avg", "exp_avg_sq")
-ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw)
-ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam)
-LION = Algorithm("Lion", L.LION, ("exp_avg",), _lion_scalars, _lion)
-SGD = Algorithm("SGD", L.SGD, (), _sgd_scalars, _sgd)
-SGD_MOMENTUM = Algorithm("SGD", L.SGD_MOMENTUM, ("momentum_buffer",), _sgd_scalars, _sgd_momentum)
-SGD_NESTEROV = Algorithm("SGD", L.SGD_NESTEROV, ("momentum_buffer",), _sgd_scalars, _sgd_nesterov)
+ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw, _adam_bounds, True)
+ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam, _adam_bounds, False)
+LION = Algorithm("Lion", L.LION, ("exp_avg",), _lion_scalars, _lion, _lion_bounds, True)
+SGD = Algorithm("SGD", L.SGD, (), _sgd_scalars, _sgd, _momentum_bounds, False)
+_BUFFER = ("momentum_buffer",)
+SGD_MOMENTUM = Algorithm("SGD", L.SGD_MOMENTUM, _BUFFER, _sgd_scalars, _sgd_momentum, _momentum_bounds, False)
+SGD_NESTEROV = Algorithm("SGD", L.SGD_NESTEROV, _BUFFER, _sgd_scalars, _sgd_nesterov, _momentum_bounds, False)

@@ -18,7 +18,6 @@ from halfstep.optim.algorithms import Algorithm
 
 OWN_OPTIONS = ("params", "param_names", "master", "state_dtype")
 """What a group keeps of its own when a checkpoint is loaded."""
-_HALF = 0x8000  # as random bits, exactly one half: random rounding becomes rounding to nearest
 
 
 def describe_weight(p: Tensor) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _restore_moment(
         return
     if exponents is not None:
         codes = slots.flat(given)
-        decoded = (rounding.decode_unsigned if index else rounding.decode_signed)(codes, exponents)
+        decoded = rounding.decode(codes, exponents, signed=index == 0)
         wide = torch.empty_like(given, dtype=torch.float32)
         slots.flat(wide).copy_(decoded)
         given = wide
@@ -73,10 +72,10 @@ def _restore_moment(
         state[key] = target.copy_(given)
         return
     values = slots.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
-    half = torch.full_like(values, _HALF, dtype=torch.int64)
-    codes, tops = (rounding.encode_unsigned if index else rounding.encode_signed)(values, half)
-    slots.flat(target).copy_(codes)
-    state[key], state[key + "_exponents"] = target, tops
+    half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
+    tops = rounding.exponents_for(rounding.peaks(values))
+    slots.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0))
+    state[key], state[key + "_exponents"] = target, tops.to(torch.uint8)
 
 
 def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:

@@ -42,12 +42,11 @@ def _update_one(
         random = rounding.noise(g.numel(), key, g.device)
     w = slots.read_weight(slot.kind, slot.weight, slot.extra)
     states = [slots.read_state(slot, i) for i in range(len(slot.states))]
+    bounds = _bounds(algorithm, slot, w, g, scalars)
     w, states = algorithm.update(w, g, states, scalars)
     for i, value in enumerate(states):
-        slots.write_state(slot, i, value, random)
-    again = (
-        rounding.hash_again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
-    )
+        slots.write_state(slot, i, value, random, bounds[i])
+    again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
     over = slots.write_weight(slot.kind, w, slot.weight, slot.extra, again)
     if over is not None and skip is not None:
         over = over & ~skip
@@ -55,3 +54,17 @@ def _update_one(
         if target is not None and before is not None and skip is not None:
             target.copy_(torch.where(skip, before, target))
     return over
+
+
+def _bounds(
+    algorithm: Algorithm, slot: slots.Slot, w: Tensor, g: Tensor, scalars: Row
+) -> Sequence[Tensor | None]:
+    """Per state and block, how large its new values can get: known before they are, so one pass is enough."""
+    if slot.state_kind != L.STATE_8BIT or not slot.states:
+        return [None] * len(slot.states)
+    old = [
+        rounding.code_peaks(codes, tops, signed=i == 0)
+        for i, (codes, tops) in enumerate(zip(slot.states, slot.tops))
+    ]
+    g = g if algorithm.decoupled else g + w * scalars[0]
+    return algorithm.bounds(old, rounding.peaks(g), scalars)

@@ -1,25 +1,28 @@
-"""Random rounding without a generator, and the block-wise 8-bit code of optimizer states.
+"""Random rounding without a generator, and the block-wise 8-bit codes of optimizer states.
 
 Random bits are a hash of (key, index), the key one of (seed, step, parameter): replicas and resumed runs
-agree and torch's generators are not touched. 8-bit states share one exponent a block of 128: first moments
-are signed E4M3 with subnormals, second moments unsigned E5M3 in which nothing but zero becomes zero
-(a second moment flushed to zero would turn its parameter's next step into m / eps). Rounding is random and
-unbiased, because a second moment that moves by 0.1 % a step would never move under rounding to nearest.
-Plain torch, for every device; the compiled kernels equal it bit for bit.
+agree and torch's generators are not touched. In 8-bit states 512 elements share one exponent. First moments
+are signed E4M3 with even spacing near zero. Second moments are unsigned E5M3 whose smallest code is 2^-31 of
+the block's top and not zero (a second moment that became zero would turn its parameter's next step into
+m / eps). Rounding is random and unbiased, because a second moment that moves by 0.1 % a step would never
+move under rounding to nearest. Plain torch, for every device; the kernels equal it bit for bit.
 """
 
 import torch
 from torch import Tensor
 
-from halfstep.optim._layout import BLOCK
+from halfstep.optim._layout import BLOCK, LEAST_TOP
 
 WORD = 0xFFFFFFFF
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
+WEYL = 0x9E3779B1
+HALF = 0x80008000
+"""Random bits that are exactly one half: random rounding becomes rounding to nearest."""
 Int = int | Tensor
 
 
-def mix(x: Int) -> Int:
+def scramble(x: Int) -> Int:
     """Wellons' lowbias32: a bijection of 32-bit words under which close inputs land far apart."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
@@ -28,22 +31,24 @@ def mix(x: Int) -> Int:
 
 def key_of(base: int, step: Int) -> Int:
     """The 32-bit key of one parameter (`base`) at one step."""
-    return mix((mix(step & WORD) + base) & WORD)
+    return scramble((scramble(step & WORD) + base) & WORD)
+
+
+def dither(counter: Tensor) -> Tensor:
+    """32 random bits of each counter: half of `scramble`, enough where the key was scrambled whole."""
+    counter = ((counter ^ (counter >> 16)) * 0x7FEB352D) & WORD
+    return counter ^ (counter >> 15)
 
 
 def noise(count: int, key: Int, device: torch.device) -> Tensor:
     """32 random bits for each of the elements 0..count-1, as int64."""
     index = torch.arange(count, device=device, dtype=torch.int64)
-    bits = mix((index * 0x9E3779B1 + key) & WORD)
-    assert isinstance(bits, Tensor)
-    return bits
+    return dither((index * WEYL + key) & WORD)
 
 
-def hash_again(random: Tensor, key: Int) -> Tensor:
+def again(random: Tensor, key: Int) -> Tensor:
     """More random bits out of random bits, for a second use at the same element."""
-    bits = mix((random * 0x9E3779B1 + key) & WORD)
-    assert isinstance(bits, Tensor)
-    return bits
+    return dither((random * WEYL + key) & WORD)
 
 
 def round_random(values: Tensor, random: Tensor) -> Tensor:
@@ -59,53 +64,57 @@ def blocks_of(count: int) -> int:
     return -(-count // BLOCK)
 
 
+def per_block(values: Tensor) -> Tensor:
+    """Flat values as (blocks, BLOCK), the last block filled with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def peaks(values: Tensor) -> Tensor:
+    """The largest magnitude of each block of flat fp32 values."""
+    return per_block(values.view(torch.int32) & MAGNITUDE).amax(1).view(torch.float32)
+
+
+def exponents_for(bounds: Tensor) -> Tensor:
+    """Per block, the exponent field under which values up to `bounds` fit, rounding up included."""
+    return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp_min(LEAST_TOP)
+
+
 def _per_element(exponents: Tensor, count: int) -> Tensor:
-    return exponents.to(torch.int32).repeat_interleave(BLOCK)[:count]
+    return exponents.repeat_interleave(BLOCK)[:count]
 
 
-def _top_exponents(size: Tensor) -> Tensor:
-    """Per block, the exponent field under which rounding up the largest magnitude still fits the code."""
-    padded = torch.nn.functional.pad(size, (0, -size.numel() % BLOCK))
-    top = padded.view(-1, BLOCK).amax(1)
-    return (((top >> 20) + 1) >> 3).clamp_min(32)
+def _signed(code: Tensor, top: Tensor) -> Tensor:
+    least = (top - 15) << 23
+    size = ((code & 127) << 20) + least
+    size = size.view(torch.float32) - least.view(torch.float32)
+    return (size.view(torch.int32) | ((code & 128) << 24)).view(torch.float32)
 
 
-def encode_signed(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat fp32 to (uint8 codes, uint8 block exponents), E4M3; `random`: 16 random bits an element."""
+def _unsigned(code: Tensor, top: Tensor) -> Tensor:
+    return ((code + ((top - 31) << 3)) << 20).view(torch.float32)
+
+
+def decode(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
+    """Flat uint8 codes and their blocks' exponents to fp32."""
+    top = _per_element(exponents.to(torch.int32), codes.numel())
+    return (_signed if signed else _unsigned)(codes.to(torch.int32), top)
+
+
+def code_peaks(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
+    """The largest magnitude of each block of flat codes."""
+    top = per_block(codes.to(torch.int32) & (127 if signed else 255)).amax(1)
+    return (_signed if signed else _unsigned)(top, exponents.to(torch.int32))
+
+
+def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool) -> Tensor:
+    """Flat fp32 to uint8 codes under int32 block exponents; `random`: 16 random bits an element."""
     bits = values.view(torch.int32)
     size = bits & MAGNITUDE
-    exponents = _top_exponents(size)
     top = _per_element(exponents, values.numel())
-    random = (random & 0xFFFF).to(torch.int32)
-    scaled = size.view(torch.float32) * ((271 - top) << 23).view(torch.float32)
-    small = (scaled + random.to(torch.float32) * 2.0**-16).clamp(max=16.0).nan_to_num(16.0).to(torch.int32)
-    large = ((size + (random << 4)) >> 20) - ((top - 15) << 3)
-    code = torch.where(scaled < 8, small, large).clamp_max(127)
-    return (code | ((bits >> 24) & 128)).to(torch.uint8), exponents.to(torch.uint8)
-
-
-def decode_signed(codes: Tensor, exponents: Tensor) -> Tensor:
-    """The fp32 values of `encode_signed`'s codes."""
-    top = _per_element(exponents, codes.numel())
-    code = codes.to(torch.int32)
-    size = code & 127
-    small = (size.to(torch.float32) * ((top - 17) << 23).view(torch.float32)).view(torch.int32)
-    large = (size + ((top - 15) << 3)) << 20
-    return (torch.where(size < 8, small, large) | ((code & 128) << 24)).view(torch.float32)
-
-
-def encode_unsigned(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat non-negative fp32 to (uint8 codes, uint8 block exponents), E5M3; only zero becomes zero."""
-    size = values.view(torch.int32) & MAGNITUDE
-    exponents = _top_exponents(size)
-    top = _per_element(exponents, values.numel())
-    random = (random & 0xFFFF).to(torch.int32)
-    code = (((size + (random << 4)) >> 20) - ((top - 31) << 3)).clamp(1, 255)
-    return code.masked_fill(size == 0, 0).to(torch.uint8), exponents.to(torch.uint8)
-
-
-def decode_unsigned(codes: Tensor, exponents: Tensor) -> Tensor:
-    """The fp32 values of `encode_unsigned`'s codes."""
-    top = _per_element(exponents, codes.numel())
-    code = codes.to(torch.int32)
-    return ((code + ((top - 31) << 3)) << 20).masked_fill(code == 0, 0).view(torch.float32)
+    chance = (random & 0xFFFF).to(torch.int32) << 4
+    if not signed:
+        return (((size + chance) >> 20) - ((top - 31) << 3)).clamp(0, 255).to(torch.uint8)
+    least = (top - 15) << 23
+    raised = (size.view(torch.float32) + least.view(torch.float32)).view(torch.int32)
+    code = ((raised - least + chance) >> 20).clamp_max(127)
+    return (code | ((bits >> 24) & 128)).to(torch.uint8)

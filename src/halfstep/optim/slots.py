@@ -114,7 +114,9 @@ def fill_state(
             state[name] = like.zero_()
             if state_kind == L.STATE_8BIT:
                 blocks = rounding.blocks_of(p.numel())
-                state[name + "_exponents"] = torch.full((blocks,), 32, dtype=torch.uint8, device=p.device)
+                state[name + "_exponents"] = torch.full(
+                    (blocks,), L.LEAST_TOP, dtype=torch.uint8, device=p.device
+                )
     if kind in WITH_MASTER and ("master" not in state or value is not None):
         state["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
     if kind in EXACT and ("lacking" not in state or value is not None):
@@ -185,13 +187,12 @@ def read_state(slot: Slot, index: int) -> Tensor:
     """One state as flat fp32."""
     stored = slot.states[index]
     if slot.state_kind == L.STATE_8BIT:
-        decode = rounding.decode_unsigned if index else rounding.decode_signed
-        return decode(stored, slot.tops[index])
+        return rounding.decode(stored, slot.tops[index], signed=index == 0)
     return stored.to(torch.float32)
 
 
-def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None) -> None:
-    """Store one state; `random` holds the 32 random bits of each element for compressed states."""
+def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None) -> None:
+    """Store one state; `random` holds 32 bits an element, `bounds` what no value of a block exceeds."""
     stored = slot.states[index]
     if slot.state_kind == L.STATE_FP32:
         stored.copy_(value)
@@ -201,8 +202,9 @@ def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None) ->
     if slot.state_kind == L.STATE_BF16:
         stored.copy_(rounding.round_random(value, random))
         return
-    codes, tops = (rounding.encode_unsigned if index else rounding.encode_signed)(value, random)
-    stored.copy_(codes)
+    assert bounds is not None
+    tops = rounding.exponents_for(bounds)
+    stored.copy_(rounding.encode(value, tops, random, signed=index == 0))
     slot.tops[index].copy_(tops)
 
 

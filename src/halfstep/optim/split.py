@@ -71,12 +71,10 @@ def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_bf16(half: Tensor, lacking: Tensor) -> Tensor:
-    """`join` for bf16. Lacking bits no split makes (a weight set to 0 or inf from outside) count as 0."""
-    high = half.view(torch.int16).to(torch.int32)
-    low = lacking.to(torch.int32)
-    magnitude = high & 0x7FFF
-    stale = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
-    return ((high << 16) + low.masked_fill(stale, 0)).view(torch.float32)
+    """`join` for bf16. Lacking bits that no split makes (below a weight set to 0 from outside) count as 0."""
+    high = half.view(torch.int16).to(torch.int32) << 16
+    both = high + lacking.to(torch.int32)
+    return torch.where((both ^ high) < 0, high, both).view(torch.float32)
 
 
 def lacking_fp16(values: Tensor, half: Tensor) -> Tensor:

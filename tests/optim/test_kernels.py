@@ -1,0 +1,131 @@
+"""The compiled CPU kernels equal the plain torch reference bit for bit, random rounding included."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import HalfstepWarning
+from halfstep.optim import SGD, Adam, AdamW, Lion, _numba_backend, _pool
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = (0, 1, 7, 128, 1000, 2049, 70001)
+ROWS: list[tuple[Any, dict[str, Any], torch.dtype, str | None, torch.dtype, str]] = [
+    (AdamW, {}, BF16, "exact", BF16, "fp32"),
+    (AdamW, {}, BF16, "exact", BF16, "bf16"),
+    (AdamW, {"maximize": True}, BF16, "exact", BF16, "8bit"),
+    (AdamW, {}, BF16, "fp32", BF16, "fp32"),
+    (AdamW, {}, BF16, None, FP32, "fp32"),
+    (AdamW, {}, BF16, "stochastic", BF16, "8bit"),
+    (AdamW, {}, FP16, "exact", FP16, "fp32"),
+    (AdamW, {}, FP32, None, FP32, "fp32"),
+    (Adam, {"weight_decay": 0.1}, FP16, None, FP16, "bf16"),
+    (SGD, {"lr": 0.1, "weight_decay": 0.1}, BF16, "exact", BF16, "8bit"),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, BF16, "exact", BF16, "8bit"),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, FP16, "fp32", FP16, "fp32"),
+    (Lion, {"weight_decay": 0.1}, BF16, "exact", BF16, "8bit"),
+]
+
+
+def bits(t: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return t.detach().view(kinds[t.element_size()])
+
+
+def run(backend: str, cls: Any, options: dict[str, Any], dtype: torch.dtype, grad_dtype: torch.dtype) -> Any:
+    g = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(n, generator=g).to(dtype)) for n in SIZES]
+    optimizer = cls(params, backend=backend, **options)
+    for step in range(4):
+        for p in params:
+            p.grad_dtype = None
+            spread = 10 ** (torch.rand(p.shape, generator=g) * 7 - 7)
+            p.grad = (torch.randn(p.shape, generator=g) * spread).to(grad_dtype)
+        optimizer.step(inv_scale=0.5, clip_coef=torch.tensor(0.7), found_inf=step == 2)
+    return params, optimizer
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda r: f"{r[0].__name__}-{r[2]}-{r[3]}-{r[5]}".replace("torch.", "")
+)
+def test_kernels_equal_reference(row: Any):
+    cls, options, dtype, master, grad_dtype, state_dtype = row
+    options = {**options, "master": master, "state_dtype": state_dtype}
+    ours, optimizer = run("auto", cls, options, dtype, grad_dtype)
+    plain, reference = run("reference", cls, options, dtype, grad_dtype)
+    for p, q in zip(ours, plain):
+        assert torch.equal(bits(p), bits(q))
+        assert optimizer.state[p].keys() == reference.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(bits(value), bits(reference.state[q][key])), key
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_measure_equals_float64(dtype: torch.dtype):
+    g = torch.Generator().manual_seed(5)
+    grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
+    stats = _numba_backend.measure(grads, 0.5)
+    wide = torch.cat(grads).double() * 0.5
+    assert stats.norm.item() == pytest.approx(wide.norm().item(), rel=1e-6)
+    assert stats.max_abs.item() == pytest.approx(wide.abs().max().item(), rel=1e-7)
+    assert bool(stats.finite)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 64, 999])
+def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
+    good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
+    grad[place] = bad
+    stats = _numba_backend.measure([good, grad], 1.0)
+    assert not bool(stats.finite)
+    assert not torch.isfinite(stats.max_abs)
+
+
+def test_half_conversions_equal_torch_for_every_pattern():
+    # Through a weight with lr 0: reading, computing and writing back must give the same 16 bits.
+    pattern = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    for dtype in (BF16, FP16):
+        p = nn.Parameter(pattern.view(dtype).clone())
+        optimizer = SGD([p], lr=0.0, master=None)
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        finite, nan = pattern.view(dtype).isfinite(), pattern.view(dtype).isnan()
+        assert torch.equal(bits(p)[finite], pattern[finite])
+        assert bool(p[nan].isnan().all())
+
+
+def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
+    row = ROWS[2]
+    options = {**row[1], "master": row[3], "state_dtype": row[5]}
+    alone, _ = run("auto", row[0], options, row[2], row[4])
+    calls: list[int] = []
+    submit = _pool.ThreadPoolExecutor.submit
+
+    def count(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        return submit(self, *args)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(_pool.ThreadPoolExecutor, "submit", count)
+    shared, _ = run("auto", row[0], options, row[2], row[4])
+    assert calls
+    for p, q in zip(alone, shared):
+        assert torch.equal(bits(p), bits(q))
+
+
+def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    expected, _ = run("reference", AdamW, {}, BF16, BF16)
+    monkeypatch.setitem(sys.modules, "halfstep.optim._numba_kernels", None)
+    monkeypatch.delattr("halfstep.optim._numba_kernels")
+    _numba_backend.kernels.cache_clear()
+    try:
+        with pytest.warns(HalfstepWarning, match="pip install numba") as said:
+            params, _ = run("auto", AdamW, {}, BF16, BF16)
+        assert len(said) == 1
+    finally:
+        _numba_backend.kernels.cache_clear()
+    for p, q in zip(params, expected):
+        assert torch.equal(bits(p), bits(q))
