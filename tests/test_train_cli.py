@@ -177,3 +177,16 @@ def test_help_names_every_recipe(capsys):
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in RECIPES)
+
+
+@pytest.mark.exhaustive
+def test_the_demo_runs_every_recipe_at_every_level(capsys, tmp_path):
+    report = tmp_path / "r.html"
+    assert (
+        main(["train", "demo", "--steps", "3", "--seeds", "2", "--threads", "1", "--report", str(report)])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "text-gpt" in shown
+    assert "diverged" in shown  # AdamW's epsilon and squared gradients are zero in fp16: O3 on text-gpt
+    assert report.read_text().count("<section id=") == 4
