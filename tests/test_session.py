@@ -247,6 +247,32 @@ def test_revert_leaves_no_trace():
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
 
+def trained_with_exact_masters(steps: int = 3):
+    model = mlp()
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01, master="exact")
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    x, y = batch()
+    for _ in range(steps):
+        amp.backward(loss_of(amp, model, x, y))
+        assert amp.step(clip_norm=1.0)
+    return model, optimizer, amp
+
+
+def test_one_pass_optimizers_evaluate_and_revert_with_their_exact_masters():
+    model, optimizer, amp = trained_with_exact_masters()
+    exact = [optimizer.master_of(p) for p in model.parameters()]
+    assert any(not torch.equal(e, p.float()) for e, p in zip(exact, model.parameters()))
+    with amp.evaluating():
+        assert all(torch.equal(p, e) for p, e in zip(model.parameters(), exact))
+    assert model[0].weight.dtype == torch.bfloat16
+    amp.revert()
+    assert all(torch.equal(p, e) for p, e in zip(model.parameters(), exact))
+    x, y = batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, exact[0])
+
+
 def _another_model():
     return hs.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
 

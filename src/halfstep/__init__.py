@@ -1,6 +1,7 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
-from halfstep import accelerators, devices
+from halfstep import accelerators as accelerators
+from halfstep import devices, distributed, numerics, optim
 from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
 from halfstep.convert import Conversion, convert, to_float
 from halfstep.errors import (

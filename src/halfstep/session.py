@@ -425,6 +425,7 @@ class Session:
                 stack.enter_context(masters.swap())
             for conversion in self.conversions if self.level.masters else ():
                 stack.enter_context(conversion.suspended())
+            self._fill_stand_ins()
             for model in self.models:
                 model.eval()
             try:
@@ -432,6 +433,20 @@ class Session:
             finally:
                 for module, training in modes:
                     module.training = training
+
+    def _one_pass_masters(self) -> dict[Any, dict[Tensor, Tensor]]:
+        """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
+        if not self.level.masters:
+            return {}
+        return {o: o.masters() for o in self.optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
+
+    def _fill_stand_ins(self) -> None:
+        """Give the widened copies of a suspended conversion the masters' values."""
+        exact = {p: value for masters in self._one_pass_masters().values() for p, value in masters.items()}
+        for parameter in (p for model in self.models for p in model.parameters()):
+            original = getattr(parameter, "_stands_for", None)
+            if original in exact:
+                parameter.data.copy_(exact[original])
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and counts as plain values; models and optimizers save themselves."""
@@ -470,8 +485,11 @@ class Session:
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
+        exact = self._one_pass_masters()
         for conversion in self.conversions:
             conversion.revert()
+        for optimizer, values in exact.items():
+            optimizer.seed_masters(values)
         for masters in self.masters.values():
             masters.revert()
         self.conversions, self.masters = [], {}

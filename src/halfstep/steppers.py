@@ -124,7 +124,8 @@ def _fp32_norm(gradients: list[Tensor]) -> float:
     """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
     if any(g.layout != torch.strided for g in gradients):
         return math.nan
-    return math.hypot(*(float(norm) for norm in torch._foreach_norm(gradients, 2)))
+    norms = torch._foreach_norm(gradients, 2)  # pyright: ignore[reportPrivateImportUsage]
+    return math.hypot(*(float(norm) for norm in norms))
 
 
 def _clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
