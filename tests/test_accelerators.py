@@ -13,15 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import halfstep as package
 from halfstep import devices
 from halfstep.conformance import run_battery
 from halfstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+SOURCE = Path(package.__file__).parents[1]
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}",
+    }
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=cwd, env=env
     )
