@@ -1,0 +1,172 @@
+"""Checkpoints: self-describing, convertible between formats, bit-identical on resume."""
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.optim import SGD, AdamW, fp32_state_dict, slots
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMATS = list(itertools.product(("exact", "fp32", None), ("fp32", "bf16", "8bit")))
+
+
+def net(dtype: torch.dtype = BF16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 4)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
+    g = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 16, generator=g).to(dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+
+def saved(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    buffer = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("master", "state_dtype"), [("exact", "fp32"), ("exact", "8bit"), ("stochastic", "bf16")]
+)
+def test_resume_is_bit_identical(master: str, state_dtype: str):
+    options = {"lr": 1e-2, "master": master, "state_dtype": state_dtype}
+    model, whole = net(), net()
+    optimizer, never_stopped = AdamW(model.parameters(), **options), AdamW(whole.parameters(), **options)
+    train(model, optimizer, 5)
+    train(whole, never_stopped, 5)
+    weights, state = saved(model, optimizer)
+    resumed = net()
+    again = AdamW(resumed.parameters(), **options)
+    again.load_state_dict(state)  # before the model, in the same format: nothing needs the weights
+    resumed.load_state_dict(weights)
+    train(resumed, again, 5, seed=1)
+    train(whole, never_stopped, 5, seed=1)
+    for p, q in zip(resumed.parameters(), whole.parameters()):
+        assert torch.equal(p, q)
+        assert torch.equal(again.master_of(p), never_stopped.master_of(q))
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
+def test_any_format_loads_into_any_other(source: tuple[Any, str], target: tuple[Any, str]):
+    model = net()
+    optimizer = AdamW(
+        model.parameters(), lr=1e-2, master=source[0], state_dtype=source[1], backend="reference"
+    )
+    train(model, optimizer, 3)
+    weights, state = saved(model, optimizer)
+    other = net()
+    other.load_state_dict(weights)
+    into = AdamW(other.parameters(), master=target[0], state_dtype=target[1], **plain)
+    into.load_state_dict(state)
+    assert into.param_groups[0]["lr"] == 1e-2
+    assert into.param_groups[0]["master"] == target[0]
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert int(into.state[q]["step"]) == 3
+        exact = torch.equal(optimizer.master_of(p), into.master_of(q))
+        assert exact or target[0] is None
+        if target[1] == "fp32" or target[1] == source[1]:
+            optimizer._slot(p, *optimizer._find(p)), into._slot(q, *into._find(q))
+            for i in range(2):
+                ours, theirs = slots.read_state(optimizer._slots[p], i), slots.read_state(into._slots[q], i)
+                assert torch.equal(ours, theirs)
+    train(other, into, 1)
+
+
+def test_into_fp32_parameters_and_back():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    weights, state = saved(model, optimizer)
+    wide = net(torch.float32)
+    wide.load_state_dict(weights)
+    into = AdamW(wide.parameters())
+    into.load_state_dict(state)
+    for p, q in zip(model.parameters(), wide.parameters()):
+        assert torch.equal(optimizer.master_of(p), q)
+
+
+def test_torch_s_own_checkpoint_loads():
+    model = net(torch.float32)
+    theirs = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    train(model, theirs, 3)
+    low = copy.deepcopy(model).to(BF16)
+    ours = AdamW(low.parameters(), state_dtype="bf16")
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 3e-3
+    for p, q in zip(model.parameters(), low.parameters()):
+        assert torch.equal(ours.state[q]["exp_avg"], theirs.state[p]["exp_avg"].to(BF16))
+        assert float(ours.state[q]["step"]) == 3
+
+
+def test_lacking_bits_of_other_weights_are_refused():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    state = optimizer.state_dict()
+    into = AdamW(net().parameters(), master="fp32")
+    with pytest.raises(CheckpointError, match="load the model's weights before"):
+        into.load_state_dict(state)
+
+
+def test_what_does_not_fit_is_named():
+    model = net()
+    optimizer = SGD(model.parameters(), momentum=0.9)
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match="groups of"):
+        SGD(list(model.parameters())[:2], momentum=0.9).load_state_dict(state)
+    swapped = list(net().parameters())[::-1]
+    with pytest.raises(CheckpointError, match="shape"):
+        SGD(swapped, momentum=0.9).load_state_dict(state)
+
+
+def test_names_win_over_positions():
+    model = net()
+    named = list(model.named_parameters())
+    optimizer = SGD(named, momentum=0.9)
+    train(model, optimizer, 2)
+    other = net()
+    other.load_state_dict(model.state_dict())
+    into = SGD(list(other.named_parameters())[::-1], momentum=0.9)
+    into.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], into.state[q]["momentum_buffer"])
+    with pytest.raises(CheckpointError, match="no state for other"):
+        SGD([("other", p) for _, p in named[:1]] + named[1:]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_fp32_state_dict_is_exact(dtype: torch.dtype):
+    values = {p: p.detach().clone() for p in net(torch.float32).parameters()}
+    model = net(torch.float32)
+    originals = dict(zip(model.parameters(), values.values()))
+    model.register_buffer("table", torch.ones(3, dtype=dtype))
+    model.register_buffer("count", torch.tensor(7))
+    optimizer = AdamW(list(model.parameters())[:-1])
+    model.to(dtype)
+    optimizer.seed_masters(originals)
+    state = fp32_state_dict(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    for name, p in model.named_parameters():
+        expected = originals[p] if name != names[-1] else p.detach().float()
+        # fp16's exact range starts at 2^-16; below, the error is bounded.
+        assert torch.allclose(state[name], expected, rtol=0, atol=0 if dtype == BF16 else 2.0**-41)
+    assert state["table"].dtype == torch.float32
+    assert state["count"].dtype == torch.int64
+    net(torch.float32).load_state_dict({k: v for k, v in state.items() if k not in ("table", "count")})
+    with pytest.raises(ConfigError, match="optimizer"):
+        fp32_state_dict(model, [model])  # pyright: ignore[reportArgumentType]

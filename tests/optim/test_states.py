@@ -1,0 +1,98 @@
+"""Compressed states and random rounding: nothing dies, nothing stalls, nobody's generator is touched."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.optim import SGD, AdamW, Lion, rounding, slots
+from halfstep.optim._layout import BLOCK
+
+BF16 = torch.bfloat16
+MODES = [(m, s) for m in ("exact", "fp32", "stochastic") for s in ("fp32", "bf16", "8bit")]
+
+
+def uniform(count: int, key: int) -> torch.Tensor:
+    return rounding.noise(count, key, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_within_a_step_and_unbiased(signed: bool):
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, generator=g) * 10 ** (-3 * torch.rand(5000, generator=g))
+    values = values if signed else values**2
+    tops = rounding.exponents_for(rounding.peaks(values))
+    total = torch.zeros_like(values, dtype=torch.float64)
+    for key in range(400):
+        codes = rounding.encode(values, tops, uniform(5000, key * 77777), signed)
+        back = rounding.decode(codes, tops, signed)
+        # 3 bits after the leading one, and even spacing of 2^-17 of the block's top below.
+        assert bool(
+            ((back - values).abs() <= values.abs() / 8 + rounding.peaks(values).max() * 2.0**-15).all()
+        )
+        total += back
+    error = (total / 400 - values).abs() / (values.abs() + rounding.peaks(values).max() * 2.0**-17)
+    assert error.mean() < 0.003
+
+
+def test_no_second_moment_becomes_zero_and_zero_first_moments_stay():
+    values = torch.tensor([1e20, 1e-20, 1e-38, 0.0, 1.0])
+    tops = rounding.exponents_for(rounding.peaks(values))
+    for key in range(50):
+        random = uniform(5, key)
+        assert bool((rounding.decode(rounding.encode(values, tops, random, False), tops, False) > 0).all())
+        assert rounding.decode(rounding.encode(values, tops, random, True), tops, True)[3] == 0
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+def test_second_moments_do_not_stall(state_dtype: str):
+    p = nn.Parameter(torch.ones(4 * BLOCK, dtype=BF16))
+    optimizer = AdamW([p], lr=0.0, state_dtype=state_dtype, backend="reference")
+    for step in range(700):
+        p.grad = torch.ones_like(p) if step < 10 else torch.zeros_like(p)
+        optimizer.step()
+    slot = optimizer._slots[p]
+    second = slots.read_state(slot, 1)
+    expected = (1 - 0.999**10) * 0.999**690
+    assert second.mean().item() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("master", "state_dtype"), MODES)
+def test_a_weight_of_one_moves_at_small_learning_rates(master: str, state_dtype: str):
+    steps, lr = 1500, 1e-6
+    p = nn.Parameter(torch.ones(4096, dtype=BF16))
+    optimizer = AdamW([p], lr=lr, weight_decay=0.0, master=master, state_dtype=state_dtype)
+    p.grad = torch.ones_like(p)
+    for _ in range(steps):
+        optimizer.step()
+    moved = (1 - optimizer.master_of(p).double()).mean().item()
+    assert moved == pytest.approx(steps * lr, rel=0.02)
+
+
+def test_without_masters_it_does_not_move():
+    p = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = AdamW([p], lr=1e-6, master=None, backend="reference")
+    p.grad = torch.ones_like(p)
+    for _ in range(20):
+        optimizer.step()
+    assert p.tolist() == [1.0] * 64
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD, Lion])
+def test_random_rounding_is_keyed_and_touches_no_generator(cls: type):
+    def run(seed: int, order: int) -> list[torch.Tensor]:
+        params = [nn.Parameter(torch.linspace(-1, 1, 700).bfloat16()) for _ in range(2)]
+        optimizer = cls(
+            params, lr=1e-3, master="stochastic", state_dtype="8bit", seed=seed, backend="reference"
+        )
+        for _ in range(3):
+            for p in params[::order]:
+                p.grad = torch.full_like(p, 0.37)
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    state = torch.get_rng_state()
+    first, again, other = run(0, 1), run(0, -1), run(1, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], first[1])
