@@ -1,0 +1,104 @@
+"""What watching a training run costs: nobody watching, always-on, sampled every 10 steps.
+
+The three runs take their steps in turns, in one process, on one thread, from the same seed and data; the cost
+is the ratio of paired steps. Losses must be equal bit for bit. `results/watch_overhead.json`.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from halfstep.numerics.watch import watch
+from halfstep.recipes import recipe_of
+from halfstep.session import prepare
+
+TARGETS = {"always-on": 0.01, "every 10 steps": 0.03}
+
+
+def runner(name, dtype, every):
+    """A function that takes one step and returns (seconds, loss)."""
+    recipe = recipe_of(name)
+    model, optimizer = recipe.build(0)
+    amp = prepare(model, optimizer, level="O1", dtype=dtype)
+    if every is not None:
+        watch(model, amp, every=every)
+    batches = iter(recipe.task().train(0))
+
+    def step():
+        x, y = next(batches)
+        began = time.perf_counter()
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step(clip_norm=1.0)
+        return time.perf_counter() - began, float(loss.detach())
+
+    return step
+
+
+def measure(name, dtype, rounds):
+    """Cost of each way of watching: groups of ten paired steps, the median over groups."""
+    steps = {
+        "plain": runner(name, dtype, None),
+        "always-on": runner(name, dtype, 0),
+        "every 10 steps": runner(name, dtype, 10),
+    }
+    times = {key: [] for key in steps}
+    losses = {key: [] for key in steps}
+    order = list(steps)
+    for number in range(10 * (rounds + 1)):
+        for key in order if number % 2 == 0 else reversed(order):
+            seconds, loss = steps[key]()
+            times[key].append(seconds)
+            losses[key].append(loss)
+    groups = range(10, 10 * (rounds + 1), 10)
+    rows = []
+    for key, target in TARGETS.items():
+        if key == "always-on":
+            # Every step costs the same: the median over all pairs is the steadiest figure.
+            ratios = [w / p for w, p in zip(times[key][10:], times["plain"][10:])]
+        else:
+            ratios = [sum(times[key][g : g + 10]) / sum(times["plain"][g : g + 10]) for g in groups]
+        cost = statistics.median(ratios) - 1
+        rows.append(
+            {
+                "recipe": name,
+                "dtype": dtype,
+                "watch": key,
+                "cost": round(cost, 4),
+                "spread": [round(x - 1, 4) for x in statistics.quantiles(ratios, n=4)],
+                "target": target,
+                "passed": cost <= target,
+                "same_losses": losses[key] == losses["plain"],
+            }
+        )
+    plain = statistics.median(times["plain"])
+    return rows, plain
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="groups of ten steps")
+    parser.add_argument("--recipe", default="text-gpt")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "watch_overhead.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, plain = measure(options.recipe, options.dtype, options.rounds)
+    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
+    document = {"machine": machine, "plain_ms": round(1e3 * plain, 2), "rounds": options.rounds, "rows": rows}
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps(document, indent=2) + "\n")
+    for row in rows:
+        state = "ok" if row["passed"] and row["same_losses"] else "MISSED"
+        print(f"{row['watch']:>15}: {row['cost']:+.2%} (target {row['target']:.0%}) {state}")
+    return 0 if all(r["passed"] and r["same_losses"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
