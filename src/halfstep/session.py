@@ -17,30 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import devices
 from halfstep.autocast import autocast
-from halfstep.convert import Conversion, convert
+from halfstep.convert import Conversion
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
-from halfstep.formats import parse_dtype
 from halfstep.levels import Level, level_of
 from halfstep.optim.masters import MasterWeights
 from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.plan import Plan
 from halfstep.policy import Policy
+from halfstep.preparation import (
+    Optimizers,
+    apply_level,
+    as_optimizers,
+    check_ownership,
+    compute_dtype,
+    device_of,
+    loss_scale_of,
+)
 from halfstep.scaling import (
-    DynamicLossScale,
-    HeadroomLossScale,
     LossScale,
     NoLossScale,
     SkipCount,
     StaticLossScale,
     all_finite,
 )
-from halfstep.steppers import OnePassStepper, Stepper, TorchStepper, parameters_of
+from halfstep.steppers import OnePassStepper, Stepper, TorchStepper
 
 Models = nn.Module | Sequence[nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Listener = Callable[["Session", Outcome], None]
 
 #: Outcomes that `Session.history` keeps.
@@ -83,123 +87,17 @@ def prepare(
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = _as_optimizers(optimizer)
+    optimizers = as_optimizers(optimizer)
     row, word_dtype = level_of(level)
-    device = _device_of(models)
-    compute = _compute_dtype(row, dtype, word_dtype, policy, device)
-    _check_ownership(models, optimizers)
-    scale = _loss_scale(loss_scale, row, compute)
+    device = device_of(models)
+    compute = compute_dtype(row, dtype, word_dtype, policy, device)
+    check_ownership(models, optimizers)
+    scale = loss_scale_of(loss_scale, row, compute)
     skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
     chosen = row.policy(compute) if policy is None else Policy.parse(policy)
-    conversions, masters = _apply_level(row, models, optimizers, plan, compute)
+    conversions, masters = apply_level(row, models, optimizers, plan, compute)
     counts = SkipCount(limit=max_skips)
     return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
-
-
-def _as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise ConfigError(
-                f"prepare got {type(one).__name__} as an optimizer: pass a torch.optim.Optimizer"
-            )
-    return optimizers
-
-
-def _device_of(models: Sequence[nn.Module]) -> torch.device:
-    for model in models:
-        for tensor in model.parameters():
-            return tensor.device
-    names = ", ".join(type(m).__name__ for m in models) or "nothing"
-    raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
-
-
-def _compute_dtype(
-    level: Level,
-    dtype: str | torch.dtype | None,
-    word_dtype: torch.dtype | None,
-    policy: str | Policy | None,
-    device: torch.device,
-) -> torch.dtype:
-    given = None if dtype is None else parse_dtype(dtype)
-    if given is not None and word_dtype is not None and given != word_dtype:
-        raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
-    if level.name == "O0":
-        return torch.float32
-    if policy is not None:
-        compute = Policy.parse(policy).compute_dtype
-    else:
-        compute = given or word_dtype or devices.default_dtype(device)
-    devices.check_dtype(device, compute)
-    return compute
-
-
-def _check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    mine = {id(p) for model in models for p in model.parameters()}
-    for index, optimizer in enumerate(optimizers):
-        strangers = [p for p in parameters_of(optimizer) if id(p) not in mine]
-        if strangers:
-            raise ConfigError(
-                f"optimizer {index} ({type(optimizer).__name__}) holds {len(strangers)} parameters that are "
-                f"not the model's, the first of shape {tuple(strangers[0].shape)}: "
-                "build it from the model given to prepare"
-            )
-
-
-def _loss_scale(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
-    if isinstance(given, LossScale):
-        return given
-    if given is None:
-        return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
-    if isinstance(given, str):
-        named: dict[str, Callable[[], LossScale]] = {
-            "none": NoLossScale,
-            "dynamic": DynamicLossScale,
-            "headroom": HeadroomLossScale,
-        }
-        if given in named:
-            return named[given]()
-        try:
-            given = float(given)
-        except ValueError:
-            raise ConfigError(
-                f"unknown loss scale {given!r}: expected a number, 'dynamic', 'headroom', 'none' "
-                "or a LossScale"
-            ) from None
-    return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
-
-
-def _apply_level(
-    level: Level,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    plan: Plan | None,
-    compute: torch.dtype,
-) -> tuple[list[Conversion], dict[int, MasterWeights]]:
-    """Convert the models; give fp32 masters to the optimizers of a level that has them."""
-    conversions: list[Conversion] = []
-    masters: dict[int, MasterWeights] = {}
-    try:
-        for model in models:
-            conversions.append(convert(model, level, compute, plan=plan))
-        if level.masters:
-            originals = {p: value for c in conversions for p, value in c.originals.items()}
-            for index, optimizer in enumerate(optimizers):
-                if getattr(optimizer, "one_pass", False):
-                    optimizer.seed_masters(originals)  # pyright: ignore[reportAttributeAccessIssue]
-                else:
-                    masters[index] = MasterWeights(optimizer, list(models), initial=originals)
-    except Exception:
-        for one in masters.values():
-            one.revert()
-        for conversion in conversions:
-            conversion.revert()
-        raise
-    for conversion in conversions:
-        conversion.forget_originals()
-    return conversions, masters
 
 
 @dataclass
@@ -444,8 +342,8 @@ class Session:
         """Give the widened copies of a suspended conversion the masters' values."""
         exact = {p: value for masters in self._one_pass_masters().values() for p, value in masters.items()}
         for parameter in (p for model in self.models for p in model.parameters()):
-            original = getattr(parameter, "_stands_for", None)
-            if original in exact:
+            original: Tensor | None = getattr(parameter, "_stands_for", None)
+            if original is not None and original in exact:
                 parameter.data.copy_(exact[original])
 
     def state_dict(self) -> dict[str, Any]:
