@@ -1,0 +1,160 @@
+"""Function transforms and files under MindSpore's names: value_and_grad, grad, jit, set_seed, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from halfstep import checkpoint
+from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, plain_tensor
+from halfstep.errors import CheckpointError
+
+Position = int | tuple[int, ...] | None
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: Position = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """A function that returns what `fn` returns, and gradients of it.
+
+    With `has_aux=False` the gradients are those of the sum of ALL floating outputs of `fn`, every element of
+    each, as in MindSpore 2.10: for `return loss, logits` the logits count. With `has_aux=True` only the
+    first output is differentiated; write that where the others are for looking at.
+
+    Args:
+        fn: a Cell or function of tensors.
+        grad_position: which positional arguments to differentiate by: a number, a tuple, or None.
+        weights: a Parameter, or a sequence of them, or None.
+        has_aux: whether outputs after the first are left out of the differentiation.
+
+    Returns:
+        A function giving (outputs, gradients): one gradient for a single position or Parameter, a tuple for
+        several, a pair (by position, by weight) where both are given; zeros for what has no influence.
+
+    Raises:
+        ValueError: neither positions nor weights, or `has_aux` with a single output.
+    """
+    if grad_position is None and weights is None:
+        raise ValueError("`grad_position` and `weight` can not be None at the same time.")
+
+    @functools.wraps(fn)
+    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        positions = () if grad_position is None else grad_position
+        positions = (positions,) if isinstance(positions, int) else tuple(positions)
+        by_weight = (
+            [] if weights is None else [weights] if isinstance(weights, torch.Tensor) else list(weights)
+        )
+        given = list(args)
+        for i in positions:
+            given[i] = as_tensor(args[i].detach()).requires_grad_()
+        with torch.enable_grad():
+            outputs = fn(*given, **kwargs)
+        grads = _gradients(_differentiated(outputs, has_aux), [*(given[i] for i in positions), *by_weight])
+        of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
+        of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
+        chosen = of_weights if grad_position is None else of_inputs
+        both = weights is not None and grad_position is not None
+        return pytree.tree_map_only(torch.Tensor, _detached, outputs), (
+            (of_inputs, of_weights) if both else chosen
+        )
+
+    return value_and_gradients
+
+
+def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:
+    if has_aux:
+        if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+            raise ValueError("When has_aux is True, origin fn requires more than one outputs.")
+        outputs = outputs[0]
+    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    return [plain_tensor(t) for t in leaves if t.is_floating_point() and t.requires_grad]
+
+
+def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Tensor, ...]:
+    if not outputs:
+        return tuple(as_tensor(torch.zeros_like(t)) for t in inputs)
+    ones = [torch.ones_like(t) for t in outputs]
+    found = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+    pairs = zip(inputs, found)
+    return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
+
+
+def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:
+    return grads[0] if one else grads
+
+
+def _detached(t: torch.Tensor) -> Tensor:
+    return as_tensor(t.detach())
+
+
+def grad(
+    fn: Callable[..., Any], grad_position: Position = 0, weights: Any = None, has_aux: bool = False
+) -> Callable[..., Any]:
+    """As `value_and_grad`, giving the gradients alone, or with `has_aux` (gradients, other outputs)."""
+    both = value_and_grad(fn, grad_position, weights, has_aux)
+
+    @functools.wraps(fn)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        outputs, grads = both(*args, **kwargs)
+        return (grads, tuple(outputs[1:])) if has_aux else grads
+
+    return gradients
+
+
+def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    """Decorate a function that MindSpore would compile; here it runs as written.
+
+    A branch on a tensor (`if is_finite:`) therefore works, where `torch.compile(fullgraph=True)` refuses it;
+    the price is one read of the flag a step. MindSpore's options are accepted and have no effect.
+    """
+    return jit if function is None else function
+
+
+def set_seed(seed: int) -> None:
+    """Seed weight initialisation, dropout and the shuffling of data sets."""
+    torch.manual_seed(seed)
+
+
+def save_checkpoint(save_obj: Any, ckpt_file_name: str | Path) -> None:
+    """Write a network, or a list of {"name", "data"}, to a file, whole or not at all; ".ckpt" is added.
+
+    The file is one of torch's (`halfstep.checkpoint`), not MindSpore's.
+    """
+    if isinstance(save_obj, torch.nn.Module):
+        state = checkpoint.model_state(save_obj)
+    else:
+        state = {item["name"]: torch.as_tensor(item["data"]) for item in save_obj}
+    path = str(ckpt_file_name)
+    plain = {name: plain_tensor(value.detach()) for name, value in state.items()}
+    checkpoint.save(path if path.endswith(".ckpt") else f"{path}.ckpt", plain)
+
+
+def load_checkpoint(ckpt_file_name: str | Path, net: torch.nn.Module | None = None) -> dict[str, Parameter]:
+    """Read a file of `save_checkpoint` as {name: Parameter}; into `net` as well, where it is given.
+
+    Raises CheckpointError for a damaged file, or one that holds something else.
+    """
+    state = checkpoint.load(ckpt_file_name)
+    if not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{ckpt_file_name} holds more than named tensors: it is not of save_checkpoint")
+    named = {name: Parameter(value, name, value.is_floating_point()) for name, value in state.items()}
+    if net is not None:
+        load_param_into_net(net, named)
+    return named
+
+
+def load_param_into_net(
+    net: torch.nn.Module, parameter_dict: Mapping[str, torch.Tensor]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Copy values into the network by name; returns the names it has and the dict lacks, and the reverse."""
+    plain = {name: plain_tensor(value.detach()) for name, value in parameter_dict.items()}
+    result = net.load_state_dict(plain, strict=False)
+    return result.missing_keys, result.unexpected_keys

@@ -1,0 +1,87 @@
+"""Tensor, Parameter and dtypes under MindSpore's names: torch's own, with `asnumpy` and `astype` added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+float16, float32, float64, bfloat16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+int8, int16, int32, int64, uint8, bool_ = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+
+
+class _Methods:
+    """The tensor methods that torch spells otherwise."""
+
+    def asnumpy(self: Any) -> np.ndarray[Any, Any]:
+        """The values as a numpy array, sharing memory where it can; bf16, which numpy lacks, as float32."""
+        plain = plain_tensor(self).detach().cpu()
+        return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+
+    def astype(self: Any, dtype: torch.dtype) -> Tensor:
+        """The tensor in another dtype; gradients flow through."""
+        return as_tensor(self.to(dtype))
+
+
+class Tensor(_Methods, torch.Tensor):
+    """A torch.Tensor with MindSpore's methods; what torch functions make of it is one too."""
+
+    def __new__(cls, input_data: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """From numbers, lists, numpy arrays or tensors; `dtype` None keeps theirs."""
+        return torch.as_tensor(input_data, dtype=dtype).as_subclass(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+class Parameter(_Methods, torch.nn.Parameter):
+    """A torch.nn.Parameter with MindSpore's methods and a name, which its network replaces by its path."""
+
+    def __new__(cls, default_input: Any, name: str | None = None, requires_grad: bool = True) -> Parameter:
+        """From anything `Tensor` takes; the data is shared with a tensor given."""
+        data = plain_tensor(torch.as_tensor(default_input)).detach()
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter._called = "Parameter" if name is None else name
+        return parameter
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    @property
+    def name(self) -> str:
+        """What it is called: its path, once its network has listed it."""
+        return self._called
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._called = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = Parameter(data, self.name, self.requires_grad)
+        return memo[id(self)]
+
+    def set_data(self, data: Any) -> Parameter:
+        """Copy new values in; shape and dtype stay."""
+        with torch.no_grad():
+            self.copy_(torch.as_tensor(data))
+        return self
+
+
+def as_tensor(t: torch.Tensor) -> Tensor:
+    """The same tensor, graph included, with MindSpore's methods."""
+    return t if isinstance(t, Tensor) else t.as_subclass(Tensor)
+
+
+def plain_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor, graph included, as torch's own class."""
+    return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)

@@ -1,0 +1,411 @@
+"""mindspore.amp: levels, lists, scalers, managers and training networks, translated to halfstep.
+
+Levels become a `Plan` that says what each module computes in (parameters stay stored as they are), `auto` a
+`Policy` with the op table "mindspore". Differences from MindSpore 2.10: it runs on any device; a user's
+`to_float` holds at O2 and O3 too, where MindSpore overrides it; the output is fp32 at `auto` as well; a
+second conversion replaces the first, and warns.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from halfstep.autocast import autocast
+from halfstep.compat.mindspore import nn, ops
+from halfstep.compat.mindspore._loss_scale import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    FixedLossScaleManager,
+    GroupLossScaleManager,
+    LossScaleManager,
+    LossScaler,
+    StaticLossScaler,
+)
+from halfstep.compat.mindspore._tensor import bfloat16, float16, float32
+from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
+from halfstep.convert import Conversion, convert, own_dtype
+from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.module_hooks import CastOutputs, Power, cast_floats
+from halfstep.ops import Rule
+from halfstep.plan import Plan, PlanRule
+from halfstep.policy import Policy
+from halfstep.scaling import all_finite
+
+__all__ = [
+    "DynamicLossScaleManager",
+    "DynamicLossScaler",
+    "FixedLossScaleManager",
+    "GroupLossScaleManager",
+    "LossScaleManager",
+    "LossScaler",
+    "StaticLossScaler",
+    "all_finite",
+    "auto_mixed_precision",
+    "build_train_network",
+    "custom_mixed_precision",
+    "get_black_list",
+    "get_white_list",
+]
+
+AMP_LEVELS = ("O0", "O1", "O2", "O3", "auto")
+
+_WHITE: tuple[type[torch.nn.Module], ...] = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Conv1dTranspose,
+    nn.Conv2dTranspose,
+    nn.Conv3dTranspose,
+    nn.Dense,
+    nn.LSTMCell,
+    nn.RNNCell,
+    nn.GRUCell,
+    ops.MatMul,
+    ops.BatchMatMul,
+    ops.PReLU,
+    ops.ReLU,
+    ops.Ger,
+)
+_BLACK: tuple[type[torch.nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm)
+
+_AUTO = Policy(table="mindspore").with_rules(
+    low=("mv", "addmv", "addbmm", "baddbmm"),
+    full=("log10", "log2", "l1_loss", "nll_loss"),
+    keep=("relu", "addr"),
+)
+"""The table "mindspore" holds the white list; level auto has lists of its own, which differ in these."""
+
+
+def get_white_list() -> list[type[torch.nn.Module]]:
+    """A copy of the layers and operators that O1 runs low."""
+    return list(_WHITE)
+
+
+def get_black_list() -> list[type[torch.nn.Module]]:
+    """A copy of the layers that O2 runs in fp32."""
+    return list(_BLACK)
+
+
+@dataclass
+class _Converted:
+    """What a level did to a network, and how to undo it."""
+
+    level: str
+    conversion: Conversion | None = None
+    handles: list[Any] = field(default_factory=list[Any])
+
+    def cast_outputs(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.handles.append(module.register_forward_hook(CastOutputs(Power(), dtype)))
+
+    def revert(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.conversion is not None:
+            self.conversion.revert()
+
+
+_CONVERTED: weakref.WeakKeyDictionary[torch.nn.Module, _Converted] = weakref.WeakKeyDictionary()
+
+
+def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype = float16) -> Any:
+    """Convert a network in place and return it; parameters stay stored in fp32, outputs are fp32.
+
+    Args:
+        network: a Cell or torch.nn.Module; at level "auto" a function too.
+        amp_level: "O0" changes nothing; "O1" runs the white list low, each output back in fp32; "O2" runs all
+            low but the black list; "O3" runs all low; "auto" decides op by op.
+        dtype: float16 or bfloat16.
+
+    Raises:
+        TypeError: a network of another kind.
+        ValueError: an unknown level, a dtype of another kind, or a network without parameters (O1 to O3).
+    """
+    is_function = inspect.isfunction(network) or inspect.ismethod(network)
+    if not isinstance(network, torch.nn.Module) and not (is_function and amp_level == "auto"):
+        kinds = "Cell or function" if amp_level == "auto" else "Cell"
+        raise TypeError(f"For amp_level '{amp_level}', the network type should be {kinds}.")
+    _check_dtype(dtype)
+    if amp_level not in AMP_LEVELS:
+        raise ConfigError(f"The amp level {amp_level} is not supported: expected one of {AMP_LEVELS}")
+    if amp_level == "O0":
+        return network
+    if is_function:
+        return _auto_function(network, dtype)
+    _forget_earlier(network, amp_level)
+    if amp_level == "auto":
+        _CONVERTED[network] = _auto_region(network, dtype)
+    elif amp_level == "O1":
+        _CONVERTED[network] = _run_low(network, _WHITE, dtype, "O1")
+    else:
+        _CONVERTED[network] = _run_low_but(network, _BLACK if amp_level == "O2" else (), dtype, amp_level)
+    return network
+
+
+def custom_mixed_precision(
+    network: torch.nn.Module,
+    *,
+    white_list: list[type[torch.nn.Module]] | None = None,
+    black_list: list[type[torch.nn.Module]] | None = None,
+    dtype: torch.dtype = float16,
+) -> torch.nn.Module:
+    """Convert a network in place with a list of one's own: as O1 with a white, as O2 with a black list.
+
+    Raises:
+        TypeError: a network that is none, a list that is none, or something in it that is no class of cells
+            (or, in a white list, of operators).
+        ValueError: no list or both, or a dtype other than float16 and bfloat16.
+    """
+    if not isinstance(network, torch.nn.Module):
+        raise TypeError("The network type should be Cell.")
+    if white_list is None and black_list is None:
+        raise ConfigError("For custom_mixed_precision, one of white_list and black_list must be provided.")
+    if white_list is not None and black_list is not None:
+        raise ConfigError(
+            "For custom_mixed_precision, the white_list or black_list cannot be provided at the same time, "
+            "please provide one or the other."
+        )
+    _check_dtype(dtype)
+    if white_list is not None:
+        _check_list("white_list", white_list)
+        _forget_earlier(network, "a white list")
+        _CONVERTED[network] = _run_low(network, white_list, dtype, "a white list")
+    elif black_list is not None:
+        _check_list("black_list", black_list)
+        _forget_earlier(network, "a black list")
+        _CONVERTED[network] = _run_low_but(network, black_list, dtype, "a black list")
+    return network
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype not in (float16, bfloat16):
+        raise ConfigError(f"The dtype should be one of (mstype.float16, mstype.bfloat16), but got {dtype}.")
+
+
+def _check_list(name: str, given: Any) -> None:
+    if not isinstance(given, list):
+        raise TypeError(f"The type of {name} should be list, but got {type(given)}")
+    for element in given:
+        if not isinstance(element, type):
+            raise TypeError(f"The element in {name} should be a class, but got {element}")
+        primitive = issubclass(element, ops.Primitive)
+        if not issubclass(element, torch.nn.Module) or (primitive and name == "black_list"):
+            kinds = "'Cell' and 'Primitive'" if name == "white_list" else "'Cell'"
+            raise TypeError(f"The subclass of element in {name} should be one of {kinds}, but got {element}")
+    if name == "black_list":
+        for element in _BLACK:
+            if element not in given:
+                warnings.warn(
+                    f"{element} is removed from internal black list.", HalfstepWarning, stacklevel=3
+                )
+
+
+def _forget_earlier(network: torch.nn.Module, level: str) -> None:
+    earlier = _CONVERTED.pop(network, None)
+    if earlier is None:
+        return
+    warnings.warn(
+        f"The network's auto mixed-precision level is adjusted from {earlier.level} to {level}; convert a "
+        "network once, and give build_train_network and Model the level O0 for one that is converted.",
+        HalfstepWarning,
+        stacklevel=3,
+    )
+    earlier.revert()
+
+
+def _patterns(kinds: Iterable[type[torch.nn.Module]]) -> list[str]:
+    """Plan patterns for classes, and for the torch layers that stand behind ours."""
+    names: list[str] = []
+    for kind in kinds:
+        behind = [b.__name__ for b in kind.__mro__ if b.__module__.startswith("torch.nn.modules")]
+        names += [kind.__name__, *(name for name in behind[:1] if name != "Module")]
+    return [f"type:{name}" for name in dict.fromkeys(names)]
+
+
+def _run_low(
+    network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
+) -> _Converted:
+    reason = f"{level}: listed, so it runs in 16 bits"
+    plan = Plan(tuple(PlanRule(p, rule=Rule.LOW, reason=reason, required=False) for p in _patterns(kinds)))
+    resolved = plan.resolve(network)
+    record = _Converted(level, convert(network, plan, dtype))
+    for path, module in network.named_modules():
+        outermost = path in resolved and (not path or path.rpartition(".")[0] not in resolved)
+        if outermost and own_dtype(module) is None:
+            record.cast_outputs(module, float32)
+    record.cast_outputs(network, float32)
+    return record
+
+
+def _run_low_but(
+    network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
+) -> _Converted:
+    low = PlanRule("**", rule=Rule.LOW, reason=f"{level}: everything runs in 16 bits", required=False)
+    reason = f"{level}: listed, so it runs in fp32"
+    full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
+    plan = Plan((low, *full))
+    resolved = plan.resolve(network)
+    record = _Converted(level, convert(network, plan, dtype))
+    for path, module in network.named_modules():
+        above = resolved[path.rpartition(".")[0]].rule
+        if path and resolved[path].rule is Rule.FULL and above is Rule.LOW and own_dtype(module) is None:
+            record.cast_outputs(module, dtype)
+    record.cast_outputs(network, float32)
+    return record
+
+
+class _Region:
+    """A pair of hooks that runs a module's forward in an autocast region."""
+
+    def __init__(self, region: autocast) -> None:
+        self.region = region
+
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        self.region.__enter__()
+
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.region.__exit__()
+
+
+def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
+    device = next((p.device.type for p in network.parameters()), None)
+    hooks = _Region(autocast(device, dtype, policy=_AUTO))
+    record = _Converted("auto")
+    record.handles = [
+        network.register_forward_pre_hook(hooks.enter, prepend=True),
+        network.register_forward_hook(hooks.leave, always_call=True),
+    ]
+    record.cast_outputs(network, float32)
+    return record
+
+
+def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with autocast(None, dtype, policy=_AUTO):
+            output = function(*args, **kwargs)
+        return cast_floats(output, float32)
+
+    return wrapper
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a level of `build_train_network` presets, and keywords override."""
+
+    keep_batchnorm_fp32: bool = False
+    cast_model_type: torch.dtype = float32
+    loss_scale_manager: Any = None
+
+
+def _options(level: str, given: dict[str, Any]) -> _Options:
+    for name in given:
+        if name not in ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"):
+            raise ConfigError(f"Unsupported arg '{name}'")
+    presets: dict[str, dict[str, Any]] = {
+        "O2": {
+            "keep_batchnorm_fp32": True,
+            "cast_model_type": float16,
+            "loss_scale_manager": DynamicLossScaleManager(),
+        },
+        "O3": {"cast_model_type": float16},
+    }
+    options = _Options(**{**presets.get(level, {}), **given})
+    if options.cast_model_type not in (float16, float32):
+        raise TypeError(
+            "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "
+            f"'{options.cast_model_type}'."
+        )
+    if not isinstance(options.keep_batchnorm_fp32, bool):
+        kind = type(options.keep_batchnorm_fp32).__name__
+        raise TypeError(f"The type of 'keep_batchnorm_fp32' should be 'bool', but got type '{kind}'.")
+    manager = options.loss_scale_manager
+    if manager is not None and not isinstance(manager, LossScaleManager | GroupLossScaleManager):
+        raise TypeError(
+            "The type of 'loss_scale_manager' should be one of '['LossScaleManager', "
+            f"'GroupLossScaleManager']', but got type '{type(manager).__name__}'."
+        )
+    return options
+
+
+def _level_in_force(level: str, options: _Options) -> str:
+    """What the keywords make of a level."""
+    if options.cast_model_type == float16:
+        return "O2" if options.keep_batchnorm_fp32 else "O3"
+    return "O0" if level in ("O2", "O3") else level
+
+
+def check_level(level: Any, boost_level: Any = "O0") -> None:
+    """Raise TypeError or ValueError for a level that is none; warn that boost does nothing here."""
+    if not isinstance(level, str):
+        raise TypeError(
+            f"The argument `level` must be a string in {list(AMP_LEVELS)}, but got type {type(level)}."
+        )
+    if level not in AMP_LEVELS:
+        raise ConfigError(f"The 'level' should be in : {list(AMP_LEVELS)}, but got {level}.")
+    if boost_level not in ("O0", "O1", "O2"):
+        raise ConfigError(f"The 'boost_level' should be in : ['O0', 'O1', 'O2'], but got {boost_level}.")
+    if boost_level != "O0":
+        warnings.warn(
+            f"boost_level={boost_level!r} has no effect here: the network trains without it",
+            HalfstepWarning,
+            stacklevel=3,
+        )
+
+
+def build_train_network(
+    network: torch.nn.Module,
+    optimizer: nn.Optimizer,
+    loss_fn: torch.nn.Module | None = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    **kwargs: Any,
+) -> nn.TrainOneStepCell:
+    """A Cell that takes (data, label), trains one step and returns the loss; works on the CPU too.
+
+    With a loss scale it returns (loss, overflow, scale). Outputs and labels go to fp32 before the loss.
+
+    Args:
+        network: converted in place at `level`; with the loss inside, where `loss_fn` is None.
+        optimizer: over this network's parameters.
+        loss_fn: a Cell of (output, label).
+        level: "O2" presets cast_model_type=float16, keep_batchnorm_fp32=True and a
+            DynamicLossScaleManager; "O3" float16 without a scale; "O0", "O1" and "auto" no scale.
+        boost_level: accepted; anything but "O0" warns.
+        kwargs: cast_model_type, keep_batchnorm_fp32, loss_scale_manager, instead of the presets.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an unknown level or keyword.
+    """
+    if not isinstance(optimizer, nn.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"The type of 'optimizer' should be one of '['Optimizer']', but got type '{kind}'.")
+    if loss_fn is not None and not isinstance(loss_fn, torch.nn.Module):
+        kind = type(loss_fn).__name__
+        raise TypeError(f"The type of 'loss_fn' should be 'Cell', but got type '{kind}'.")
+    check_level(level, boost_level)
+    options = _options(level, kwargs)
+    chosen = _level_in_force(level, options)
+    trained = auto_mixed_precision(network, chosen)
+    if loss_fn is not None:
+        trained = nn.WithLossCell(trained, loss_fn, full=network in _CONVERTED)
+    return _training_cell(trained, optimizer, options.loss_scale_manager).set_train()
+
+
+def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: Any) -> nn.TrainOneStepCell:
+    if manager is None:
+        return nn.TrainOneStepCell(network, optimizer)
+    if isinstance(manager, GroupLossScaleManager):
+        return TrainOneStepWithGroupScalesCell(network, optimizer, manager)
+    scale = manager.get_update_cell()
+    if scale is None:
+        return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
+    return nn.TrainOneStepWithLossScaleCell(network, optimizer, scale)

@@ -1,0 +1,113 @@
+"""Cell: torch.nn.Module with MindSpore's method names. Precision is `halfstep.to_float`'s."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+
+from halfstep.autocast import active_policy, autocast
+from halfstep.compat.mindspore._tensor import Parameter, bfloat16, float16, float32
+from halfstep.compat.mindspore.ops import Primitive
+from halfstep.convert import to_float
+from halfstep.errors import ConfigError, UnsupportedError
+
+
+class Cell(torch.nn.Module):
+    """A module whose computation is `construct`; evaluation mode until `set_train()`, as in MindSpore.
+
+    Any torch.nn.Module may sit inside a Cell, and a Cell inside any Module.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let `construct` and torch's `forward` be one method, whichever a class defines."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "construct" in own and "forward" not in own:
+            cls.forward = Cell.forward
+        elif "construct" not in own and cls.forward is not Cell.forward:
+            cls.construct = cls.forward
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `construct`."""
+        return self.construct(*args, **kwargs)
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; to be defined by every Cell."""
+        raise UnsupportedError(f"{type(self).__name__} has no construct(): define what it computes")
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Keep parameters with MindSpore's methods."""
+        if type(param) is torch.nn.Parameter:
+            param = Parameter(param.data, name, param.requires_grad)
+        super().register_parameter(name, param)
+
+    def to_float(self, dst_type: torch.dtype) -> Self:
+        """Make this cell and all in it compute in `dst_type`; the last call wins (`halfstep.to_float`).
+
+        Raises ValueError for anything but float16, bfloat16 and float32.
+        """
+        if dst_type not in (float16, float32, bfloat16):
+            raise ConfigError(
+                "For 'to_float', the argument 'dst_type' must be mstype.float32, mstype.float16 or "
+                f"mstype.bfloat16, but got type: {type(dst_type)} and value: {dst_type}."
+            )
+        to_float(self, dst_type)
+        return self
+
+    def set_train(self, mode: bool = True) -> Self:
+        """Training mode on or off, for everything inside."""
+        return self.train(mode)
+
+    def parameters_and_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(name, parameter) of everything inside; `parameter.name` is set to it."""
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, Parameter):
+                parameter.name = name
+            yield name, parameter
+
+    def get_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters; their `name` is set to their path."""
+        return (parameter for _, parameter in self.parameters_and_names())
+
+    def trainable_params(self) -> list[torch.nn.Parameter]:
+        """The parameters that get gradients, as optimizers take them."""
+        return [p for p in self.get_parameters() if p.requires_grad]
+
+    def untrainable_params(self) -> list[torch.nn.Parameter]:
+        """The parameters that get none."""
+        return [p for p in self.get_parameters() if not p.requires_grad]
+
+    def parameters_dict(self) -> OrderedDict[str, torch.nn.Parameter]:
+        """Parameters by name."""
+        return OrderedDict(self.parameters_and_names())
+
+    def cells(self) -> list[torch.nn.Module]:
+        """The cells directly inside."""
+        return list(self.name_cells().values())
+
+    def name_cells(self) -> OrderedDict[str, torch.nn.Module]:
+        """The cells directly inside, by name."""
+        return OrderedDict((n, c) for n, c in self.named_children() if not isinstance(c, Primitive))
+
+    def cells_and_names(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """(path, cell) of this cell and of everything inside."""
+        return self.named_modules()
+
+
+def in_dtype_of(x: torch.Tensor, weight: torch.Tensor) -> AbstractContextManager[Any]:
+    """The region in which an fp32 weight meets a tensor that was cast by hand: ops run in the tensor's dtype.
+
+    (MindSpore 2.10 refuses the mix on the CPU, and asks for `to_float`.)
+    """
+    by_hand = x.dtype in (float16, bfloat16) and weight.dtype == float32
+    if by_hand and active_policy(x.device.type) is None:
+        return autocast(x.device.type, x.dtype, policy="low")
+    return nullcontext()

@@ -1,0 +1,301 @@
+"""Callbacks of `Model`: LossMonitor, TimeMonitor, ModelCheckpoint, EarlyStopping, History."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
+from halfstep.errors import ConfigError, HalfstepWarning
+
+EVENTS = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
+
+
+class CallbackParam(dict[str, Any]):
+    """What callbacks may know, as a dict and as attributes (None for what is missing)."""
+
+    def __getattr__(self, key: str) -> Any:
+        return self.get(key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+class RunContext:
+    """Handed to every callback: the parameters, and a way to stop."""
+
+    def __init__(self, original_args: CallbackParam) -> None:
+        self._original_args, self._stop = original_args, False
+
+    def original_args(self) -> CallbackParam:
+        """Epoch and step numbers, networks, outputs ..."""
+        return self._original_args
+
+    def request_stop(self) -> None:
+        """Stop training after this step."""
+        self._stop = True
+
+    def get_stop_requested(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._stop
+
+
+class Callback:
+    """Base of callbacks: override `on_train_...` or `on_eval_...`, or the short names for both.
+
+    The events are begin, epoch_begin, step_begin, step_end, epoch_end and end.
+    """
+
+    def begin(self, run_context: RunContext) -> None:
+        """Before the first epoch."""
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """Before an epoch."""
+
+    def step_begin(self, run_context: RunContext) -> None:
+        """Before a step."""
+
+    def step_end(self, run_context: RunContext) -> None:
+        """After a step."""
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """After an epoch."""
+
+    def end(self, run_context: RunContext) -> None:
+        """After the last epoch."""
+
+    def tell(self, mode: str, event: str, run_context: RunContext) -> None:
+        """Call `on_<mode>_<event>` where there is one, else the short name."""
+        getattr(self, f"on_{mode}_{event}", getattr(self, event))(run_context)
+
+
+def as_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callback]:
+    """Callbacks given as one, several or none, as a list."""
+    listed = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    for callback in listed:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"'callbacks' must be Callbacks, but got {type(callback).__name__}")
+    return listed
+
+
+def loss_of(net_outputs: Any) -> Any:
+    """The loss, as a numpy float32, in what a training network returned."""
+    first = net_outputs[0] if isinstance(net_outputs, tuple | list) else net_outputs
+    return np.float32(first.detach().float().mean().item()) if isinstance(first, torch.Tensor) else first
+
+
+def _whole(owner: str, name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value!r}"
+        )
+    return value
+
+
+class LossMonitor(Callback):
+    """Prints `epoch: E step: S, loss is L` every so many steps, counted across epochs; 0 prints nothing.
+
+    A loss that is NaN or inf raises ValueError, printed or not. In `fit` it prints the metrics too.
+    """
+
+    def __init__(self, per_print_times: int = 1) -> None:
+        self._every = _whole("LossMonitor", "per_print_times", per_print_times, 0)
+        self._last = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Count from the beginning."""
+        self._last = 0
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Look at the loss."""
+        now = run_context.original_args()
+        loss = loss_of(now.net_outputs)
+        step = (now.cur_step_num - 1) % now.batch_num + 1
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"In epoch: {now.cur_epoch_num} step: {step}, loss is NAN or INF, training process cannot "
+                "continue, terminating training."
+            )
+        if self._every and now.cur_step_num - self._last >= self._every:
+            self._last = now.cur_step_num
+            print(f"epoch: {now.cur_epoch_num} step: {step}, loss is {loss}", flush=True)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Print what `fit` evaluated."""
+        now = run_context.original_args()
+        if now.metrics:
+            print(f"Eval result: epoch {now.cur_epoch_num}, metrics: {now.metrics}", flush=True)
+
+
+class TimeMonitor(Callback):
+    """Prints the milliseconds of each epoch and of its steps."""
+
+    def __init__(self, data_size: int | None = None) -> None:
+        self.data_size = None if data_size is None else _whole("TimeMonitor", "data_size", data_size, 1)
+        self._began = time.perf_counter()
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """Print."""
+        now = run_context.original_args()
+        spent = (time.perf_counter() - self._began) * 1000
+        steps = now.batch_num or self.data_size
+        mode = str(now.mode).title()
+        print(f"{mode} epoch time: {spent:5.3f} ms, per step time: {spent / steps:5.3f} ms", flush=True)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When ModelCheckpoint saves, and how many files it keeps."""
+
+    save_checkpoint_steps: int = 1
+    keep_checkpoint_max: int = 5
+
+    def __post_init__(self) -> None:
+        _whole("CheckpointConfig", "save_checkpoint_steps", self.save_checkpoint_steps, 1)
+        _whole("CheckpointConfig", "keep_checkpoint_max", self.keep_checkpoint_max, 1)
+
+
+class ModelCheckpoint(Callback):
+    """Saves the network as PREFIX-EPOCH_STEP.ckpt, every so many steps and at the end."""
+
+    def __init__(
+        self, prefix: str = "CKP", directory: str | Path | None = None, config: CheckpointConfig | None = None
+    ) -> None:
+        if not isinstance(prefix, str) or "/" in prefix:
+            raise ConfigError(
+                "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is invalid, "
+                f"it must be string that does not contain '/', but got {prefix}."
+            )
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise TypeError(f"the 'config' must be a CheckpointConfig, but got {type(config)}")
+        self.directory = Path("." if directory is None else directory)
+        self.config = config or CheckpointConfig()
+        self.prefix, self.latest_ckpt_file_name = prefix, ""
+        self._last, self._kept = 0, list[Path]()
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Take a prefix no earlier run used."""
+        taken = {path.name.rpartition("-")[0] for path in self.directory.glob("*.ckpt")}
+        base, number = self.prefix, 0
+        while self.prefix in taken:
+            number += 1
+            self.prefix = f"{base}_{number}"
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Save where it is time."""
+        now = run_context.original_args()
+        if now.cur_step_num >= self._last + self.config.save_checkpoint_steps:
+            self._save(now)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Save the last step."""
+        now = run_context.original_args()
+        if now.cur_step_num != self._last:
+            self._save(now)
+
+    def _save(self, now: CallbackParam) -> None:
+        step = (now.cur_step_num - 1) % now.batch_num + 1
+        path = self.directory / f"{self.prefix}-{now.cur_epoch_num}_{step}.ckpt"
+        save_checkpoint(now.network, path)
+        self._last, self.latest_ckpt_file_name = now.cur_step_num, str(path)
+        self._kept.append(path)
+        while len(self._kept) > self.config.keep_checkpoint_max:
+            self._kept.pop(0).unlink(missing_ok=True)
+
+
+_SMALLER_IS_BETTER = ("mae", "mse", "loss", "perplexity", "eval_loss")
+
+
+class EarlyStopping(Callback):
+    """Stops when a value has not improved by `min_delta` for `patience` epochs.
+
+    monitor: "loss" in `train`; in `fit` also "eval_loss" or the name of a metric.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "eval_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: bool = False,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(f"mode should be 'auto', 'min' or 'max', but got {mode}.")
+        self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
+        self.patience = _whole("EarlyStopping", "patience", patience, 0)
+        self.baseline, self.restore_best_weights = baseline, restore_best_weights
+        self._sign = -1.0 if mode == "min" or (mode == "auto" and monitor in _SMALLER_IS_BETTER) else 1.0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Forget an earlier run."""
+        self.best, self.wait, self.stopped_epoch = -self._sign * math.inf, 0, 0
+        self._best_weights: dict[str, Any] | None = None
+
+    def _better(self, value: float, than: float) -> bool:
+        return self._sign * value > self._sign * than + self.min_delta
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Look at the value, and stop or go on."""
+        now = run_context.original_args()
+        values = {"loss": loss_of(now.net_outputs), **(now.eval_results or {})}
+        value = values.get(self.monitor)
+        if value is None:
+            warnings.warn(
+                f"Early stopping is conditioned on {self.monitor}, which is not available. "
+                f"Available choices are: {list(values)}",
+                HalfstepWarning,
+                stacklevel=2,
+            )
+            return
+        self.wait += 1
+        if self._better(value, self.best):
+            self.best = value
+            if self.restore_best_weights:
+                self._best_weights = copy.deepcopy(now.network.state_dict())
+            if self.baseline is None or self._better(value, self.baseline):
+                self.wait = 0
+        if self.wait >= self.patience and self.wait:
+            self.stopped_epoch = now.cur_epoch_num
+            run_context.request_stop()
+            if self._best_weights is not None:
+                load_param_into_net(now.network, self._best_weights)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Say that it stopped."""
+        if self.stopped_epoch and self.verbose:
+            print(f"Epoch {self.stopped_epoch:05d}: early stopping", flush=True)
+
+
+class History(Callback):
+    """Records the loss (`net_output`) and the metrics of every epoch."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[Any]] = {}
+        self.epoch: dict[str, list[int]] = {"epoch": []}
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Count epochs anew."""
+        self.epoch = {"epoch": []}
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Record."""
+        now = run_context.original_args()
+        self.epoch["epoch"].append(now.cur_epoch_num)
+        for name, value in {"net_output": loss_of(now.net_outputs), **(now.metrics or {})}.items():
+            self.history.setdefault(name, []).append(value)
