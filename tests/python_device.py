@@ -108,12 +108,15 @@ def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memor
 
 
 def _copy_from(source, target, non_blocking=False):
+    if not _is_here(target):
+        host_reads.append("copy")
     there = to_host(target) if _is_here(target) else target
     there.copy_(to_host(source) if _is_here(source) else source)
     return target
 
 
 def _item(t):
+    host_reads.append("item")
     return to_host(t).item()
 
 
@@ -178,24 +181,25 @@ def check_and_unscale(grads, found_inf, inv_scale):
         host = to_host(grad)
         if not bool(host.isfinite().all()):
             found_inf.fill_(1.0)
-        host.copy_((host.float() * inv_scale.item()).to(host.dtype))
+        host.copy_((host.float() * to_host(inv_scale)).to(host.dtype))
     calls.append("finite_check")
 
 
 def update_scale(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
     """The vendor's scale update, as `register(update_scale=...)` takes it."""
     calls.append("update_scale")
-    if found_inf.item():
+    if to_host(found_inf) != 0:
         scale.mul_(backoff_factor)
         growth_tracker.zero_()
         return
     growth_tracker.add_(1)
-    if growth_tracker.item() == growth_interval:
+    if to_host(growth_tracker) == growth_interval:
         scale.mul_(growth_factor)
         growth_tracker.zero_()
 
 
-calls: list[str] = []
+calls: list[str] = []  # which of the vendor's kernels for the scaler ran
+host_reads: list[str] = []  # values that the host waited for
 product_error = 0.0
 
 

@@ -1,0 +1,82 @@
+"""Law 10: the steady step reads nothing back from an accelerator; counted on the Python device.
+
+Every value that the host waits for passes through two kernels of that device, which keep count.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(halfstep.__file__).parents[1]
+COUNT = """
+import json
+import torch
+from torch import nn
+import halfstep as hs
+from halfstep import outcome
+from halfstep.optim import launch
+from tests import python_device
+
+
+class Late:
+    # Stands for an asynchronous copy, which a device without pinned memory has to make at once.
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def done(self):
+        return True
+
+    def wait(self):
+        return python_device.to_host(self.tensor).clone()
+
+
+outcome.send_to_host = launch.send_to_host = Late
+
+
+def reads(kind, level, dtype):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)).to("pydev")
+    optimizer = getattr(hs.optim if kind == "ours" else torch.optim, "AdamW")(model.parameters(), lr=1e-3)
+    session = hs.prepare(model, optimizer, level=level, dtype=dtype)
+    x = torch.randn(4, 8, device="pydev")
+    for _ in range(4):
+        python_device.host_reads.clear()
+        with session.autocast():
+            loss = model(x).float().square().mean()
+        session.backward(loss)
+        session.step(clip_norm=1.0)
+    return len(python_device.host_reads)
+
+
+cases = [(k, level, dtype) for k in ("ours", "torch") for level in ("O1", "O2") for dtype in ("bf16", "fp16")]
+print(json.dumps({" ".join(case): reads(*case) for case in cases}))
+"""
+
+
+@pytest.fixture(scope="module")
+def reads() -> dict[str, int]:
+    """Values the host waited for in the fourth step, by optimizer, level and dtype."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=280, cwd=ROOT, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_one_pass_step_reads_nothing(reads, level: str, dtype: str) -> None:
+    assert reads[f"ours {level} {dtype}"] == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_torch_optimizer_costs_one_flag(reads, level: str) -> None:
+    assert reads[f"torch {level} bf16"] <= 1
+    assert reads[f"torch {level} fp16"] == 1
