@@ -464,3 +464,42 @@ def test_a_collapsing_scale_is_an_error():
             net.weight.grad.fill_(math.inf)
             scaler.step(optimizer)
             scaler.update()
+
+
+def test_halfsteps_own_optimizer_in_one_pass():
+    from halfstep.optim import AdamW
+
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4).bfloat16()
+    optimizer, scaler = AdamW(net.parameters(), lr=0.01), GradScaler(init_scale=256.0)
+    taken = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.randn(3, 8).bfloat16()).float().square().mean()).backward()
+        scaled = net.weight.grad.clone()
+        if step == 1:
+            net.weight.grad[0, 0] = math.inf
+        before = net.weight.detach().clone()
+        outcome = scaler.step(optimizer)
+        scaler.update()
+        taken.append(outcome.taken)
+        assert torch.equal(before, net.weight) is not outcome.taken
+        if outcome.taken:
+            assert torch.equal(net.weight.grad, scaled)  # gradients are read, never written
+            assert outcome.max_abs > 0
+    assert taken == [True, False, True]
+
+
+def test_masters_around_torchs_optimizer():
+    from halfstep.optim import MasterWeights
+
+    net = nn.Linear(8, 4).half()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), GradScaler(init_scale=2.0**10)
+    masters = MasterWeights(optimizer, net)
+    before = [p.detach().clone() for p in masters.params()]
+    scaler.scale(net(torch.ones(1, 8).half()).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert {p.grad.dtype for p in masters.params()} == {torch.float32}
+    assert scaler.step(optimizer)
+    for old, new in zip(before, masters.params()):
+        torch.testing.assert_close(old - 1e-3, new.detach())

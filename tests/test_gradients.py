@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from halfstep.optim._gradients import combine, measure
+from halfstep.optim._gradients import combine, finite_and_norm, measure
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -71,3 +71,14 @@ def test_combined_parts_equal_the_whole():
     parts, whole = combine([measure([g]) for g in grads]), measure(grads)
     torch.testing.assert_close(parts.norm, whole.norm)
     assert (parts.max_abs, parts.finite) == (whole.max_abs, whole.finite)
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan, 1e30])
+def test_finite_and_norm_agrees_with_measure(bad):
+    grads = [torch.randn(9), torch.randn(4).half(), torch.randn(9000)]
+    if bad is not None:
+        grads[2][5] = bad
+    whole = measure(grads, 0.5)
+    finite, norm, _ = finite_and_norm(grads, 0.5)
+    assert finite == whole.finite
+    torch.testing.assert_close(norm, whole.norm, equal_nan=True, rtol=0, atol=0)

@@ -25,7 +25,7 @@ from halfstep.errors import (
     ScalerStateError,
     UnsupportedError,
 )
-from halfstep.optim._gradients import measure
+from halfstep.optim._gradients import finite_and_norm, measure
 from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling import (
     LARGEST_SCALE,
@@ -35,6 +35,7 @@ from halfstep.scaling import (
     LossScale,
     NoLossScale,
     SkipCount,
+    home_device,
     multiply,
 )
 from halfstep.unscale import any_of, kernels_of, unscale_
@@ -57,7 +58,7 @@ class _Checked:
     stage: Stage
     found_inf: Tensor
     norm: Tensor
-    max_abs: Tensor
+    max_abs: Tensor | None
 
 
 class _PerOptimizer:
@@ -119,15 +120,8 @@ class GradScaler:
             raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {device!r}")
         self._device = device
         if loss_scale is None:
-            loss_scale = DynamicLossScale(
-                init_scale,
-                growth_factor,
-                backoff_factor,
-                growth_interval,
-                hysteresis,
-                min_scale,
-                max_scale,
-            )
+            rates = (growth_factor, backoff_factor, growth_interval)
+            loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
         self._loss_scale = loss_scale if enabled else NoLossScale()
         self._skips = SkipCount(limit=max_skips)
         self._group = group
@@ -181,8 +175,8 @@ class GradScaler:
         grads = _gradients(optimizer)
         inv_scale = self._loss_scale.inverse(_home(grads))
         found = self._over_ranks(unscale_(grads, inv_scale))
-        stats = measure(grads)
-        self._checked.put(optimizer, _Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs))
+        _, norm, max_abs = self._look(grads)
+        self._checked.put(optimizer, _Checked(Stage.UNSCALED, found, norm, max_abs))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
         """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
@@ -205,11 +199,10 @@ class GradScaler:
                 "Call scaler.scale(loss).backward() before step."
             )
         if getattr(optimizer, "one_pass", False):
-            entry, result = self._one_pass_step(optimizer, entry, args, kwargs)
-        elif _takes_flags(optimizer):
-            entry, result = self._fused_step(optimizer, entry, args, kwargs)
+            take = self._one_pass_step
         else:
-            entry, result = self._checked_step(optimizer, entry, args, kwargs)
+            take = self._fused_step if _takes_flags(optimizer) else self._checked_step
+        entry, result = take(optimizer, entry, args, kwargs)
         self._checked.put(optimizer, replace(entry, stage=Stage.STEPPED))
         return self._outcome(entry, result)
 
@@ -229,15 +222,15 @@ class GradScaler:
         if not checked:
             raise ScalerStateError("No inf checks were recorded prior to update.")
         found = any_of([entry.found_inf for entry in checked])
-        max_abs = torch.stack([entry.max_abs.to(found.device, torch.float32) for entry in checked]).amax()
+        max_abs = _largest([entry.max_abs for entry in checked], found.device)
         outcome = Outcome(taken=~found, finite=~found, scale=self._loss_scale.value)
         self._loss_scale = self._next(found, max_abs)
         for record in self._queue.push(outcome):
             self._skips = self._skips.after(record.taken, scale=record.scale)
 
-    def _next(self, found: Tensor, max_abs: Tensor) -> LossScale:
+    def _next(self, found: Tensor, max_abs: Tensor | None) -> LossScale:
         if found.device.type == "cpu":
-            return self._loss_scale.adjust(not found, float(max_abs))
+            return self._loss_scale.adjust(not found, None if max_abs is None else float(max_abs))
         update = kernels_of(found.device.type).update_scale
         if update is not None and type(self._loss_scale) is DynamicLossScale:
             return self._loss_scale.adjust_by_kernel(update, found)
@@ -266,6 +259,15 @@ class GradScaler:
                 stacklevel=4,
             )
 
+    def _look(
+        self, grads: list[Tensor], inv_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
+        if not self._loss_scale.needs_max_abs:
+            return finite_and_norm(grads, inv_scale)
+        stats = measure(grads, inv_scale)
+        return stats.finite, stats.norm, stats.max_abs
+
     def _one_pass_step(
         self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Checked, Any]:
@@ -285,9 +287,8 @@ class GradScaler:
         if entry is None:
             grads = _gradients(optimizer)
             scale = self._loss_scale.tensor(_home(grads))
-            stats = measure(grads, self._loss_scale.inverse(_home(grads)))
-            found = self._over_ranks(~stats.finite)
-            entry = _Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs)
+            finite, norm, max_abs = self._look(grads, self._loss_scale.inverse(_home(grads)))
+            entry = _Checked(Stage.UNSCALED, self._over_ranks(~finite), norm, max_abs)
         before = {
             name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
         }
@@ -396,7 +397,7 @@ class GradScaler:
             state = dict(zip(_TORCH_KEYS, numbers, strict=True))
             usual = (1, SMALLEST_SCALE, LARGEST_SCALE)
             plain = d is self._loss_scale and (d.hysteresis, d.min, d.max) == usual
-        self._count_skips(wait=True)
+        self._count_skips()
         if not plain or self._skips.in_row:
             state[_OURS] = {"loss_scale": self._loss_scale.state_dict(), "skips_in_row": self._skips.in_row}
         return state
@@ -427,8 +428,8 @@ class GradScaler:
         self._edit(growth=growth, backoff=backoff, interval=interval, **state)
         self._skips = replace(self._skips, in_row=0)
 
-    def _count_skips(self, wait: bool) -> None:
-        for record in self._queue.drain() if wait else []:
+    def _count_skips(self) -> None:
+        for record in self._queue.drain():
             self._skips = self._skips.after(record.taken, scale=record.scale)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -437,7 +438,7 @@ class GradScaler:
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update()."
             )
-        self._count_skips(wait=True)
+        self._count_skips()
         kept = {k: v for k, v in vars(self).items() if k not in ("_queue", "_checked")}
         return kept | {"_loss_scale": LossScale.from_state(self._loss_scale.state_dict())}
 
@@ -448,7 +449,7 @@ class GradScaler:
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
         import copy
 
-        self._count_skips(wait=True)
+        self._count_skips()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
@@ -465,8 +466,13 @@ def _gradients(optimizer: Any) -> list[Tensor]:
 
 
 def _home(grads: list[Tensor]) -> torch.device:
-    devices = [grad.device for grad in grads] or [torch.device("cpu")]
-    return next((device for device in devices if device.type != "cpu"), devices[0])
+    return home_device(grads) if grads else torch.device("cpu")
+
+
+def _largest(peaks: list[Tensor | None], device: torch.device) -> Tensor | None:
+    """Return the largest of the magnitudes, None unless all were measured."""
+    known = [peak.to(device, torch.float32, non_blocking=True) for peak in peaks if peak is not None]
+    return torch.stack(known).amax() if len(known) == len(peaks) else None
 
 
 def _takes_flags(optimizer: Any) -> bool:

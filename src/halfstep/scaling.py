@@ -75,6 +75,8 @@ def _finite(t: Tensor) -> Tensor:
 
 def dense_values(t: Tensor) -> Tensor:
     """Return the numbers a tensor really holds: local shard, coalesced sparse values, complex as pairs."""
+    if type(t) is Tensor and t.layout is torch.strided and not t.is_complex():
+        return t
     to_local = getattr(t, "to_local", None)
     if to_local is not None:
         t = cast(Tensor, to_local())
@@ -418,7 +420,7 @@ class HeadroomLossScale(LossScale):
         if spared == 0.0:
             return limit
         room = as_float32(self.overflow_at / spared)
-        return max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min)
+        return as_float32(max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min))
 
     def with_value(self, value: float | Tensor) -> HeadroomLossScale:
         """Return this scale with its limit set to `value` and its memory of gradients emptied."""

@@ -18,7 +18,7 @@ from halfstep import distributed
 from halfstep.scaling import dense_values, home_device
 from halfstep.unscale import unscale_
 
-__all__ = ["GradStats", "combine", "measure", "measure_over_ranks", "unscale_"]
+__all__ = ["GradStats", "combine", "finite_and_norm", "measure", "measure_over_ranks", "unscale_"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class GradStats:
     finite: Tensor
     norm: Tensor
     max_abs: Tensor
+
+
+#: Below this many elements one call costs more than a copy: such tensors are joined first.
+_SMALL = 8192
 
 
 @torch.no_grad()
@@ -64,6 +68,24 @@ def measure(
             inv_scale = inv_scale.to(home, non_blocking=True)
         norm, max_abs = norm * inv_scale, max_abs * inv_scale
     return GradStats(finite, norm, max_abs)
+
+
+@torch.no_grad()
+def finite_and_norm(
+    grads: Sequence[Tensor], inv_scale: float | Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return `measure`'s finite flag and norm; largest magnitude only where it came at no further cost.
+
+    On a CPU a finite norm proves finite gradients, so that a second look is needed only after a bad one.
+    """
+    tensors = [t for g in grads if (t := dense_values(g.detach())).numel()]
+    if tensors and all(t.device.type == "cpu" for t in tensors):
+        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
+        finite = torch.isfinite(norm)
+        if bool(finite):
+            return finite, norm if inv_scale is None else norm * inv_scale, None
+    stats = measure(tensors, inv_scale)
+    return stats.finite, stats.norm, stats.max_abs
 
 
 @torch.no_grad()
@@ -110,7 +132,9 @@ def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
 
 def _gather(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     widest = torch.float64 if any(s.dtype == torch.float64 for s in scalars) else torch.float32
-    return torch.stack([s.to(home, widest, non_blocking=True) for s in scalars])
+    if any(s.dtype != widest or s.device != home for s in scalars):
+        scalars = [s.to(home, widest, non_blocking=True) for s in scalars]
+    return torch.stack(list(scalars))
 
 
 def _norms(tensors: list[Tensor], home: torch.device) -> Tensor:
@@ -128,7 +152,10 @@ def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
     extremes: list[Tensor] = []
     for _, group in _by_kind(tensors):
         if group[0].device.type == "cpu":
-            extremes += [end for t in group for end in torch.aminmax(t)]
+            small = [t.reshape(-1) for t in group if t.numel() < _SMALL]
+            whole = [t for t in group if t.numel() >= _SMALL]
+            joined = [torch.cat(small)] if small else []
+            extremes += [end for t in whole + joined for end in torch.aminmax(t)]
         else:
             extremes += torch._foreach_norm(group, math.inf)  # pyright: ignore[reportPrivateImportUsage]
     return _gather(extremes, home).abs().amax()
