@@ -249,6 +249,17 @@ def test_work_counts_flops_bytes_and_ops():
     assert work.bytes == 4 * (16 * 32 + 32 * 8 + 16 * 8) + 4 * 2 * 16 * 8
 
 
+@pytest.mark.parametrize("name", ["digits-mlp", "text-gpt"])
+def test_the_same_step_counts_the_same_flops_in_every_dtype(name):
+    recipe = recipe_of(name)
+    task = recipe.task()
+    flops = []
+    for setting in (Setting("O0", None), Setting("O1", "bf16"), Setting("O1", "fp16")):
+        flops.append(sum(measure.work_of(Bench(recipe, task, setting, CPU).step).flops.values()))
+    assert flops[0] > 1e8
+    assert flops == pytest.approx([flops[0]] * 3, rel=0.01)
+
+
 def test_the_bound_is_the_slowest_of_three_roofs(monkeypatch):
     monkeypatch.setattr(measure, "matmul_rate", lambda device, dtype: 1e9)
     monkeypatch.setattr(measure, "copy_rate", lambda device, elements: 1e9)

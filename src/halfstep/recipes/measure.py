@@ -121,6 +121,19 @@ class Work:
     ops: int
 
 
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+_CPU_FLOPS: Mapping[str, Callable[[Any, Tensor], int]] = {
+    "mkldnn::_linear_pointwise": lambda args, out: 2 * out.numel() * args[0].shape[-1],
+    _ATTENTION: lambda args, out: 4 * args[0].numel() * args[1].shape[-2],
+    f"{_ATTENTION}_backward": lambda args, out: 10 * args[1].numel() * args[2].shape[-2],
+}
+"""(arguments, first output) -> operations of CPU kernels that torch's flop_registry does not know.
+
+Attention: two products forward, five backward (one is recomputed), counted whole also where it is causal.
+"""
+
+
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -139,10 +152,11 @@ class _Counter(TorchDispatchMode):
             return out
         self.ops += 1
         self.bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        count = self.registry.get(func.overloadpacket)
-        if count is not None:
-            floating = [t.dtype for t in inputs if t.is_floating_point()]
-            self.flops[str(floating[0]).removeprefix("torch.")] += count(*args, **kwargs, out_val=out)
+        known, ours = self.registry.get(func.overloadpacket), _CPU_FLOPS.get(func._schema.name)
+        if known is not None or ours is not None:
+            dtype = next(t.dtype for t in inputs if t.is_floating_point())
+            count = known(*args, **kwargs, out_val=out) if known else ours(args, outputs[0])  # type: ignore[misc]
+            self.flops[str(dtype).removeprefix("torch.")] += count
         return out
 
 

@@ -61,10 +61,19 @@ def _bound(row: Row) -> str:
     parts = {name: bound[name] for name in ("arithmetic", "memory", "latency")}
     listed = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
     what = bound["what"]
+    share = sum(parts.values()) / row["seconds"]
+    rest = (
+        ""
+        if share > 0.5
+        else (
+            f" Together the three explain {100 * share:.0f} % of it; "
+            "the rest is kernels below those speeds, or a busy machine."
+        )
+    )
     return (
         f"Bounded by {what}: at this device's measured speeds its {bound['flops'] / 1e9:,.3g} GFLOP, "
         f"{bound['bytes'] / 1e6:,.3g} MB and {bound['ops']:,} ops would take {listed}, each alone; "
-        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}."
+        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}.{rest}"
     )
 
 
