@@ -1,0 +1,173 @@
+"""Write docs/api.md from signatures and docstrings: python docs/generate_api.py."""
+
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import halfstep as hs
+
+HEAD = """\
+# The API
+
+Generated from the docstrings by `python docs/generate_api.py`; do not edit. First paragraphs only:
+`help(name)` shows all. Words are explained in [Concepts](concepts.md).
+"""
+MODULES = (
+    "halfstep.devices",
+    "halfstep.formats",
+    "halfstep.optim",
+    "halfstep.distributed",
+    "halfstep.numerics.histogram",
+    "halfstep.numerics.headroom",
+    "halfstep.numerics.watch",
+    "halfstep.numerics.trace",
+    "halfstep.numerics.lint",
+    "halfstep.numerics.replayable",
+    "halfstep.trainer",
+    "halfstep.checkpoint",
+)
+PARAMETER = inspect.Parameter
+MODULE_NAMES = re.compile(
+    r"\b(collections\.abc|typing|torch\.nn\.modules\.module|torch\.optim\.optimizer|halfstep(\.\w+)*)\.(?=\w)"
+)
+
+
+def type_text(annotation: object) -> str:
+    """An annotation as it is written, without module names."""
+    if annotation is type(None):
+        return "None"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return MODULE_NAMES.sub("", text)
+
+
+def default_text(value: object) -> str:
+    """A default as it is written in a call."""
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if repr(value).startswith("<"):
+        return "..."
+    return repr(value)
+
+
+def parameter_text(parameter: inspect.Parameter) -> str:
+    """One parameter of a signature."""
+    stars = {PARAMETER.VAR_POSITIONAL: "*", PARAMETER.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    text = stars + parameter.name
+    if parameter.annotation is not PARAMETER.empty:
+        text += f": {type_text(parameter.annotation)}"
+    if parameter.default is not PARAMETER.empty:
+        joint = " = " if parameter.annotation is not PARAMETER.empty else "="
+        text += joint + default_text(parameter.default)
+    return text
+
+
+def signature_text(thing: Any, *, bound: bool = False) -> str:
+    """`(x: int, *, y: str = "a") -> bool`; `bound` drops the first parameter."""
+    signature = inspect.signature(thing)
+    given = list(signature.parameters.values())[1 if bound else 0 :]
+    parts: list[str] = []
+    for i, parameter in enumerate(given):
+        keyword_only = parameter.kind is PARAMETER.KEYWORD_ONLY
+        after_star = any(p.kind in (PARAMETER.VAR_POSITIONAL, PARAMETER.KEYWORD_ONLY) for p in given[:i])
+        parts += ["*"] if keyword_only and not after_star else []
+        parts.append(parameter_text(parameter))
+    result = signature.return_annotation
+    arrow = "" if result in (inspect.Signature.empty, None, "None") else f" -> {type_text(result)}"
+    return f"({', '.join(parts)}){arrow}"
+
+
+def paragraph(thing: Any) -> str:
+    """The first paragraph of a docstring on one line, safe for markdown outside of code spans."""
+    words = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    parts = re.split(r"(`[^`]*`)", words)
+    return "".join(p if p.startswith("`") else re.sub(r"[*<]", r"\\\g<0>", p) for p in parts)
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that a class of ours defines or inherits from one of ours."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith("halfstep"):
+            continue
+        for name, member in vars(base).items():
+            if name.startswith("_") or name in seen:
+                continue
+            seen.add(name)
+            function = getattr(member, "__func__", member)
+            if isinstance(member, property) or inspect.isfunction(function):
+                yield name, member
+
+
+def member_line(name: str, member: Any) -> str:
+    """One bullet for one method or property."""
+    if isinstance(member, property):
+        return f"- `{name}`: {paragraph(member)}"
+    bound = not isinstance(member, staticmethod)
+    function = getattr(member, "__func__", member)
+    return f"- `{name}{signature_text(function, bound=bound)}`: {paragraph(function)}"
+
+
+def class_lines(name: str, cls: type) -> list[str]:
+    """A class: how it is made, what it is, what it offers."""
+    if issubclass(cls, enum.Enum):
+        return [f"### `{name}`", "", paragraph(cls), "", *(f"- `{name}.{row.name}`" for row in cls)]
+    made = "" if issubclass(cls, Exception) or getattr(cls, "_is_protocol", False) else signature_text(cls)
+    made = made.removesuffix(" -> None")
+    lines = [f"### `{name}{made}`", "", paragraph(cls), ""]
+    if issubclass(cls, Exception):
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        return [*lines[:2], f"{lines[2]} Bases: {bases}.", ""]
+    bullets = [member_line(*member) for member in members(cls)]
+    return [*lines, *bullets, ""] if bullets else lines
+
+
+def entry(name: str, thing: Any) -> list[str]:
+    """What the page says about one public name."""
+    if inspect.isclass(thing):
+        return class_lines(name, thing)
+    if isinstance(thing, ModuleType):
+        return [f"### `{name}`", "", f"{paragraph(thing)} See [below](#{anchor(thing.__name__)}).", ""]
+    if isinstance(thing, Mapping):
+        return [f"### `{name}`", "", f"A table with the rows {', '.join(f'`{key}`' for key in thing)}.", ""]
+    return [f"### `{name}{signature_text(thing)}`", "", paragraph(thing), ""]
+
+
+def anchor(heading: str) -> str:
+    """The link target of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """`__all__` of a module, or the functions and classes it defines."""
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__ == module.__name__
+    ]
+    for name in sorted(names, key=lambda n: (n.lower(), n)):
+        yield name, getattr(module, name)
+
+
+def page() -> str:
+    """The whole page as markdown."""
+    lines = [HEAD, "## halfstep", "", "`import halfstep as hs`", ""]
+    for name, thing in public(hs):
+        lines += entry(name, thing)
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        lines += [f"## {module_name}", "", paragraph(module), ""]
+        for name, thing in public(module):
+            known = getattr(hs, name, None) is thing
+            lines += [f"`{name}`: see above.", ""] if known else entry(name, thing)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("api.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,103 @@
+"""The documents: generated pages are up to date, links resolve, every page is reached from the index."""
+
+import importlib.util
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import halfstep as hs
+from halfstep.formats import FORMATS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")])
+LINKING = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "examples" / "README.md", *PAGES]
+
+
+def generator(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def short(path):
+    return str(path.relative_to(ROOT))
+
+
+def prose(path):
+    """A page without its code, in which brackets are no links."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def links(path):
+    return [unquote(target) for target in re.findall(r"\]\(([^)\s]+)\)", prose(path))]
+
+
+def anchors(path):
+    """Link targets of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.replace("`", "")).strip().lower().replace(" ", "-") for h in headings}
+
+
+def broken(path):
+    for target in links(path):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists():
+            yield f"{target}: no such file"
+        elif anchor and there.suffix == ".md" and anchor not in anchors(there):
+            yield f"{target}: no such heading"
+
+
+def test_the_api_page_is_up_to_date():
+    assert (DOCS / "api.md").read_text(encoding="utf-8") == generator("generate_api").page(), (
+        "run: python docs/generate_api.py"
+    )
+
+
+def test_the_api_page_has_every_public_name():
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in hs.__all__ if not re.search(rf"^### `{name}\b", text, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("name", ["formats.svg", "step.svg"])
+def test_the_images_are_up_to_date(name):
+    draw = generator("generate_images").PICTURES[name]
+    assert (DOCS / "images" / name).read_text(encoding="utf-8") == draw(), "python docs/generate_images.py"
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16", "e4m3fn", "e5m2"])
+def test_the_drawing_has_a_cell_for_every_bit(name):
+    fmt, images = FORMATS[name], generator("generate_images")
+    cells = re.findall(r'fill="(#\w+)" stroke="#555"', "\n".join(images.bit_row(fmt, 0)))
+    widths = (1, fmt.exponent_bits, fmt.mantissa_bits)
+    assert [cells.count(images.FILLS[part]) for part in ("sign", "exponent", "mantissa")] == list(widths)
+    assert len(cells) == fmt.bits
+
+
+@pytest.mark.parametrize("path", LINKING, ids=short)
+def test_links_resolve(path):
+    assert list(broken(path)) == []
+
+
+def test_a_link_to_nowhere_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Here\n[a](#here) [b](#there) [c](none.md) `[d](x.md)`\n```\n[e](y.md)\n```\n")
+    assert list(broken(page)) == ["#there: no such heading", "none.md: no such file"]
+
+
+def test_the_index_reaches_every_page():
+    reached, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page in reached or page.suffix not in (".md", ".ipynb") or not page.exists():
+            continue
+        reached.add(page)
+        todo += [(page.parent / target.partition("#")[0]).resolve() for target in links(page)]
+    assert [short(page) for page in PAGES if page not in reached] == []
