@@ -12,6 +12,7 @@ import halfstep as hs
 from halfstep import casting, conformance, devices
 from halfstep.conformance import GROUPS, run_battery
 from halfstep.ops import OpRow, Rule
+from halfstep.trainer import Trainer
 from halfstep.unscale import kernels_of, register_kernels
 from tests import python_device
 from tests.python_device import NAME, to_host
@@ -221,6 +222,36 @@ def test_the_one_pass_optimizer_trains_here_as_on_the_cpu(dtype):
             assert session.step(clip_norm=1.0).taken
         last[where] = loss.item()
     assert last[NAME] == pytest.approx(last["cpu"], rel=0.02)
+
+
+def test_the_trainer_fits_checkpoints_and_resumes_here(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+    losses = []
+    for epochs in (1, 2):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(NAME)
+        trainer = Trainer(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            nn.CrossEntropyLoss(),
+            level="O2",
+            dtype="fp16",
+            checkpoints=tmp_path,
+            checkpoint_every=4,
+        )
+        loader = torch.utils.data.DataLoader(data, 16)
+        losses += [log.loss for log in trainer.fit(loader, epochs=epochs, resume=True).steps]
+    assert trainer.step == 8
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def test_code_that_names_torch_autocast_can_be_made_ours():
+    from halfstep.compat.torch_amp import install
+
+    a = torch.ones(2, 2, device=NAME)
+    with install(), torch.autocast(NAME, torch.bfloat16):
+        assert torch.mm(a, a).dtype is torch.bfloat16
+    with torch.autocast(NAME, torch.bfloat16):
+        assert torch.mm(a, a).dtype is torch.float32
 
 
 # --- the battery -------------------------------------------------------------------------------------------
