@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COMMANDS: Mapping[str, str] = {
+    "bench": "optimizers side by side: time, memory, how far weights move",
     "devices": "what this machine's devices do with each dtype and op",
     "doctor": "watch some training steps, name what goes wrong and what cures it",
     "formats": "the number formats, and how each stores a number",

@@ -1,0 +1,91 @@
+"""`halfstep bench step`: optimizers side by side on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from halfstep.cli._output import console, print_json, table
+from halfstep.errors import ConfigError
+
+LEARNING_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
+
+
+def run(
+    what: tyro.conf.Positional[Literal["step"]],
+    parameters: float = 5e7,
+    rounds: int = 9,
+    device: str = "cpu",
+    movement: bool = True,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> None:
+    """Measure optimizers: milliseconds an update and a step, bytes a parameter, how far weights move.
+
+    Args:
+        what: What to measure: step, the optimizers.
+        parameters: Number of parameters (5e7).
+        rounds: Timed rounds of each optimizer; the median counts.
+        device: The torch device to measure on.
+        movement: Whether to measure the movement of weights at small learning rates.
+        json: Print JSON instead of tables.
+    """
+    from halfstep.optim import contest
+
+    if not parameters >= 1000:
+        raise ConfigError(f"--parameters {parameters:g}: give at least 1000")
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: give at least 1")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device}: torch has no such device here ({error})") from error
+    sizes = [int(parameters) // 4] * 4
+    out, results = console(stderr=True), []
+    with out.status("measuring") as status:
+        for result in contest.race(contest.entries(), sizes, rounds, place):
+            results.append(result)
+            status.update(f"measured {result.name}")
+        moved = _movement(contest) if movement else {}
+    if json:
+        threads = torch.get_num_threads()
+        print_json({"parameters": sum(sizes), "threads": threads, "device": device,
+                    "results": [asdict(r) for r in results], "movement": moved})  # fmt: skip
+        return
+    _print(results, sum(sizes), moved)
+
+
+def _movement(contest: Any) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for entry in contest.entries():
+        row = found.setdefault(entry.name, {})
+        for start in (1.0, 0.02):
+            for lr in LEARNING_RATES:
+                row[f"{start:g} at {lr:g}"] = contest.movement(entry, start, lr, steps=300)
+    return found
+
+
+def _print(results: list[Any], count: int, moved: dict[str, dict[str, float]]) -> None:
+    rows = [
+        (
+            r.name,
+            f"{r.update_ms:.1f}",
+            f"{r.update_share:.2f}",
+            f"{r.step_ms:.1f}",
+            f"{r.step_share:.2f}",
+            f"{r.bytes_per_param:.2f}",
+        )
+        for r in results
+    ]
+    columns = ("optimizer", "update ms", "share", "step ms", "share of step", "bytes/param")
+    title = f"{count:,} parameters, {torch.get_num_threads()} threads; shares of {results[0].name}"
+    out = console()
+    out.print(table(title, columns, rows, right=",".join(columns[1:])))
+    if moved:
+        heads = list(next(iter(moved.values())))
+        body = [(name, *(f"{row[h] * 100:.1f} %" for h in heads)) for name, row in moved.items()]
+        head = "movement of a weight after 300 unit gradients, as a share of fp32 (weight at learning rate)"
+        out.print(table(head, ("optimizer", *heads), body, right=",".join(heads)))

@@ -1,0 +1,192 @@
+"""Optimizers side by side: time of an update and of a step, bytes a parameter, how far weights move.
+
+Everything is measured on weights that exist; nothing is computed from a formula. Used by
+`halfstep bench step` and by the benchmark of the optimizers.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.optim.optimizers import AdamW
+
+CLIP = 1.0
+SCALE = 65536.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant: `make` builds its optimizer on parameters; the dtype is that of weights and gradients.
+
+    `update` and `step` take (optimizer, parameters): the bare update, and the whole step with unscaling,
+    finite check and clipping, from scaled gradients.
+    """
+
+    name: str
+    dtype: torch.dtype
+    make: Callable[[list[nn.Parameter]], Any]
+    update: Callable[[Any, list[nn.Parameter]], None]
+    step: Callable[[Any, list[nn.Parameter]], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds (medians), the same as shares of the first contestant's in the same rounds, and bytes.
+
+    Shares are medians of ratios of neighbouring runs. Bytes a parameter: weights, gradients and optimizer.
+    """
+
+    name: str
+    update_ms: float
+    update_share: float
+    step_ms: float
+    step_share: float
+    bytes_per_param: float
+
+
+def _bare(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.step()
+
+
+def _one_pass(optimizer: Any, params: list[nn.Parameter]) -> None:
+    stats = optimizer.measure(inv_scale=1 / SCALE)
+    clip = torch.clamp(CLIP / (stats.norm + 1e-6), max=1.0)
+    optimizer.step(inv_scale=1 / SCALE, clip_coef=clip, found_inf=~stats.finite)
+
+
+def _scaler_clip_step(optimizer: Any, params: list[nn.Parameter]) -> None:
+    scaler = torch.amp.GradScaler(params[0].device.type, init_scale=SCALE)
+    scaler.scale(torch.ones((), device=params[0].device))
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(params, CLIP)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Entry:
+    """`hs.optim.AdamW` in one of its modes."""
+
+    def make(params: list[nn.Parameter]) -> AdamW:
+        return AdamW(params, master=master, state_dtype=state_dtype)
+
+    return Entry(f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, _bare, _one_pass)
+
+
+def torch_adamw(**options: Any) -> Entry:
+    """torch's AdamW on fp32 weights, its whole step through torch's GradScaler and clip_grad_norm_."""
+    name = "torch AdamW " + ", ".join(key for key, value in options.items() if value)
+    return Entry(name, torch.float32, lambda p: torch.optim.AdamW(p, **options), _bare, _scaler_clip_step)
+
+
+def entries() -> list[Entry]:
+    """torch's AdamW fused and foreach, and ours in every mode."""
+    modes = [
+        ("exact", "fp32"),
+        ("exact", "bf16"),
+        ("exact", "8bit"),
+        ("fp32", "fp32"),
+        ("stochastic", "8bit"),
+    ]
+    return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
+
+
+class Bench:
+    """One contestant with weights and gradients in place."""
+
+    def __init__(self, entry: Entry, sizes: Sequence[int], device: torch.device) -> None:
+        self.entry = entry
+        self.device = device
+        generator = torch.Generator(device).manual_seed(0)
+        self.params = [_parameter(n, entry.dtype, device, generator) for n in sizes]
+        self.optimizer = entry.make(self.params)
+        for p in self.params:
+            p.grad = torch.empty_like(p)
+        self.refill()
+
+    def refill(self) -> None:
+        """Put scaled gradients back: torch's unscale and clip write them."""
+        for p in self.params:
+            assert p.grad is not None
+            p.grad.copy_(p.detach()).mul_(SCALE / 20)
+
+    def seconds(self, kind: str) -> float:
+        """Time one `update` or `step`: processor time where one thread works, else the clock's."""
+        self.refill()
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        work = self.entry.update if kind == "update" else self.entry.step
+        start = clock()
+        work(self.optimizer, self.params)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return clock() - start
+
+    def bytes_per_param(self) -> float:
+        """Storage of weights, gradients and all optimizer tensors, each once, over the parameter count."""
+        held = [*self.params, *(p.grad for p in self.params if p.grad is not None)]
+        for state in self.optimizer.state.values():
+            held += [value for value in state.values() if isinstance(value, Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        return sum(storages.values()) / sum(p.numel() for p in self.params)
+
+
+def _parameter(n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> nn.Parameter:
+    return nn.Parameter(torch.randn(n, device=device, generator=generator).mul_(0.02).to(dtype))
+
+
+def race(
+    contestants: Sequence[Entry], sizes: Sequence[int], rounds: int, device: torch.device
+) -> Iterator[Result]:
+    """Time each contestant in turn with the first, two in memory at a time; yields one result each."""
+    first = Bench(contestants[0], sizes, device)
+    for entry in contestants:
+        bench = first if entry is contestants[0] else Bench(entry, sizes, device)
+        times: dict[str, list[tuple[float, float]]] = {"update": [], "step": []}
+        for turn in range(rounds + 1):
+            for kind, found in times.items():
+                pair = (bench.seconds(kind), first.seconds(kind))
+                if turn:  # the first round builds states and compiles
+                    found.append(pair)
+        ms = {kind: statistics.median(own for own, _ in found) * 1e3 for kind, found in times.items()}
+        share = {kind: statistics.median(own / peer for own, peer in found) for kind, found in times.items()}
+        size = bench.bytes_per_param()
+        yield Result(entry.name, ms["update"], share["update"], ms["step"], share["step"], size)
+        if bench is not first:
+            del bench
+            gc.collect()
+
+
+def movement(entry: Entry, start: float, lr: float, steps: int, count: int = 4096) -> float:
+    """How far weights of `start` moved under unit gradients, as a share of what fp32 AdamW moves them.
+
+    The mean over `count` weights without weight decay; the value an optimizer knows beyond the weight counts.
+    """
+    moved: list[float] = []
+    for make, dtype in ((entry.make, entry.dtype), (_plain, torch.float64)):
+        p = nn.Parameter(torch.full((count,), start, dtype=dtype))
+        optimizer = make([p])
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, 0.0
+        p.grad = torch.ones_like(p)
+        begin = _value(optimizer, p)
+        for _ in range(steps):
+            optimizer.step()
+        moved.append(begin - _value(optimizer, p))
+    return moved[0] / moved[1]
+
+
+def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+def _value(optimizer: Any, p: nn.Parameter) -> float:
+    known: Mapping[Tensor, Tensor] = {}
+    if isinstance(optimizer, AdamW):
+        known = optimizer.masters()
+    return float(known.get(p, p.detach()).double().mean())
