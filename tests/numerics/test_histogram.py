@@ -121,6 +121,21 @@ def test_any_layout(make):
     assert h.exponents == count_in_float64(d.reshape(-1), format_of(d.dtype))[0]
 
 
+def test_many_at_once_equal_one_by_one():
+    everything = tensor_with_everything(FORMATS["fp32"], 500)
+    parts = [
+        everything,
+        torch.randn(7),
+        torch.zeros(3),
+        everything[:1],
+        torch.empty(0),
+        torch.full((2,), 1e-42),
+    ]
+    together = hg.count_many(parts)
+    for part, row in zip(parts, together):
+        assert torch.equal(row, hg.count(part).bins)
+
+
 def test_counts_add():
     a, b = torch.randn(100), torch.randn(50)
     assert (hg.count(a) + hg.count(b)).read() == hg.count(torch.cat([a, b])).read()

@@ -8,7 +8,7 @@ be answered from the count alone. Nothing here changes a tensor or draws a rando
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -202,11 +202,32 @@ def _count_fp32_cpu(flat: Tensor, fmt: Format) -> Tensor:
     fields = both[:256] + both[256:]
     out = torch.zeros(_bins(fmt), dtype=torch.int64)
     out.numpy()[1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = fields[1:255]
-    for field in (0, 255):
-        if fields[field]:
-            magnitude = raw & 0x7FFF_FFFF
+    rare = [field for field in (0, 255) if fields[field]]
+    if rare:
+        magnitude = raw & 0x7FFF_FFFF
+        zeros = flat.numel() - int(torch.count_nonzero(magnitude))
+        if rare == [0] and zeros == fields[0]:
+            out[0], rare = zeros, []
+        for field in rare:
             some = magnitude[(magnitude >> fmt.mantissa_bits) == field]
             out += torch.bincount(_bin_index(some, fmt), minlength=_bins(fmt))
+    return out
+
+
+def count_many(parts: Sequence[Tensor]) -> Tensor:
+    """Counts many flat fp32 CPU tensors in one go: int64 [len(parts), bins], each row as `count`'s bins."""
+    fmt = FORMATS["fp32"]
+    raw = torch.cat([p.view(torch.int32) for p in parts])
+    sizes = torch.tensor([p.numel() for p in parts])
+    row = torch.repeat_interleave(torch.arange(len(parts), dtype=torch.int32), sizes)
+    fields = ((raw >> fmt.mantissa_bits) & 0x1FF) + (row << 9)
+    counted = torch.bincount(fields, minlength=512 * len(parts)).view(len(parts), 2, 256).sum(1)
+    out = torch.zeros(len(parts), _bins(fmt), dtype=torch.int64)
+    out[:, 1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = counted[:, 1:255]
+    out[:, 0] = torch.bincount(row[(raw & 0x7FFF_FFFF) == 0], minlength=len(parts))
+    rare = (counted[:, 0] != out[:, 0]) | (counted[:, 255] != 0)
+    for i in rare.nonzero().view(-1).tolist():
+        out[i] = _count_fp32_cpu(parts[i], fmt)
     return out
 
 

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.devices import send_to_host
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
 from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
-from halfstep.numerics.histogram import Counts, count, lowest_exponent, max_abs
 from halfstep.numerics.replay import is_session
+from halfstep.numerics.sampling import Late, Seen, see, spread
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -77,7 +76,7 @@ def watch(
         keep: histograms kept for each tensor.
         dtype: the format headroom is counted in; None takes the session's compute dtype, else the tensors'.
         scaler: a GradScaler used beside a plain optimizer, for the scale's history.
-        exact: count every element; otherwise a large tensor's histogram is of 16,384 elements spread evenly
+        exact: count every element; otherwise a large tensor's histogram is of 4,096 elements spread evenly
             over it. Largest magnitudes are of all elements either way.
 
     Raises:
@@ -114,9 +113,9 @@ class Watch:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
         self._extremes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._counts: dict[tuple[str, str], tuple[Counts, Tensor]] = {}
+        self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
-        self._late: list[_Late] = []
+        self._late: list[Late] = []
         self._last_scale = self._scale()
         self._handles: list[Any] = []
         self._install()
@@ -168,7 +167,7 @@ class Watch:
         if gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
             return
         # Accumulated gradients come by once for each backward; the last one is the step's.
-        self._extremes[name] = torch.aminmax(gradient.detach())
+        self._extremes[name] = torch.aminmax(gradient)
         if self._sampling:
             self._count("gradient", name, gradient)
 
@@ -217,11 +216,11 @@ class Watch:
             name = self._names.get(parameter) or positions.get(place, f"parameter {place}")
             self._count("update", name, parameter - before)
             if parameter.grad is not None and not exact and parameter.grad.layout == torch.strided:
-                moved = _spread(parameter.grad) != 0
-                same = _spread(parameter.detach()) == _spread(before)
+                moved = spread(parameter.grad) != 0
+                same = spread(parameter.detach()) == spread(before)
                 shares[name] = (torch.count_nonzero(moved & same), torch.count_nonzero(moved))
         if shares:
-            self._late.append(_Late.shares(self.step, shares))
+            self._late.append(Late.shares(self.step, shares))
 
     def _positions(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
         """Names by place, for optimizers that update masters of the model's parameters in their order."""
@@ -230,24 +229,22 @@ class Watch:
         return dict(enumerate(names)) if same else {}
 
     def _count(self, kind: str, name: str, tensor: Tensor) -> None:
-        tensor = tensor.detach()
-        known = self._counts.get((kind, name))
-        counted, top = count(tensor if self.exact else _spread(tensor)), max_abs(tensor)
-        again = known is not None and kind in ("activation", "activation_grad")
-        if again and known is not None and known[0].dtype == counted.dtype:
+        seen = see(tensor, self.exact)
+        known = self._seen.get((kind, name))
+        if known is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
-            counted, top = known[0] + counted, torch.maximum(known[1], top)
-        self._counts[kind, name] = (counted, top)
+            seen = known.joined(seen)
+        self._seen[kind, name] = seen
 
     def _end(self, scale: float | Tensor, taken: bool | Tensor) -> None:
         """Closes a step: notes its gradients, and hands sampled counts over for reading."""
         if self._sampling:
             for parameter, name in self._names.items():
                 self._count("weight", name, parameter)
-            self._late.append(_Late.counts(self.step, self._counts, scale))
+            self._late.append(Late.counts(self.step, self._seen, scale))
         if self._extremes:
-            self._late.append(_Late.extremes(self.step, self._extremes, scale, taken))
-        self._counts, self._extremes, self._before = {}, {}, {}
+            self._late.append(Late.extremes(self.step, self._extremes, scale, taken))
+        self._seen, self._extremes, self._before = {}, {}, {}
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
         self.collect(wait=False)
@@ -262,7 +259,8 @@ class Watch:
         while self._late and (wait or self._late[0].arrived):
             self._late.pop(0).deliver(self)
 
-    def _note(self, step: int, tops: dict[str, float], scale: float, taken: bool) -> None:
+    def take_note(self, step: int, tops: dict[str, float], scale: float, taken: bool) -> None:
+        """Takes in each parameter's largest gradient of a step."""
         worst = max(tops, key=lambda n: math.inf if math.isnan(tops[n]) else tops[n])
         self.notes.append(StepNote(step, tops[worst], scale, taken, worst))
         for name, top in tops.items():
@@ -271,14 +269,16 @@ class Watch:
     def _series(self, kind: str, name: str) -> Series:
         return self.series.setdefault((kind, name), Series(name, kind))
 
-    def _sample(self, kind: str, name: str, sample: Sample) -> None:
+    def take_sample(self, kind: str, name: str, sample: Sample) -> None:
+        """Takes in one tensor's histogram."""
         series = self._series(kind, name)
         if kind == "gradient":  # its magnitude is noted every step
             series.samples = [*series.samples, sample][-self.keep :]
         else:
             series.add(sample, self.keep)
 
-    def _lost(self, step: int, lost: dict[str, tuple[int, int]]) -> None:
+    def take_lost(self, step: int, lost: dict[str, tuple[int, int]]) -> None:
+        """Takes in how many of how many updates were lost, by parameter."""
         shares = {name: a / b for name, (a, b) in lost.items() if b}
         if shares:
             worst = max(shares, key=lambda n: shares[n])
@@ -347,85 +347,6 @@ class Watch:
                 f"{last.worst_share:.0%})"
             )
         return lines
-
-
-class _Late:
-    """Device values on their way to the host, copied together, read when they have arrived."""
-
-    def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
-        self._step, self._what, self._keys, self._more = step, what, keys, more
-        self._packed = send_to_host(packed)
-
-    @classmethod
-    def extremes(
-        cls, step: int, found: dict[str, tuple[Tensor, Tensor]], scale: float | Tensor, taken: bool | Tensor
-    ) -> _Late:
-        first = next(iter(found.values()))[0]
-        values = [v for pair in found.values() for v in pair]
-        if any(v.dtype != torch.float32 for v in values):
-            values = [v.float() for v in values]
-        fate = [torch.as_tensor(x, dtype=torch.float32, device=first.device) for x in (scale, taken)]
-        return cls(step, "extremes", list(found), torch.stack(values + fate), ())
-
-    @classmethod
-    def counts(cls, step: int, found: dict[Any, tuple[Counts, Tensor]], scale: float | Tensor) -> _Late:
-        # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
-        parts = [torch.cat([c.bins.double(), top.double().view(1)]) for c, top in found.values()]
-        last = torch.as_tensor(scale, dtype=torch.float64, device=parts[0].device).view(1)
-        shapes = tuple((c.dtype, c.bins.numel()) for c, _ in found.values())
-        return cls(step, "counts", list(found), torch.cat([*parts, last]), shapes)
-
-    @classmethod
-    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> _Late:
-        return cls(step, "shares", list(found), torch.stack([v for pair in found.values() for v in pair]), ())
-
-    @property
-    def arrived(self) -> bool:
-        return self._packed.done()
-
-    def deliver(self, to: Watch) -> None:
-        if self._what == "counts":
-            self._deliver_counts(to, self._packed.wait().numpy())
-            return
-        values = self._packed.wait().tolist()
-        if self._what == "extremes":
-            pairs = zip(self._keys, values[0::2], values[1::2])
-            to._note(self._step, {n: _magnitude(a, b) for n, a, b in pairs}, values[-2], bool(values[-1]))
-        else:
-            pairs = zip(self._keys, values[0::2], values[1::2])
-            to._lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
-
-    def _deliver_counts(self, to: Watch, values: Any) -> None:
-        at, scale = 0, float(values[-1])
-        for (kind, name), (dtype, size) in zip(self._keys, self._more):
-            bins, top = values[at : at + size], float(values[at + size])
-            at += size + 1
-            present = bins[1:-2].nonzero()[0]
-            first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
-            counts = tuple(int(n) for n in bins[1 + first : 2 + last])
-            lowest = lowest_exponent(FORMATS[dtype])
-            zeros, infs, nans = int(bins[0]), int(bins[-2]), int(bins[-1])
-            scaled = scale if kind in ("gradient", "activation_grad") else 1.0
-            sample = Sample(self._step, top, dtype, lowest + first, counts, zeros, infs, nans, scaled)
-            to._sample(kind, name, sample)
-
-
-def _spread(t: Tensor, most: int = 1 << 14) -> Tensor:
-    """About `most` elements evenly spread over a tensor: whole rows, so that every column is there."""
-    size = t.numel()
-    if size <= 2 * most or t.layout != torch.strided or t.is_complex():
-        return t
-    width = t.shape[-1]
-    if 16 * width <= most:
-        return t.reshape(-1, width)[:: size // most]
-    stride = size // most
-    while math.gcd(stride, width) > 1:
-        stride += 1
-    return t.reshape(-1)[::stride]
-
-
-def _magnitude(low: float, high: float) -> float:
-    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
