@@ -15,6 +15,7 @@ import torch
 
 import halfstep as package
 from halfstep import devices
+from halfstep.cli import main
 from halfstep.conformance import run_battery
 from halfstep.errors import ConfigError
 
@@ -124,11 +125,23 @@ def test_the_cpu_passes_the_battery():
     assert {c.group for c in checks} == {"casting", "models", "scaling", "masters", "state"}
 
 
-def test_a_module_that_cannot_be_imported_is_wrong_input():
-    done = halfstep("devices", "--check", "pydev", "--module", "no.such.module")
-    assert done.returncode == 2
-    assert done.stderr.startswith("halfstep: --module 'no.such.module' cannot be imported")
-    assert halfstep("devices", "--check", "pydev").stderr.startswith("halfstep: unknown device 'pydev'")
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            ("--module", "no.such.module"),
+            "--module 'no.such.module' cannot be imported: No module named 'no'",
+        ),
+        (("--module", "nowhere.py"), "--module 'nowhere.py': no such file"),
+        ((), "unknown device 'pydev'; expected one of cpu"),
+    ],
+)
+def test_what_cannot_be_brought_up_is_wrong_input(args, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["devices", "--check", "pydev", *args]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"halfstep: {says}")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "Meta", "a b", ""])
