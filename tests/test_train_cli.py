@@ -10,7 +10,8 @@ from halfstep.cli import main
 
 
 @pytest.fixture(autouse=True)
-def _threads():
+def _wide_and_threads_put_back(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

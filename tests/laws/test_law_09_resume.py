@@ -125,6 +125,7 @@ trainer.fit(own_loader(), steps=100000, resume=True)
 def test_kill_9_leaves_a_folder_to_resume_from(tmp_path):
     """A child saves at every step; it is killed again and again at no particular moment."""
     folder = tmp_path / "run"
+    saved = checkpoint.CheckpointFolder(folder, keep=3)
     newest = 0
     for turn in range(2):
         child = subprocess.Popen(
@@ -135,11 +136,15 @@ def test_kill_9_leaves_a_folder_to_resume_from(tmp_path):
         )
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        time.sleep(0.15 + 0.037 * turn)
+        until = time.monotonic() + 60
+        while not (saved.paths() and saved.paths()[-1].name > f"step-{newest + 2:08d}.pt"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.013 * turn)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        state = checkpoint.CheckpointFolder(folder).load_latest()
+        state = saved.load_latest()
         assert state is not None
         assert state["step"] > newest
         newest = state["step"]
