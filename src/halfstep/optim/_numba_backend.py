@@ -18,6 +18,7 @@ from halfstep.optim.algorithms import Algorithm, Row
 from halfstep.optim.slots import Slot
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
+TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 
 
@@ -73,9 +74,12 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> GradStats:
         table = np.zeros((len(same), 7), np.int64)
         table[:, 2] = [g.data_ptr() for g in same]
         squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
-        run_ranges(kernels().measurer(code), sizes, items, table, squares, peaks)
+        run_ranges(kernels().measurer(code, False), sizes, items, table, squares, peaks)
+        peak = float(peaks.max(initial=0.0))
+        if 0 < peak < TINY or HUGE < peak < np.inf:  # fp32 squares may have vanished or overflowed
+            run_ranges(kernels().measurer(code, True), sizes, items, table, squares, peaks)
         total += float(squares.sum())
-        top = float(np.maximum(top, peaks.max(initial=0.0)))
+        top = float(np.maximum(top, peak))
     norm = torch.tensor(total**0.5 * inv_scale, dtype=torch.float32)
     max_abs = torch.tensor(top, dtype=torch.float32) * inv_scale
     return GradStats(torch.tensor(bool(np.isfinite(top))), norm, max_abs)

@@ -2,7 +2,7 @@
 """CPU kernels: the one-pass update and the gradient measurement as Numba loops, equal to reference.py.
 
 Each kernel walks a table of addresses, so that one call serves a whole model. Loops run over slices that
-start at zero, because LLVM leaves loops with offset indices scalar; no fast-math anywhere, because
+start at zero, because LLVM leaves loops with offset indices scalar. No fast-math in the update:
 reassociation and fused multiply-add would break equality with the reference.
 """
 
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from halfstep.optim import _layout as L
 
 f32, i32, i16, u8, u32 = np.float32, np.int32, np.int16, np.uint8, np.uint32
-LANES = 64
+FLUSH = 4096  # gradients whose squares are added in fp32 before float64 takes over
 MASK = i32(0x7FFFFFFF)
 INF_BITS = i32(0x7F800000)
 
@@ -53,9 +53,9 @@ def at(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
-def compiled(signature: str | None = None) -> Any:
+def compiled(signature: str | None = None, **more: Any) -> Any:
     """njit as every kernel here wants it; without the disk cache where no directory can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     given = () if signature is None else (signature,)
 
     def decorate(function: Any) -> Any:
@@ -457,33 +457,39 @@ def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
 
 
 @cache
-def measurer(grad: int) -> Any:
-    """Sum of squares (float64) and largest magnitude of each work item; NaN and inf show in the latter."""
-    wide = 4 if grad == L.FP32 else 2
+def measurer(grad: int, wide: bool) -> Any:
+    """Sum of squares and largest magnitude of each work item; NaN and inf show in the latter.
+
+    Squares are taken in fp32 and added up in float64 every `FLUSH` elements, or all in float64 where `wide`.
+    The order within such a run is left to the compiler: it is the same at any number of threads.
+    """
+    size = 4 if grad == L.FP32 else 2
+    kind = np.float64 if wide else np.float32
+
+    def part(g16, g32):
+        total = kind(0)
+        top = i32(0)
+        for i in range(g16.shape[0]):
+            x = read_grad(grad, g16, g32, i)
+            top = max(top, i32(bits_of(x) & MASK))
+            total += kind(x) * kind(x)
+        return np.float64(total), float_of(top)
+
+    measure = compiled(fastmath={"reassoc"})(part)
 
     def run(first, last, items, table, squares, peaks):
-        lanes = np.empty(LANES, np.float64)
         for k in range(first, last):
-            p, start, n = items[k, 0], items[k, 1], items[k, 2]
-            g16 = carray(at(table[p, 2] + wide * start), n, np.int16)
-            g32 = carray(at(table[p, 2] + wide * start), n, np.float32)
-            lanes[:] = 0.0
-            top = i32(0)
-            for i in range(n // LANES):
-                o = i * LANES
-                row16, row32 = g16[o : o + LANES], g32[o : o + LANES]
-                for j in range(LANES):
-                    x = read_grad(grad, row16, row32, j)
-                    top = max(top, i32(bits_of(x) & MASK))
-                    lanes[j] += np.float64(x) * np.float64(x)
+            p, start, count = items[k, 0], items[k, 1], items[k, 2]
             total = 0.0
-            for i in range(n // LANES * LANES, n):
-                x = read_grad(grad, g16, g32, i)
-                top = max(top, i32(bits_of(x) & MASK))
-                total += np.float64(x) * np.float64(x)
-            for j in range(LANES):
-                total += lanes[j]
+            top = f32(0)
+            for j in range(start, start + count, FLUSH):
+                n = min(FLUSH, start + count - j)
+                g16 = carray(at(table[p, 2] + size * j), n, np.int16)
+                g32 = carray(at(table[p, 2] + size * j), n, np.float32)
+                squared, peak = measure(g16, g32)
+                total += squared
+                top = float_of(max(bits_of(top), bits_of(peak)))
             squares[k] = total
-            peaks[k] = float_of(top)
+            peaks[k] = top
 
     return compiled("void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])")(run)
