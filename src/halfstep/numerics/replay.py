@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,25 @@ def random_state() -> Callable[[], None]:
             module.set_rng_state_all(states)
 
     return restore
+
+
+_replaying = 0
+
+
+@contextmanager
+def replay() -> Iterator[None]:
+    """Marks what runs within as a replay: a watch does not take it for training."""
+    global _replaying
+    _replaying += 1
+    try:
+        yield
+    finally:
+        _replaying -= 1
+
+
+def replaying() -> bool:
+    """Whether a replay is running."""
+    return _replaying > 0
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

@@ -89,7 +89,7 @@ class Late:
     ) -> Late:
         """Smallest and largest gradient by parameter, and what became of the step."""
         first = next(iter(found.values()))[0]
-        values = [v.detach() for pair in found.values() for v in pair]
+        values = [v for pair in found.values() for v in pair]
         if any(v.dtype != torch.float32 for v in values):
             values = [v.float() for v in values]
         fate = [torch.as_tensor(x, dtype=torch.float32, device=first.device) for x in (scale, taken)]

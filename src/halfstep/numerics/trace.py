@@ -18,7 +18,7 @@ from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, explain
 from halfstep.numerics.cures import Cure, propose
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.replay import Actors, Snapshot, run_eagerly
+from halfstep.numerics.replay import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.sites import Site
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
@@ -156,7 +156,7 @@ def trace_step(
         model, optimizer, session, others: what takes part. Whatever is left out is found among the names that
             `step` uses; `others` are further things with state_dict (schedulers, scalers).
         underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
-        try_cures: replay the step with each cure that can be applied from outside.
+        try_cures: replay the step with each cure that can be applied from outside (not with several ranks).
         keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
@@ -170,7 +170,8 @@ def trace_step(
         trace = _run(step, batch, actors, underflow, keep_bytes, observers)
     finally:
         snapshot.restore()
-    if trace.bad is not None and try_cures:
+    # Ranks find different ops, so cures tried on one would wait for collectives that the others never enter.
+    if trace.bad is not None and try_cures and not _many_ranks():
         trace.bad = _tried(trace.bad, step, batch, actors, snapshot)
     trace.seconds = time.perf_counter() - started
     if trace.error is not None and trace.bad is None:
@@ -202,7 +203,7 @@ def _run(
     tape = Tape(actors.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
-    with run_eagerly(), tape:
+    with run_eagerly(), replay(), tape:
         try:
             result = step(*batch)
         except Exception as caught:
@@ -266,7 +267,7 @@ def _spoiled(tape: Tape, actors: Actors, before: frozenset[tuple[str, str]]) -> 
 
 def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp | None:
     if not tape.ends:
-        return _hidden(tape, actors, spoiled)
+        return _from_elsewhere(tape, spoiled) or _hidden(tape, actors, spoiled)
     reached = {i for end in tape.ends for i in end.origins}
     real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
     real = real or sorted(reached & tape.candidates.keys())
@@ -283,6 +284,23 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
         )
     )
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
+
+
+def _many_ranks() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> BadOp | None:
+    """This rank's own gradients were finite and what the optimizer read was not: another rank's were not."""
+    read = [n for n in tape.candidates.values() if n.outside and n.phase in ("backward", "optimizer")]
+    if not read or not _many_ranks():
+        return None
+    cause = Cause("rank", "another rank's gradients were not finite: see that rank's verdict")
+    outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
+    site = Site("", "", None, "", 0)
+    args = ("backward", "", "", "all_reduce", "c10d.allreduce", site, (), outputs, False, cause, (), spoiled)
+    return BadOp(*args, reached=("gradients of this rank",))
 
 
 def _hidden(tape: Tape, actors: Actors, spoiled: Spoiled) -> BadOp | None:

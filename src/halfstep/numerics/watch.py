@@ -25,7 +25,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
 from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
-from halfstep.numerics.replay import is_session
+from halfstep.numerics.replay import is_session, replaying
 from halfstep.numerics.sampling import Late, Seen, see, spread
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -164,7 +164,7 @@ class Watch:
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
+        if replaying() or gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
             return
         # Accumulated gradients come by once for each backward; the last one is the step's.
         self._extremes[name] = torch.aminmax(gradient)
@@ -172,7 +172,7 @@ class Watch:
             self._count("gradient", name, gradient)
 
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._sampling or torch.compiler.is_compiling():
+        if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
         recomputed = torch._C._current_graph_task_id() != -1
         for tensor in _floats(output):
@@ -183,16 +183,18 @@ class Watch:
             return
 
     def _on_output_gradient(self, name: str, gradient: Tensor) -> None:
-        if self._sampling and gradient is not None:
+        if self._sampling and gradient is not None and not replaying():
             self._count("activation_grad", name, gradient)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._sampling:
+        if self._sampling and not replaying():
             for parameter in _updated(optimizer):
                 if parameter.grad is not None:
                     self._before[parameter] = parameter.detach().clone()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if replaying():
+            return
         if self._sampling:
             self._compare(optimizer)
         if self._session is None:
@@ -200,6 +202,8 @@ class Watch:
             self._last_scale = self._scale()
 
     def _on_outcome(self, session: Any, outcome: Any) -> None:
+        if replaying():
+            return
         # On a CPU the outcome is there already; elsewhere it is read when the note is.
         self._end(outcome.device_value("scale"), outcome.device_value("taken"))
 
@@ -236,6 +240,7 @@ class Watch:
             seen = known.joined(seen)
         self._seen[kind, name] = seen
 
+    @torch.no_grad()
     def _end(self, scale: float | Tensor, taken: bool | Tensor) -> None:
         """Closes a step: notes its gradients, and hands sampled counts over for reading."""
         if self._sampling:
