@@ -17,7 +17,7 @@ from torch import nn
 from halfstep.numerics.histogram import Counts, count, what_if
 from halfstep.recipes import RECIPES
 
-from .tasks import SETTINGS, TASKS, Detector, Run, detection_loss, load
+from .tasks import SETTINGS, TASKS, Detector, Run, detection_loss, load, take
 
 
 def run_task(index: int, setting: str, seed: int, effort: float) -> Run:
@@ -87,7 +87,7 @@ def _weight_gradients(name: str, effort: float) -> dict[str, Any]:
     steps = max(4, int(chosen.demo_steps * effort))
     flushed = dict.fromkeys((0, 3, 10, 16), 0.0)
     seen = 0
-    for step, (x, y) in zip(range(steps), chosen.task().train(0)):
+    for step, (x, y) in enumerate(take(steps, chosen.task().train(0))):
         optimizer.zero_grad()
         chosen.loss(model(x), y).backward()
         if step % max(1, steps // 10) == 0:

@@ -5,8 +5,9 @@ with a dynamic loss scale or with none; `fp16 weights` is level O3: no masters, 
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def _train(
     return amp, losses
 
 
+def take(steps: int, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `steps` batches, over as many passes of the loader as that needs."""
+    passes = chain.from_iterable(iter(lambda: loader, None))
+    return islice(passes, steps)
+
+
 def recipe(name: str) -> Callable[[str, int, float], Run]:
     """Train one of halfstep's recipes; `effort` scales the number of steps."""
 
@@ -77,7 +84,7 @@ def recipe(name: str) -> Callable[[str, int, float], Run]:
         steps = max(2, int(chosen.demo_steps * effort))
         task = chosen.task()
         model, optimizer = chosen.build(seed)
-        batches = (batch for _, batch in zip(range(steps), task.train(seed)))
+        batches = take(steps, task.train(seed))
         amp, losses = _train(model, optimizer, setting, batches, chosen.loss)
         with amp.evaluating():
             outputs = [(model(x), y) for x, y in task.test]
