@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all check bench gpu clean
+.PHONY: demo test test-all check bench gpu paper clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -33,6 +33,9 @@ test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
 
 bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/run_all.py
+
+paper: .venv/demo.stamp  ## re-create the 2018 paper's phenomena; writes paper.html
+	OMP_NUM_THREADS=1 $(BIN)/python -m papers.mixed_precision_training_2018.run --out paper.html
 
 gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/*.json
 	$(BIN)/python -m pytest tests/gpu
