@@ -1,0 +1,50 @@
+"""What `import halfstep` adds to `import torch`: CPU time, medians (results/import_time.json).
+
+Run: python benchmarks/import_time.py. In each of several fresh processes torch is
+imported first and halfstep timed after it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+TIMED = """
+import time
+began = time.process_time()
+import torch
+torch_done = time.process_time()
+import halfstep
+print(torch_done - began, time.process_time() - torch_done)
+"""
+LIMIT_MS = 150
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "import_time.json")
+    options = parser.parse_args()
+    pairs = []
+    for _ in range(options.processes + 1):
+        done = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True)
+        pairs.append([1000 * float(seconds) for seconds in done.stdout.split()])
+    torch_ms, halfstep_ms = zip(*pairs[1:])  # the first fills the file cache
+    found = {
+        "machine": {"cpu": platform.machine(), "torch": torch.__version__, "processes": options.processes},
+        "torch_ms": round(statistics.median(torch_ms), 1),
+        "halfstep_adds_ms": round(statistics.median(halfstep_ms), 1),
+        "most_ms": round(max(halfstep_ms), 1),
+        "limit_ms": LIMIT_MS,
+    }
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Every example runs from its command line as its first lines say, and is listed."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def run_apart(name, *arguments):
+    """In a process of its own: it keeps the device that the example brings up."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_papers_method_by_hand_gives_the_same_weights(run):
+    printed = run("paper_method.py", "--steps", "60")
+    hand, ours, difference = printed.splitlines()
+    assert hand.removeprefix("by hand") == ours.removeprefix("halfstep")
+    assert int(re.search(r"(\d+) steps skipped", ours)[1]) > 0
+    assert float(re.search(r"accuracy ([\d.]+)", ours)[1]) > 0.85
+    assert float(difference.split()[-1]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ((), "float32"),
+        (("--pyamp",), "bfloat16"),
+        (("--pyamp", "--device", "pydev", "--plugin", "tests.python_device"), "bfloat16"),
+    ],
+    ids=["off", "cpu", "pydev"],
+)
+def test_the_accelerator_courses_loop(arguments, dtype, run):
+    start = run_apart if "--plugin" in arguments else run
+    printed = start("mlu_training_loop.py", "--epochs", "2", *arguments)
+    first, second = (float(x) for x in re.findall(r"loss ([\d.]+)", printed))
+    assert second < first / 1.5
+    assert f"output in torch.{dtype}" in printed
+    assert f"scale {65536 if arguments else 1}:" in printed
+
+
+def test_manual_casting_trains_each_way(run):
+    rows = run("manual_casting.py", "--steps", "60").splitlines()
+    assert [row.split(":")[0] for row in rows] == ["per_module", "per_tensor", "per_path"]
+    assert [row.rsplit("in ", 1)[1] for row in rows] == ["fp32, fp32, fp32"] * 2 + ["bf16, bf16, fp32"]
+    for row in rows:
+        assert "output torch.float32" in row
+        assert float(re.search(r"accuracy ([\d.]+)", row)[1]) > 0.8
+
+
+def test_apex_levels_prints_a_row_for_the_level_asked_for(run):
+    printed = run("apex_levels.py", "--steps", "3", "--opt-level", "O2", "--loss-scale", "128.0")
+    assert "128.0" in printed
+    assert printed.count("O2") == 1
+
+
+def test_apex_dcgan_tells_which_optimizer_stepped(run):
+    printed = run("apex_dcgan.py", "--steps", "4", "--inject-overflow", "G@2")
+    assert "overflow of G at step 2: D stepped: True, G stepped: False" in printed
+
+
+def test_the_list_has_every_example():
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_example_has_a_test_here_or_beside(name):
+    here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert re.search(
+        rf'"{name}"|example\("{name.removesuffix(".py")}"\)|import {name.removesuffix(".py")}\b', here
+    )
