@@ -1,0 +1,60 @@
+"""Healthy training: the doctor says nothing, and watching it changes nothing."""
+
+import pytest
+import torch
+
+from halfstep.numerics.lint import LintProbe
+from halfstep.numerics.trace import trace_step
+from halfstep.numerics.watch import watch
+from halfstep.recipes import RECIPES
+from halfstep.session import prepare
+
+# It exists to show what fp16 does to faint gradients without help, so fp16 alone is not healthy there.
+HEALTHY = [n for n in RECIPES if n != "digits-faint"]
+SETTINGS = [("O0", None), ("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")]
+
+
+def start(name, level, dtype):
+    recipe = RECIPES[name]
+    torch.manual_seed(0)
+    model, optimizer = recipe.build(0)
+    amp = prepare(model, optimizer, level=level, dtype=dtype)
+    batches = iter(recipe.task().train(0))
+    small = 2 if name == "text-gpt" else 16
+
+    def step(x, y):
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step(clip_norm=1.0)
+        return loss.detach()
+
+    return model, amp, step, [tuple(t[:small] for t in next(batches)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(("level", "dtype"), SETTINGS)
+def test_no_false_alarm(name, level, dtype):
+    _, amp, step, batches = start(name, level, dtype)
+    for batch in batches[:2]:
+        step(*batch)
+    probe = LintProbe()
+    trace = trace_step(step, *batches[2], session=amp, underflow=True, observers=[probe.look])
+    assert trace.bad is None
+    assert trace.ends == ()
+    assert probe.findings == []
+    assert trace.ops > 20
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "fp16")])
+def test_watched_and_unwatched_losses_are_the_same(name, level, dtype):
+    losses = []
+    for every in (None, 1):
+        model, amp, step, batches = start(name, level, dtype)
+        seen = None if every is None else watch(model, amp, every=every)
+        losses.append([float(step(*batch)) for batch in batches])
+    assert losses[0] == losses[1]
+    assert seen is not None
+    assert seen.step == 4
+    assert seen.forecasts() == []
