@@ -57,7 +57,8 @@ def value_and_grad(
             given[i] = as_tensor(args[i].detach()).requires_grad_()
         with torch.enable_grad():
             outputs = fn(*given, **kwargs)
-        grads = _gradients(_differentiated(outputs, has_aux), [*(given[i] for i in positions), *by_weight])
+            counted = _differentiated(outputs, has_aux)
+        grads = _gradients(counted, [*(given[i] for i in positions), *by_weight])
         of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
         chosen = of_weights if grad_position is None else of_inputs
