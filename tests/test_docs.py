@@ -1,6 +1,7 @@
 """The documents: generated pages are up to date, links resolve, every page is reached from the index."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -101,3 +102,33 @@ def test_the_index_reaches_every_page():
         reached.add(page)
         todo += [(page.parent / target.partition("#")[0]).resolve() for target in links(page)]
     assert [short(page) for page in PAGES if page not in reached] == []
+
+
+def saved_text(notebook):
+    streams = (out for cell in notebook["cells"] for out in cell.get("outputs", []) if "text" in out)
+    return "".join(line for out in streams for line in out["text"])
+
+
+def test_the_notebook_runs_as_it_was_saved():
+    saved = json.loads((DOCS / "first-steps.ipynb").read_text(encoding="utf-8"))
+    again = generator("run_notebook").execute(saved)
+    outputs = [cell["outputs"] for cell in again["cells"] if cell["cell_type"] == "code"]
+    kinds = [[out["output_type"] for out in cell] for cell in outputs]
+    before = [cell["outputs"] for cell in saved["cells"] if cell["cell_type"] == "code"]
+    assert kinds == [[out["output_type"] for out in cell] for cell in before]
+    assert ["display_data"] in kinds
+    # Timings are not printed; last digits may differ between processors, statements may not.
+    for text in (saved_text(saved), saved_text(again)):
+        assert "inf                    overflow" in text
+        assert "taken=False, finite=False, scale=16777216.0" in text
+        assert "taken=True, finite=True" in text
+        shares = [float(share) for share in re.findall(r"fp16  scale \S+\s+flushed\s+([\d.]+)%", text)]
+        assert shares[0] > 50 > shares[1] > shares[2]
+        assert min(float(a) for a in re.findall(r"accuracy ([\d.]+)", text)) > 0.9
+
+
+def test_a_notebook_cell_that_fails_is_named():
+    cell = {"cell_type": "code", "id": "broken", "metadata": {}, "source": ["1 / 0"]}
+    with pytest.raises(ZeroDivisionError) as caught:
+        generator("run_notebook").execute({"cells": [cell]})
+    assert caught.value.__notes__ == ["in cell broken of first-steps.ipynb"]
