@@ -7,6 +7,7 @@ from halfstep.compat.mindspore._loss_scale import (
 )
 from halfstep.compat.mindspore.train._callbacks import (
     Callback,
+    CallbackParam,
     CheckpointConfig,
     EarlyStopping,
     History,
@@ -40,6 +41,7 @@ __all__ = [
     "MSE",
     "Accuracy",
     "Callback",
+    "CallbackParam",
     "CheckpointConfig",
     "ConfusionMatrix",
     "DynamicLossScaleManager",
