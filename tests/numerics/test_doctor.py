@@ -63,7 +63,7 @@ def here(monkeypatch):
     monkeypatch.setattr(_script, "_child", lambda *order: run_order(_script.order_for(*order)))
 
 
-def test_a_script_with_a_fault(tmp_path, capsys):
+def test_a_script_with_a_fault(tmp_path, here, capsys):
     page = tmp_path / "report.html"
     path = write(tmp_path, SCRIPT, 5)
     assert main(["doctor", str(path), "--steps", "9", "--report", str(page), "--json", "--", "0.01"]) == 1
@@ -72,9 +72,18 @@ def test_a_script_with_a_fault(tmp_path, capsys):
     assert (bad["step"], bad["phase"], bad["module"], bad["op"]) == (5, "forward", "", "mul")
     assert bad["where"] == "train.py:15"
     assert bad["cause"]["kind"] == "range"
+    tried = {c["kind"]: c["status"] for c in bad["cures"]}
+    # In fp32 the forward would hold, but its gradient overflows where it re-enters fp16.
+    assert tried == {"full": "does not help", "scale": "does not help", "bf16": "works"}
     assert [n["step"] for n in document["history"] if not n["taken"]] == [5]
     assert document["format"] == "fp16"
     assert "out = out * 1e7" in page.read_text()
+
+
+def test_a_script_runs_in_a_process_of_its_own(tmp_path):
+    document = examine_script(write(tmp_path, SCRIPT), ["0.01"], 2, 0)
+    assert document["healthy"]
+    assert document["steps"] == 2
 
 
 def test_a_healthy_script(tmp_path, here):

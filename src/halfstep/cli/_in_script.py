@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from halfstep.numerics.cures import remedy
 from halfstep.numerics.replay import Actors, run_eagerly
 from halfstep.numerics.tape import Tape, is_finite
 from halfstep.numerics.trace import Trace, bad_names, finish
@@ -33,8 +34,10 @@ class _Enough(BaseException):
 class Examiner:
     """Counts the steps of a script, watches its model, and tapes one step."""
 
-    def __init__(self, steps: int, armed: int | None) -> None:
-        self.steps, self.armed = steps, armed
+    def __init__(self, steps: int, armed: int | None, cure: tuple[Any, ...] | None = None) -> None:
+        self.steps, self.armed, self.cure = steps, armed, cure
+        self.applied = False
+        self._around = ExitStack()
         self.done = 0
         self.first_bad: int | None = None
         self.first_bad_loss: int | None = None
@@ -179,15 +182,18 @@ class Examiner:
         self._tape = Tape(
             self.models[0] if self.models else None, observers=[self._probe.look, self._lint.look]
         )
-        self._eager = run_eagerly()
-        self._eager.__enter__()
+        self._around.enter_context(run_eagerly())
+        apply = None if self.cure is None else remedy(self.cure, self._actors())
+        if apply is not None:
+            self._around.enter_context(apply())
+            self.applied = True
         self._tape.__enter__()
 
     def _disarm(self, error: BaseException | None = None) -> None:
         tape, self._tape = self._tape, None
         assert tape is not None
         tape.__exit__()
-        self._eager.__exit__(None, None, None)
+        self._around.close()
         self.trace = finish(tape, self._actors(), self._before, None, error, self._probe)
 
     def run(self, script: str, args: list[str]) -> str | None:
@@ -219,6 +225,7 @@ class Examiner:
             "steps": self.done,
             "first_bad": self.first_bad if self.first_bad_loss is None else self.first_bad_loss,
             "skips": self.skips,
+            "applied": self.applied,
             "error": error,
             "document": None if missed else document,
         }
@@ -229,7 +236,7 @@ def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
     random.seed(order["seed"])
     torch.manual_seed(order["seed"])
     numpy.random.seed(order["seed"])
-    examiner = Examiner(order["steps"], order["armed"])
+    examiner = Examiner(order["steps"], order["armed"], order["cure"])
     argv, path = sys.argv, list(sys.path)
     with ExitStack() as stack:
         stack.callback(setattr, sys, "argv", argv)

@@ -42,6 +42,8 @@ def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> di
         armed = min(1, watched["steps"] - 1)
     traced = _child(path, args, armed + 1, seed, armed)
     document = traced["document"] or watched["document"]
+    for bad in document["bad"][:1]:
+        _try_cures(bad, path, args, armed, seed)
     if traced["document"] is None:
         notes.append("the traced run did not reach that step: the script is not deterministic")
     elif watched["first_bad"] is not None and not document["bad"]:
@@ -72,6 +74,18 @@ def _merged(
     return document
 
 
+def _try_cures(bad: dict[str, Any], path: Path, args: Sequence[str], armed: int, seed: int) -> None:
+    """Runs the script again with each cure in place for the bad step, and writes down whether it helped."""
+    for cure in bad["cures"]:
+        for spec in cure["specs"]:
+            cured = _child(path, args, armed + 1, seed, armed, tuple(spec))
+            helped = cured["document"] is not None and not cured["document"]["bad"] and not cured["error"]
+            if cured["applied"]:
+                cure["status"] = "works" if helped else "does not help"
+            if helped:
+                break
+
+
 def _is_harmless(bad: dict[str, Any], watched: dict[str, Any]) -> bool:
     """A backward overflow that a dynamic loss scale skipped: few of them, and nothing lasting spoiled."""
     lowered = any(c["kind"] == "loss_scale" for c in bad["cures"])
@@ -79,16 +93,31 @@ def _is_harmless(bad: dict[str, Any], watched: dict[str, Any]) -> bool:
     return bad["phase"] == "backward" and lowered and few and not bad["spoiled_lasting"]
 
 
-def order_for(path: Path, args: Sequence[str], steps: int, seed: int, armed: int | None) -> dict[str, Any]:
-    """What the process that runs the script is told; `armed` is the step to tape, if any."""
-    return {"script": str(path), "args": list(args), "steps": steps, "seed": seed, "armed": armed}
+def order_for(
+    path: Path,
+    args: Sequence[str],
+    steps: int,
+    seed: int,
+    armed: int | None,
+    cure: tuple[Any, ...] | None = None,
+) -> dict[str, Any]:
+    """What the process that runs the script is told; `armed` is the step to tape, `cure` to try, if any."""
+    order = {"script": str(path), "args": list(args), "steps": steps, "seed": seed}
+    return order | {"armed": armed, "cure": cure}
 
 
-def _child(path: Path, args: Sequence[str], steps: int, seed: int, armed: int | None) -> dict[str, Any]:
+def _child(
+    path: Path,
+    args: Sequence[str],
+    steps: int,
+    seed: int,
+    armed: int | None,
+    cure: tuple[Any, ...] | None = None,
+) -> dict[str, Any]:
     """One run of the script in a process of its own; what it found comes back through a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found"
-        order = order_for(path, args, steps, seed, armed) | {"result": str(result)}
+        order = order_for(path, args, steps, seed, armed, cure) | {"result": str(result)}
         orders = Path(folder) / "orders"
         orders.write_bytes(pickle.dumps(order))
         command = [sys.executable, "-m", "halfstep.cli._in_script", str(orders)]

@@ -15,6 +15,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format
 
 if TYPE_CHECKING:
+    from halfstep.numerics.cures import Cure
     from halfstep.numerics.trace import BadOp, Trace
     from halfstep.numerics.watch import Watch
 
@@ -191,12 +192,22 @@ def _bad(number: int, bad: BadOp, harmless: bool) -> dict[str, Any]:
         "inputs": [{"what": str(t), "max_abs": t.max_abs} for t in bad.inputs],
         "outputs": [{"what": str(t), "max_abs": t.max_abs} for t in bad.outputs],
         "cause": {"kind": bad.cause.kind, "text": bad.cause.text, "times": bad.cause.times},
-        "cures": [{"kind": c.kind, "text": c.text, "code": c.code, "status": c.status} for c in bad.cures],
+        "cures": [_cure(c) for c in bad.cures],
         "spoiled": str(bad.spoiled),
         "spoiled_lasting": list(bad.spoiled.lasting),
         "reached": list(bad.reached),
         "passed_on": list(bad.passed_on),
-        "summary": bad.summary(),
+        "summary": bad.story(),
+    }
+
+
+def _cure(cure: Cure) -> dict[str, Any]:
+    return {
+        "kind": cure.kind,
+        "text": cure.text,
+        "code": cure.code,
+        "status": cure.status,
+        "specs": [list(c.spec) for c in (cure, *cure.variants) if c.spec],
     }
 
 
@@ -249,7 +260,8 @@ def verdict_of(document: Mapping[str, Any]) -> list[str]:
                 f"step {bad['step'] + 1} skipped: {bad['op']} in {place} overflowed in backward; harmless"
             )
         else:
-            lines.append(f"step {bad['step'] + 1}: {bad['summary']}")
+            cures = "".join(f"\n  cure ({c['status']}): {c['text']}" for c in bad["cures"])
+            lines.append(f"step {bad['step'] + 1}: {bad['summary']}{cures}")
     if not all(math.isfinite(x) for x in document["losses"]) and not document["bad"]:
         lines.append("the loss is not finite")
     lines += document.get("summary", [])

@@ -34,7 +34,8 @@ class Cure:
 
     `status`: "works" or "does not help" where a replay tried it, else "untried". `apply` opens the context in
     which steps run with the cure in place; None where it cannot be applied from outside. `variants` are
-    stronger doses, tried in turn until one works.
+    stronger doses, tried in turn until one works. `spec` says the same as plain values, so that `remedy` can
+    rebuild `apply` in another process.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Cure:
     status: str = UNTRIED
     apply: Apply | None = None
     variants: tuple[Cure, ...] = ()
+    spec: tuple[Any, ...] = ()
 
     def tried(self, worked: bool) -> Cure:
         """The same cure with the replay's answer."""
@@ -188,20 +190,39 @@ def _scaled_state(present: Any, bits: int) -> dict[str, Any]:
     return {k: v * 2.0**bits for k, v in present.state_dict().items() if k in ("value", "scale")}
 
 
+def remedy(spec: tuple[Any, ...], actors: Actors) -> Apply | None:
+    """The context of the cure that `spec` describes, for these actors; None where it cannot be applied."""
+    kind, *rest = spec
+    if kind == "bf16":
+        return _bf16(actors)
+    if kind == "loss_scale":
+        return lift_loss_scale(actors, *rest)
+    op, file, line, *amount = rest
+    if kind == "full":
+        by_policy = _full_by_policy(actors, op)
+        if by_policy is not None:
+            return by_policy
+    at = {"full": _full_at, "scale": _scaled_at, "epsilon": _epsilon_at, "clamp": _clamped_at}[kind]
+    return at(Site("", "", None, file, line), op, *amount)
+
+
+def _spec(kind: str, node: Node, *amount: float) -> tuple[Any, ...]:
+    return (kind, node.op, node.site.file, node.site.line, *amount)
+
+
+def _cure(spec: tuple[Any, ...], actors: Actors, text: str, code: str) -> Cure:
+    return Cure(spec[0], text, code, apply=remedy(spec, actors), spec=spec)
+
+
 def _here(site: Site) -> str:
     return f" at {site.where}" if site.where else ""
 
 
 def _full(node: Node, actors: Actors) -> Cure:
-    op = node.op
-    apply = _full_by_policy(actors, op)
-    code = f'policy.with_rules(full=["{op}"])'
-    if apply is None:
-        apply, code = (
-            _full_at(node.site, op),
-            f"with hs.autocast(enabled=False): ...  # inputs .float(){_here(node.site)}",
-        )
-    return Cure("full", f"run {op} in fp32{_here(node.site)}", code, apply=apply)
+    code = f'policy.with_rules(full=["{node.op}"])'
+    if _full_by_policy(actors, node.op) is None:
+        code = "with hs.autocast(enabled=False): ...  # inputs .float()"
+    return _cure(_spec("full", node), actors, f"run {node.op} in fp32{_here(node.site)}", code)
 
 
 _BF16 = "use bf16: the range of fp32, no loss scale needed"
@@ -209,7 +230,7 @@ _BF16 = "use bf16: the range of fp32, no loss scale needed"
 
 def to_bf16(actors: Actors) -> Cure:
     """Compute in bf16 instead of fp16."""
-    return Cure("bf16", _BF16, 'hs.prepare(..., dtype="bf16")', apply=_bf16(actors))
+    return _cure(("bf16",), actors, _BF16, 'hs.prepare(..., dtype="bf16")')
 
 
 def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
@@ -223,7 +244,7 @@ def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
         cures.append(_full(node, actors))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
-        cures.append(Cure("scale", text, f"x * 2**-{bits}", apply=_scaled_at(node.site, node.op, bits)))
+        cures.append(_cure(_spec("scale", node, bits), actors, text, f"x * 2**-{bits}"))
     return [*cures, to_bf16(actors)]
 
 
@@ -232,9 +253,9 @@ def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
     options: list[Cure] = []
     for further in (bits, bits + 4, bits + 8):
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
-        apply = lift_loss_scale(actors, -further)
-        if apply is not None:
-            options.append(Cure("loss_scale", text, 'loss_scale="dynamic"', apply=apply))
+        cure = _cure(("loss_scale", -further), actors, text, 'loss_scale="dynamic"')
+        if cure.apply is not None:
+            options.append(cure)
     return [replace(options[0], variants=tuple(options[1:]))] if options else []
 
 
@@ -254,8 +275,7 @@ def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if "whose smallest value" in cause.text:
         value = FORMATS[cause.format].smallest_normal
         text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.site)}"
-        apply = _epsilon_at(culprit.site, culprit.op, value)
-        cures.append(Cure("epsilon", text, f"eps = {value:.2g}", apply=apply))
+        cures.append(_cure(_spec("epsilon", culprit, value), actors, text, f"eps = {value:.2g}"))
     cures.append(_full(culprit, actors))
     if culprit is not node:
         cures.append(_full(node, actors))
@@ -264,14 +284,13 @@ def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     return cures
 
 
-def _for_mathematics(node: Node) -> list[Cure]:
+def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.site))]
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
     if node.op in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
-        apply = _clamped_at(node.site, node.op, 1e-4)
-        return [Cure("clamp", text, ".clamp_min(1e-4)", apply=apply)]
+        return [_cure(_spec("clamp", node, 1e-4), actors, text, ".clamp_min(1e-4)")]
     return [Cure("advice", text)]
 
 
@@ -285,7 +304,7 @@ def propose(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if cause.kind == "precision":
         return _for_precision(node, cause, actors)
     if cause.kind == "mathematics":
-        return _for_mathematics(node)
+        return _for_mathematics(node, actors)
     if cause.kind == "data":
         return [
             Cure("data", "drop such batches, or clean them where they are loaded", "torch.isfinite(x).all()")

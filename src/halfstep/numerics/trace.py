@@ -105,8 +105,8 @@ class BadOp:
         module = self.module or f"the root module{f' ({self.module_class})' if self.module_class else ''}"
         return f"{module}{f', {self.site.where}' if self.site.where else ''}"
 
-    def summary(self) -> str:
-        """The verdict in a few lines of plain text."""
+    def story(self) -> str:
+        """The verdict in a few lines of plain text, without the cures."""
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
         shapes = ", ".join(map(str, self.inputs))
         lines = [f"{self.phase}: {self.op} in {self.where} {verb}"]
@@ -114,8 +114,11 @@ class BadOp:
             lines.append(f"  {self.site.code}")
         lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
         lines += [f"  hidden: {self.hidden}"] if self.hidden else []
-        lines += [f"  cure ({c.status}): {c.text}" for c in self.cures]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """The verdict in a few lines of plain text."""
+        return "\n".join([self.story(), *(f"  cure ({c.status}): {c.text}" for c in self.cures)])
 
     def __str__(self) -> str:
         return self.summary()

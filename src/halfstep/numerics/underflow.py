@@ -46,12 +46,13 @@ class Flushed:
 
     def cures(self, actors: Actors) -> tuple[Cure, ...]:
         """A larger loss scale, then bf16."""
-        from halfstep.numerics.cures import Cure, lift_loss_scale, to_bf16
+        from halfstep.numerics.cures import Cure, remedy, to_bf16
 
         bits = max(4, self.missing_bits + 8)
         text = f"raise the loss scale by 2^{bits}, or let it find its own"
-        lift = lift_loss_scale(actors, bits)
-        return Cure("loss_scale", text, 'loss_scale="dynamic"', apply=lift), to_bf16(actors)
+        spec = ("loss_scale", bits)
+        lift = Cure("loss_scale", text, 'loss_scale="dynamic"', apply=remedy(spec, actors), spec=spec)
+        return lift, to_bf16(actors)
 
 
 class UnderflowProbe:
