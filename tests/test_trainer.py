@@ -268,3 +268,23 @@ def test_a_run_that_collapses_still_tells_its_steps():
     with pytest.raises(LossScaleCollapsed):
         trainer.fit(batches(), steps=100)
     assert len(trainer.history.skipped) >= 48
+
+
+def test_evaluation_leaves_frozen_parts_in_their_mode():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy)
+    model[1].eval()
+    trainer.evaluate([(torch.ones(2, 6), torch.tensor([0, 1]))])
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    with pytest.raises(DataError):
+        trainer.evaluate([(torch.full((2, 6), float("nan")), torch.tensor([0, 1]))])
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+
+
+def test_a_checkpoint_in_pieces_is_told():
+    model = nn.Linear(6, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy)
+    state = trainer.state_dict()
+    del state["optimizer"]
+    with pytest.raises(CheckpointError, match="not a Trainer's checkpoint: optimizer missing"):
+        trainer.load_state_dict(state)

@@ -95,6 +95,8 @@ class Policy:
         """
         if isinstance(text, Policy):
             return text
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"a policy is a Policy or its text, got {text!r}: {_GRAMMAR}")
         if text.strip() in ops.TABLES:
             return cls(table=text.strip())
         if "=" not in text:

@@ -6,16 +6,20 @@ Every function raises before it changes anything, or takes back what it changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep import devices
 from halfstep.convert import Conversion, convert
 from halfstep.errors import ConfigError
-from halfstep.formats import parse_dtype
+from halfstep.formats import dtype_name, parse_dtype
 from halfstep.levels import Level
+from halfstep.ops import TABLES
+from halfstep.optim._link import Master
 from halfstep.optim.masters import MasterWeights
 from halfstep.plan import Plan
 from halfstep.policy import Policy
@@ -35,7 +39,20 @@ def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
             raise ConfigError(
                 f"prepare got {type(one).__name__} as an optimizer: pass a torch.optim.Optimizer"
             )
+    if len({id(one) for one in optimizers}) < len(optimizers):
+        raise ConfigError("prepare got the same optimizer twice: pass each one once")
     return optimizers
+
+
+def as_models(model: Any) -> list[nn.Module]:
+    """Return the models as a list; ConfigError for anything that is none."""
+    models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise ConfigError(
+                f"prepare got {type(one).__name__} as a model: pass a torch.nn.Module or a list"
+            )
+    return models
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
@@ -47,25 +64,59 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
 
 
-def compute_dtype(
+def policy_of(
     level: Level,
     dtype: str | torch.dtype | None,
     word_dtype: torch.dtype | None,
     policy: str | Policy | None,
     device: torch.device,
-) -> torch.dtype:
-    """Return what LOW ops run in, from argument, level's word, policy or device; checked on the device."""
+) -> Policy:
+    """Return what ops run under; its compute dtype comes from argument, level's word, policy or device.
+
+    Raises ConfigError where two of them disagree or the level has no such dtype, UnsupportedError where the
+    device has not.
+    """
     given = None if dtype is None else parse_dtype(dtype)
     if given is not None and word_dtype is not None and given != word_dtype:
         raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
-    if level.name == "O0":
-        return torch.float32
-    if policy is not None:
-        compute = Policy.parse(policy).compute_dtype
+    asked = given or word_dtype
+    if level.compute_role == "full":
+        if policy is not None:
+            raise ConfigError(
+                f"level {level.name} is fp32 throughout, yet policy={policy!s} was given: drop it"
+            )
+        return level.policy(asked)
+    if policy is None:
+        chosen = level.policy(asked or devices.default_dtype(device))
     else:
-        compute = given or word_dtype or devices.default_dtype(device)
-    devices.check_dtype(device, compute)
-    return compute
+        chosen = Policy.parse(policy)
+        if asked is None and policy in TABLES:  # a table's name says nothing of dtypes
+            asked = devices.default_dtype(device)
+        chosen = chosen if asked is None else chosen.with_dtype(asked)
+        _check_roles(level, chosen)
+    devices.check_dtype(device, chosen.compute_dtype)
+    return chosen
+
+
+def _check_roles(level: Level, policy: Policy) -> None:
+    own = level.policy(policy.compute_dtype)
+    if policy.param_dtype not in (torch.float32, own.param_dtype):
+        raise ConfigError(
+            f"the policy stores parameters in {dtype_name(policy.param_dtype)}, level {level.name} in "
+            f"{dtype_name(own.param_dtype)}: drop p=, or choose level O2 or O3"
+        )
+    if policy.output_dtype not in (None, torch.float32, policy.compute_dtype):
+        raise ConfigError(
+            f"the policy gives outputs in {dtype_name(policy.output_dtype)}: expected fp32 or the compute "
+            f"dtype {dtype_name(policy.compute_dtype)}"
+        )
+
+
+def with_outputs_of(level: Level, policy: Policy) -> Level:
+    """Return the level with model outputs in the policy's output dtype, where the policy names one."""
+    if policy.output_dtype is None:
+        return level
+    return replace(level, output_role="full" if policy.output_dtype == torch.float32 else "low")
 
 
 def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -73,6 +124,11 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
     mine = {id(p) for model in models for p in model.parameters()}
     for index, optimizer in enumerate(optimizers):
         strangers = [p for p in parameters_of(optimizer) if id(p) not in mine]
+        if any(isinstance(p, Master) for p in strangers):
+            raise ConfigError(
+                f"optimizer {index} ({type(optimizer).__name__}) already has master weights: "
+                "revert() the earlier session or MasterWeights first"
+            )
         if strangers:
             raise ConfigError(
                 f"optimizer {index} ({type(optimizer).__name__}) holds {len(strangers)} parameters that are "
@@ -85,6 +141,10 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
     """Return the loss scale that an argument names, or the level's own."""
     if isinstance(given, LossScale):
         return given
+    if isinstance(given, bool):
+        raise ConfigError(
+            f"loss_scale={given}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
+        )
     if given is None:
         return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
     if isinstance(given, str):
@@ -113,6 +173,8 @@ def apply_level(
     compute: torch.dtype,
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
+    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"prepare got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
     conversions: list[Conversion] = []
     masters: dict[int, MasterWeights] = {}
     try:
@@ -134,3 +196,24 @@ def apply_level(
     for conversion in conversions:
         conversion.forget_originals()
     return conversions, masters
+
+
+def check_clip(clip_norm: float | None) -> None:
+    """Raise ConfigError unless it is None or a number of at least 0."""
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm >= 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}: expected a number of at least 0, or None")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ConfigError for what cannot be advanced by `step()` alone."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
+            "call scheduler.step(metric) yourself, after an evaluation"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
+        )

@@ -29,11 +29,15 @@ from halfstep.policy import Policy
 from halfstep.preparation import (
     Optimizers,
     apply_level,
+    as_models,
     as_optimizers,
+    check_clip,
     check_ownership,
-    compute_dtype,
+    check_scheduler,
     device_of,
     loss_scale_of,
+    policy_of,
+    with_outputs_of,
 )
 from halfstep.scaling import (
     LossScale,
@@ -73,8 +77,8 @@ def prepare(
         optimizer: none (evaluation only), one or several, over parameters of these models.
         level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
             such as "bf16-mixed".
-        dtype: the compute dtype; None takes the level's word or asks the device.
-        policy: dtypes and op rules, instead of the level's.
+        dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
+        policy: op rules, compute and output dtype, instead of the level's.
         plan: precision by module path, on top of the level.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise.
@@ -86,15 +90,15 @@ def prepare(
             parameters of another model.
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = as_models(model)
     optimizers = as_optimizers(optimizer)
     row, word_dtype = level_of(level)
     device = device_of(models)
-    compute = compute_dtype(row, dtype, word_dtype, policy, device)
+    chosen = policy_of(row, dtype, word_dtype, policy, device)
+    row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
     scale = loss_scale_of(loss_scale, row, compute)
     skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
-    chosen = row.policy(compute) if policy is None else Policy.parse(policy)
     conversions, masters = apply_level(row, models, optimizers, plan, compute)
     counts = SkipCount(limit=max_skips)
     return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
@@ -162,12 +166,17 @@ class Session:
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
 
         Raises:
-            ConfigError: a loss without a graph, or an optimizer that is not this session's.
+            ConfigError: a loss without a graph or of several numbers, or an optimizer not of this session.
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ConfigError(
                 "backward got a loss that no parameter can learn from (requires_grad is False): "
                 "compute it with gradients enabled and without detach()"
+            )
+        if loss.numel() != 1 and "gradient" not in kwargs:
+            raise ConfigError(
+                f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
+                "reduce it (loss.mean()) or pass gradient="
             )
         indices = self._indices(optimizer)
         self._open(indices)
@@ -225,14 +234,18 @@ class Session:
         Args:
             optimizer: which one, where the session has several.
             clip_norm: clip the 2-norm of this optimizer's unscaled gradients to this.
-            scheduler: advanced only if the step was taken (on an accelerator at most two steps late).
+            scheduler: advanced only if the step was taken (on an accelerator at most two steps late). One
+                whose step() wants a metric is refused: call it yourself.
             zero_grad: drop the gradients afterwards.
 
         Raises:
             ScalerStateError: no gradients, or gradients that did not come through `backward`.
+            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
             LossScaleCollapsed: `max_skips` steps in a row were skipped.
         """
         index = self._index(optimizer)
+        check_clip(clip_norm)
+        check_scheduler(scheduler)
         stepper = self._steppers[index]
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
         scaled = not isinstance(pending.scale, NoLossScale)
@@ -363,23 +376,23 @@ class Session:
         """Continue from `state_dict()`.
 
         Raises:
-            CheckpointError: not such a state, or one of another level; nothing is changed then.
+            CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
         if state.get("format") != 1:
             raise CheckpointError(f"not a session state of format 1: it has the keys {sorted(state)}")
-        if state["level"] != self.level.name:
-            raise CheckpointError(
-                f"this state was saved at level {state['level']}, the session is at {self.level.name}: "
-                "prepare with that level to resume"
-            )
-        self.loss_scale = LossScale.from_state(state["loss_scale"])
-        self.steps = int(state["steps"])
-        self.skips = replace(
-            self.skips,
-            in_row=int(state["skips_in_row"]),
-            total=int(state["skips"]),
-            steps=int(state["steps"]),
-        )
+        for what, own in (("level", self.level.name), ("policy", str(self.policy))):
+            if state.get(what) != own:
+                raise CheckpointError(
+                    f"this state was saved with {what} {state.get(what)}, the session has {own}: "
+                    f"prepare with that {what} to resume"
+                )
+        try:
+            scale = LossScale.from_state(state["loss_scale"])
+            steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+        self.loss_scale, self.steps = scale, steps
+        self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""

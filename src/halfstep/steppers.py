@@ -6,12 +6,14 @@ numbers mean (scales, ranks, outcomes) is decided there, never here.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import UnsupportedError
 from halfstep.optim._gradients import measure
 from halfstep.unscale import unscale_
 
@@ -86,6 +88,8 @@ class TorchStepper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._inv_scale: Tensor | None = None
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
     def gradients(self) -> list[Tensor]:
         """The gradients as backward left them; those of masters widened to fp32."""
@@ -93,6 +97,11 @@ class TorchStepper:
 
     def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
         """Read the gradients once, twice where the largest magnitude is asked for."""
+        if self._needs_closure:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
+                "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
+            )
         self._inv_scale = inv_scale
         gradients = self.gradients()
         if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
@@ -108,8 +117,17 @@ class TorchStepper:
         if self._inv_scale is not None:
             unscale_(self.gradients(), self._inv_scale)
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
+            self._clip(measured.norm, clip_norm)
         self.optimizer.step()
+
+    def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
+        gradients = self.gradients()
+        if not any(g.is_sparse for g in gradients):
+            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
+            return
+        coefficient = _clip_coefficient(norm, clip_norm)  # torch's own has no norm of sparse gradients
+        for gradient in gradients:
+            gradient.mul_(coefficient)
 
     def clear(self) -> None:
         """Drop the gradients; torch's own zero_grad does the same, 15 us slower."""

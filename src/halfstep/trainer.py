@@ -24,6 +24,8 @@ from halfstep import checkpoint as _checkpoint
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.session import prepare
 
+_PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
+
 Metric = Callable[[Tensor, Tensor], Tensor]
 """(model output, target) -> 0-d tensor, the mean over the batch."""
 
@@ -293,18 +295,21 @@ class Trainer:
         """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once."""
         sums: dict[str, Tensor] = {}
         count = 0
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        with torch.no_grad():
-            for x, y in map(self._move, loader):
-                with self.amp.autocast():
-                    output = self.model(x)
-                    values = {"loss": self.loss_fn(output, y)}
-                values |= {name: metric(output, y) for name, metric in self.metrics.items()}
-                for name, value in values.items():
-                    sums[name] = sums.get(name, 0.0) + value.double() * len(x)
-                count += len(x)
-        self.model.train(was_training)
+        try:
+            with torch.no_grad():
+                for x, y in map(self._move, loader):
+                    with self.amp.autocast():
+                        output = self.model(x)
+                        values = {"loss": self.loss_fn(output, y)}
+                    values |= {name: metric(output, y) for name, metric in self.metrics.items()}
+                    for name, value in values.items():
+                        sums[name] = sums.get(name, 0.0) + value.double() * len(x)
+                    count += len(x)
+        finally:
+            for module, training in modes:
+                module.training = training
         if not count:
             raise DataError("the loader gave no batches; evaluate needs at least one")
         means = dict(zip(sums, (torch.stack(list(sums.values())) / count).tolist()))
@@ -338,6 +343,9 @@ class Trainer:
             raise CheckpointError(
                 f"checkpoint layout {state.get('format')!r}; this version reads {_checkpoint.FORMAT}"
             )
+        missing = sorted(_PARTS - state.keys())
+        if missing:
+            raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
         _checkpoint.warn_if_threads_differ(state["threads"])
         _checkpoint.load_model_state(self.model, state["model"])
         _checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])

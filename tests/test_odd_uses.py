@@ -1,0 +1,180 @@
+"""Odd uses of a session: each works or ends in one clear error that leaves weights and state alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+
+
+class Bag(nn.Module):
+    """A sparse embedding and a linear layer; the batch repeats rows, so gradients have duplicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rows(x).mean(1))
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(amp: hs.Session) -> None:
+    with amp.autocast():
+        loss = amp.model(torch.ones(3, 4)).float().square().mean()
+    amp.backward(loss)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", None), ("O1", "fp16"), ("O2", "bf16")])
+def test_sparse_gradients_are_clipped_like_dense_ones(level, dtype):
+    moved = []
+    for sparse in (True, False):
+        model = Bag()
+        model.rows.sparse = sparse
+        start = model.rows.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp = hs.prepare(model, optimizer, level=level, dtype=dtype, loss_scale=1024.0)
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(
+                model(torch.tensor([[1, 1, 2], [3, 1, 2]])), torch.tensor([0, 1])
+            )
+        amp.backward(loss)
+        outcome = amp.step(clip_norm=0.01)
+        assert outcome.grad_norm > 0.02
+        amp.revert()
+        moved.append(model.rows.weight.detach() - start)
+    assert 0 < moved[0].norm() < 0.011
+    torch.testing.assert_close(moved[0], moved[1], rtol=2e-2, atol=1e-6)
+
+
+def test_a_loss_of_several_numbers_is_refused_before_anything_is_noted():
+    model, optimizer = small()
+    amp = hs.prepare(model, optimizer, dtype="fp16")
+    output = model(torch.ones(3, 4))
+    with pytest.raises(ConfigError, match=r"shape \(3, 2\).*one number"):
+        amp.backward(output)
+    with pytest.raises(hs.ScalerStateError, match="no gradients"):
+        amp.step()
+    amp.backward(output, gradient=torch.ones(3, 2))
+    assert amp.step().taken
+
+
+WRONG_STEPS = {
+    "plateau": ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(small()[1])}, "wants a metric"),
+    "no scheduler": ({"scheduler": 3}, "got int: expected a scheduler"),
+    "negative clip": ({"clip_norm": -1.0}, "clip_norm=-1.0: expected"),
+    "nan clip": ({"clip_norm": float("nan")}, "clip_norm=nan: expected"),
+    "text clip": ({"clip_norm": "1"}, "clip_norm='1': expected"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_wrong_arguments_of_step_change_nothing(case):
+    arguments, message = WRONG_STEPS[case]
+    model, optimizer = small()
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    before = model.weight.detach().clone()
+    backward(amp)
+    with pytest.raises(ConfigError, match=message):
+        amp.step(**arguments)
+    assert torch.equal(before, model.weight)
+    assert amp.steps == 0
+    assert amp.step().taken  # the gradients are still there
+    assert not torch.equal(before, model.weight)
+
+
+def test_an_optimizer_that_needs_a_closure_steps_by_itself():
+    model, _ = small()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp = hs.prepare(model, optimizer, dtype="bf16")
+    backward(amp)
+    with pytest.raises(UnsupportedError, match="LBFGS needs a closure"):
+        amp.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = model(torch.ones(3, 4)).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    first = float(optimizer.step(closure))
+    assert float(closure()) < first
+
+
+REFUSED = {
+    "no model": (lambda m, o: hs.prepare(None, o), "got NoneType as a model"),
+    "text model": (lambda m, o: hs.prepare("resnet"), "got str as a model"),
+    "list with a hole": (lambda m, o: hs.prepare([m, None], o), "got NoneType as a model"),
+    "number as policy": (lambda m, o: hs.prepare(m, o, policy=3), "a policy is a Policy or its text, got 3"),
+    "text as plan": (lambda m, o: hs.prepare(m, o, plan="plan.toml"), "got str as a plan"),
+    "flag as scale": (lambda m, o: hs.prepare(m, o, loss_scale=True), "loss_scale=True: expected a number"),
+    "twice": (lambda m, o: hs.prepare(m, [o, o]), "the same optimizer twice"),
+    "policy at O0": (lambda m, o: hs.prepare(m, o, level="O0", policy="torch"), "O0 is fp32 throughout"),
+    "dtype at O0": (lambda m, o: hs.prepare(m, o, level="O0", dtype="bf16"), "O0 is fp32 throughout"),
+    "fp32 policy": (lambda m, o: hs.prepare(m, o, policy="p=f32,c=f32"), "O1 runs in fp16 or bf16"),
+    "16-bit weights at O1": (lambda m, o: hs.prepare(m, o, policy="bf16"), "stores parameters in bf16"),
+    "fp64 outputs": (lambda m, o: hs.prepare(m, o, policy="c=bf16,o=fp64"), "outputs in fp64: expected fp32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_prepare_cannot_do_it_refuses(case):
+    call, message = REFUSED[case]
+    model, optimizer = small()
+    with pytest.raises(ConfigError, match=message):
+        call(model, optimizer)
+    assert model.weight.dtype == torch.float32
+    assert hs.prepare(model, optimizer, level="O2", dtype="bf16").masters
+
+
+def test_preparing_twice_names_the_masters():
+    model, optimizer = small()
+    hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    with pytest.raises(ConfigError, match="already has master weights"):
+        hs.prepare(model, optimizer, level="O2", dtype="bf16")
+
+
+def test_a_dtype_beside_a_table_is_the_one_computed_in():
+    model, optimizer = small()
+    amp = hs.prepare(model, optimizer, dtype="fp16", policy="torch")
+    assert isinstance(amp.loss_scale, hs.DynamicLossScale)
+    with amp.autocast():
+        assert model(torch.ones(3, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_policys_output_dtype_is_the_models(level):
+    model, optimizer = small()
+    amp = hs.prepare(model, optimizer, level=level, policy="p=f32,c=bf16,o=f32")
+    with amp.autocast():
+        assert model(torch.ones(3, 4)).dtype == torch.float32
+    backward(amp)
+    assert amp.step().taken
+    amp.revert()
+    assert not model._forward_hooks
+
+
+def test_a_state_of_another_policy_or_in_pieces_changes_nothing():
+    model, optimizer = small()
+    amp = hs.prepare(model, optimizer, dtype="fp16")
+    other = hs.prepare(*small(), dtype="bf16")
+    scale = amp.loss_scale
+    with pytest.raises(CheckpointError, match="saved with policy p=fp32,c=bf16"):
+        amp.load_state_dict(other.state_dict())
+    state = amp.state_dict()
+    for broken in (
+        {k: v for k, v in state.items() if k != "skips"},
+        {**state, "loss_scale": {"kind": "nothing"}},
+        {**state, "loss_scale": None},
+    ):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            amp.load_state_dict(broken)
+    assert amp.loss_scale is scale
