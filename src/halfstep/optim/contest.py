@@ -50,7 +50,8 @@ class Result:
     bytes_per_param: float
 
 
-def _bare(optimizer: Any, params: list[nn.Parameter]) -> None:
+def update_only(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """The bare update."""
     optimizer.step()
 
 
@@ -75,13 +76,15 @@ def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Entry:
     def make(params: list[nn.Parameter]) -> AdamW:
         return AdamW(params, master=master, state_dtype=state_dtype)
 
-    return Entry(f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, _bare, _one_pass)
+    return Entry(f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, update_only, _one_pass)
 
 
 def torch_adamw(**options: Any) -> Entry:
     """torch's AdamW on fp32 weights, its whole step through torch's GradScaler and clip_grad_norm_."""
     name = "torch AdamW " + ", ".join(key for key, value in options.items() if value)
-    return Entry(name, torch.float32, lambda p: torch.optim.AdamW(p, **options), _bare, _scaler_clip_step)
+    return Entry(
+        name, torch.float32, lambda p: torch.optim.AdamW(p, **options), update_only, _scaler_clip_step
+    )
 
 
 def entries() -> list[Entry]:
