@@ -1,95 +1,108 @@
-"""Precision by hand, without a region: by module (`hs.to_float`), by tensor (`.to`), by path (a plan).
+"""Choosing precision by hand: per module with to_float, per tensor with a cast; natively and as in MindSpore.
 
-    python examples/manual_casting.py [--steps 150]
+    python examples/manual_casting.py
 
-Three ways to run the first two layers of a network in bf16 and its last one in fp32. Each trains on the
-bundled digits and prints what the output is and what the weights are stored in.
+Every variant trains the same small network on bundled digits; parameters stay stored in fp32 in all of them.
 """
-
-import argparse
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F
 
 import halfstep as hs
+import halfstep.compat.mindspore as ms
 
-LOW = torch.bfloat16
+STEPS = 150
 
 
-class Network(nn.Module):
+class Native(nn.Module):
+    """64-128-10, in plain torch."""
+
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 10)
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, x):
-        return self.head(self.second(self.first(x).relu()).relu())
+        return self.layers(x)
 
 
-class CastsTensors(Network):
-    """Casts inside of forward; the weights are cast where they are used and stay fp32."""
+class NativeByTensor(Native):
+    """Casts what a matmul reads, and casts back what it gives."""
 
     def forward(self, x):
-        x = x.to(LOW)
-        for layer in (self.first, self.second):
-            x = F.linear(x, layer.weight.to(LOW), layer.bias.to(LOW)).relu()
-        return self.head(x.float())
+        x = x.to(torch.float16)
+        # the region lets fp16 activations meet fp32 weights: linear runs in fp16, nothing else is cast
+        with hs.autocast(x.device.type, "fp16", policy="low"):
+            x = self.layers(x)
+        return x.to(torch.float32)
 
 
-def per_module():
-    model = Network()
-    for layer in (model.first, model.second):
-        hs.to_float(layer, LOW)
-    hs.to_float(model.head, torch.float32)
+class ByCell(ms.nn.Cell):
+    """MindSpore's way, per module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = ms.nn.SequentialCell(
+            ms.nn.Dense(64, 128).to_float(ms.float16), ms.nn.ReLU(), ms.nn.Dense(128, 10).to_float(ms.float16)
+        )
+
+    def construct(self, x):
+        return self.layers(x)
+
+
+class ByTensor(ms.nn.Cell):
+    """MindSpore's way, per tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = ms.nn.SequentialCell(ms.nn.Dense(64, 128), ms.nn.ReLU(), ms.nn.Dense(128, 10))
+
+    def construct(self, x):
+        x = x.astype(ms.float16)
+        x = self.layers(x)
+        return x.astype(ms.float32)
+
+
+def native_by_module():
+    model = Native()
+    hs.to_float(model.layers[0], "fp16")  # everything inside computes in fp16
+    hs.to_float(model.layers[2], "fp16")
     return model
 
 
-def per_tensor():
-    return CastsTensors()
-
-
-def per_path():
-    model = Network()
-    rules = (
-        hs.PlanRule("first", dtype=LOW, rule=hs.Rule.LOW, reason="a product: it sums in fp32"),
-        hs.PlanRule("second", dtype=LOW, rule=hs.Rule.LOW, reason="a product: it sums in fp32"),
-        hs.PlanRule("head", dtype=torch.float32, rule=hs.Rule.FULL, reason="logits go into exp"),
-    )
-    hs.convert(model, hs.Plan(rules), dtype=LOW)
-    return model
-
-
-def train(model, steps):
-    """Test accuracy after `steps` batches, and the dtype of the output."""
-    bundled = load_digits()
-    images = torch.tensor(bundled.data, dtype=torch.float32) / 16
-    labels = torch.tensor(bundled.target)
-    train, test = torch.randperm(len(labels)).split([1437, 360])
+def train(model, x, y):
+    """Returns the last loss, the accuracy, and the dtypes of weights and hidden layer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(steps):
-        batch = train[torch.randint(len(train), (64,))]
-        output = model(images[batch])
-        loss = F.cross_entropy(output.float(), labels[batch])
+    scaler = hs.GradScaler(init_scale=2.0**10)
+    seen = []
+    handle = model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = nn.functional.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    handle.remove()
     with torch.no_grad():
-        return (model(images[test]).argmax(1) == labels[test]).float().mean().item(), output.dtype
+        accuracy = (model(x).argmax(1) == y).float().mean().item()
+    weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return loss.item(), accuracy, "+".join(weights), str(seen[-1]).removeprefix("torch.")
 
 
 def main():
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
-    args = parser.parse_args()
-    for way in (per_module, per_tensor, per_path):
+    bundled = load_digits()
+    x = ms.Tensor(torch.tensor(bundled.data, dtype=torch.float32) / 16)  # also a torch.Tensor
+    y = torch.tensor(bundled.target)
+    for name, make in {
+        "fp32": Native,
+        "native, per module (hs.to_float)": native_by_module,
+        "native, per tensor (x.to)": NativeByTensor,
+        "MindSpore, per module (Cell.to_float)": ByCell,
+        "MindSpore, per tensor (x.astype)": ByTensor,
+    }.items():
         torch.manual_seed(0)
-        model = way()
-        accuracy, output = train(model, args.steps)
-        layers = (model.first, model.second, model.head)
-        stored = ", ".join(hs.format_of(layer.weight.dtype).name for layer in layers)
-        print(f"{way.__name__}: accuracy {accuracy:.3f}, output {output}, weights stored in {stored}")
+        loss, accuracy, weights, hidden = train(make(), x, y)
+        print(f"{name:40} loss {loss:.4f}, accuracy {accuracy:.3f}, weights {weights}, hidden layer {hidden}")
 
 
 if __name__ == "__main__":

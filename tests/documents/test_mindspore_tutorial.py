@@ -2,6 +2,9 @@
 
 # ruff: noqa: RET504  (the document's own lines)
 import re
+import runpy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from halfstep.compat.mindspore.dataset import MnistDataset, transforms, vision
 from halfstep.compat.mindspore.train import LossMonitor, Model, RunContext
 from halfstep.errors import HalfstepWarning
 from halfstep.recipes.data import digits
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def datapipe(path, batch_size):
@@ -225,6 +230,34 @@ def test_loss_monitor_counts_across_ten_epochs(capsys):
     assert len(lines) == 93
     assert lines[:2] == [(1, 100, 0.25), (1, 200, 0.25)]
     assert [step for epoch, step, _ in lines if epoch == 10] == list(range(58, 859, 100))
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_example_runs_all_three_forms(run):
+    printed = run("mindspore_tutorial.py", "--batches", "40", "--epochs", "3")
+    assert printed.count("---") == 3
+    losses = [float(x) for x in re.findall(r"loss: +([\d.]+)", printed)]
+    assert len(losses) == 4
+    assert losses[1] < losses[0] - 0.2
+    assert losses[3] < losses[2] - 0.2
+    assert "epoch: 3 step: 20, loss is " in printed
+
+
+def test_the_example_of_manual_casting(run):
+    lines = run("manual_casting.py").splitlines()
+    assert len(lines) == 5
+    for line, hidden in zip(lines, ["float32", *["float16"] * 4], strict=True):
+        assert float(re.search(r"accuracy ([\d.]+)", line)[1]) > 0.97
+        assert line.endswith(f"weights float32, hidden layer {hidden}")
 
 
 @pytest.mark.exhaustive

@@ -127,7 +127,7 @@ class LossMonitor(Callback):
             )
         if self._every and now.cur_step_num - self._last >= self._every:
             self._last = now.cur_step_num
-            print(f"epoch: {now.cur_epoch_num} step: {step}, loss is {loss}", flush=True)
+            print(f"epoch: {now.cur_epoch_num} step: {step}, loss is {loss!s}", flush=True)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Print what `fit` evaluated."""
