@@ -74,6 +74,30 @@ def test_all_patterns_bf16(part: int):
         check_bf16(floats(np.arange(start, start + chunk)))
 
 
+@pytest.mark.exhaustive
+def test_all_patterns_bf16_in_the_compiled_kernels():
+    k = pytest.importorskip("halfstep.optim._numba_kernels")
+    away, residual, rejoin, as_float = k.bf16_away, k.residual_bf16, k.join_bf16, k.float_of
+    bits_of, magnitude, inf, i32 = k.bits_of, k.MASK, k.INF_BITS, np.int32
+
+    @k.compiled("int64(int64,int64)")
+    def mismatches(first: int, last: int) -> int:
+        found = 0
+        for pattern in range(first, last):
+            bits = i32(pattern)
+            x = as_float(bits)
+            half = away(x)
+            joined = bits_of(rejoin(half, residual(x, half)))
+            if i32(bits & magnitude) > inf:
+                lost = i32(i32(half) & i32(0x7FFF)) <= i32(0x7F80)
+                found += lost | (i32(joined & magnitude) <= inf)
+            else:
+                found += joined != bits
+        return found
+
+    assert mismatches(0, 1 << 32) == 0
+
+
 @pytest.mark.parametrize("sign", [0, 1 << 31])
 def test_fp16_samples_of_every_exponent(sign: int):
     top = 0x477FF000  # 65520: from here on fp16 is inf
