@@ -1,9 +1,9 @@
 """A training step that the weights dominate (results/step_weight_bound.json): ours beside torch.autocast.
 
 50M-parameter MLP, batch 32, AdamW, bf16, one thread, same allocator setting; one step of each in turn,
-medians of ratios of processor time. torch: fp32 weights under torch.autocast, clip_grad_norm_, fused AdamW. Ours:
-bf16 weights with exact masters, measured, clipped and updated by hs.optim. Targets: 0.75 of torch's time
-without clipping, 0.70 with; peak memory 0.9 with fp32 states, 0.65 with bf16 states, less with 8-bit.
+medians of ratios of processor time. torch: fp32 weights under torch.autocast, clip_grad_norm_, fused AdamW.
+Ours: bf16 weights with exact masters, measured, clipped and updated by hs.optim. Targets: 0.75 of torch's
+time without clipping, 0.70 with; peak memory 0.9 with fp32 states, 0.65 with bf16 states, less with 8-bit.
 """
 
 import argparse
