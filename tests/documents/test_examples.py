@@ -61,15 +61,6 @@ def test_the_accelerator_courses_loop(arguments, dtype, run):
     assert f"scale {65536 if arguments else 1}:" in printed
 
 
-def test_manual_casting_trains_each_way(run):
-    rows = run("manual_casting.py", "--steps", "60").splitlines()
-    assert [row.split(":")[0] for row in rows] == ["per_module", "per_tensor", "per_path"]
-    assert [row.rsplit("in ", 1)[1] for row in rows] == ["fp32, fp32, fp32"] * 2 + ["bf16, bf16, fp32"]
-    for row in rows:
-        assert "output torch.float32" in row
-        assert float(re.search(r"accuracy ([\d.]+)", row)[1]) > 0.8
-
-
 def test_apex_levels_prints_a_row_for_the_level_asked_for(run):
     printed = run("apex_levels.py", "--steps", "3", "--opt-level", "O2", "--loss-scale", "128.0")
     assert "128.0" in printed
