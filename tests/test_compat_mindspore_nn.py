@@ -26,6 +26,18 @@ def test_to_float_is_recursive_and_the_last_call_wins():
 
 
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
+def test_to_float_reaches_tensors_made_inside(dtype):
+    class Made(nn.Cell):
+        def construct(self, x):
+            self.seen = (x @ torch.ones(4, 4)).dtype
+            return x
+
+    cell = Made().to_float(dtype)
+    cell(torch.randn(2, 4))
+    assert cell.seen == dtype
+
+
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

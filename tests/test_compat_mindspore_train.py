@@ -414,3 +414,14 @@ def test_callbacks_hear_everything_in_order():
 def test_model_refuses(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_an_overflow_on_another_rank_skips_here_too(monkeypatch):
+    place = "halfstep.compat.mindspore.nn._training.all_ranks"
+    monkeypatch.setattr(place, lambda flag: torch.ones_like(flag))
+    net = network()
+    cell = train_network(net, loss_scale_manager=amp.FixedLossScaleManager())
+    before = net[0].weight.clone()
+    _, overflow, _ = cell(ms.Tensor(X), ms.Tensor(Y))
+    assert overflow
+    assert torch.equal(before, net[0].weight)
