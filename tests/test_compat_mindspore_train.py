@@ -1,5 +1,6 @@
 """halfstep.compat.mindspore's training networks, Model and callbacks."""
 
+import math
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import halfstep.compat.mindspore as ms
-from halfstep.compat.mindspore import amp, nn
+from halfstep.compat.mindspore import amp, nn, value_and_grad
 from halfstep.compat.mindspore.dataset import NumpySlicesDataset
 from halfstep.compat.mindspore.train import (
     Accuracy,
@@ -425,3 +426,48 @@ def test_an_overflow_on_another_rank_skips_here_too(monkeypatch):
     _, overflow, _ = cell(ms.Tensor(X), ms.Tensor(Y))
     assert overflow
     assert torch.equal(before, net[0].weight)
+
+
+# --- training, against losses recorded from MindSpore 2.10 ------------------------------------------------
+
+
+def pattern(*shape):
+    """Weights and data that need no random numbers."""
+    return np.sin(np.arange(math.prod(shape)) * 1.7).reshape(shape).astype(np.float32) / 2
+
+
+@pytest.mark.parametrize(
+    ("level", "has_aux", "losses", "scale"),
+    [
+        ("O0", True, [1.83196, 1.6617, 1.56857, 1.51126, 1.47307, 1.44663], 2**21),
+        ("O2", True, [1.92035, 1.70666, 1.59431, 1.52752, 1.48429, 1.45448], 2**20),
+        ("O2", False, [1.92035, 1.70666, 1.59437, 1.52761, 1.48418, 1.45445], 2**20),
+        ("O3", True, [1.92035, 1.70666, 1.59431, 1.52752, 1.48429, 1.45448], 2**20),
+    ],
+)
+def test_training_follows_mindspores_losses(level, has_aux, losses, scale):
+    network = nn.SequentialCell(nn.Dense(16, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Dense(8, 4))
+    for name in ("0.weight", "0.bias", "3.weight", "3.bias"):
+        parameter = network.parameters_dict()[name]
+        parameter.set_data(pattern(*parameter.shape))
+    x, y = ms.Tensor(pattern(12, 16)), ms.Tensor(np.arange(12, dtype=np.int32) % 4)
+    model = amp.auto_mixed_precision(network, level).set_train()
+    loss_fn, optimizer = nn.CrossEntropyLoss(), nn.SGD(network.trainable_params(), 0.1)
+    scaler = amp.DynamicLossScaler(2**18, 2, 5)
+
+    def forward(data, label):
+        logits = model(data)
+        return scaler.scale(loss_fn(logits, label)), logits
+
+    step = value_and_grad(forward, None, network.trainable_params(), has_aux=has_aux)
+    seen = []
+    for number in range(16):
+        _, grads = step(x, y)
+        is_finite = amp.all_finite(grads)
+        if is_finite:
+            optimizer(scaler.unscale(grads))
+        scaler.adjust(is_finite)
+        if number % 3 == 0:
+            seen.append(loss_fn(model(x), y).item())
+    assert seen == pytest.approx(losses, abs=2e-3)
+    assert scaler.scale_value.asnumpy() == scale

@@ -70,6 +70,9 @@ class Parameter(_Methods, torch.nn.Parameter):
             memo[id(self)] = Parameter(data, self.name, self.requires_grad)
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parameter, (plain_tensor(self).detach(), self.name, self.requires_grad)
+
     def set_data(self, data: Any) -> Parameter:
         """Copy new values in; shape and dtype stay."""
         with torch.no_grad():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -262,21 +263,29 @@ def _run_low_but(
 
 
 class _Region:
-    """A pair of hooks that runs a module's forward in an autocast region."""
+    """A pair of hooks that runs a module's forward in an autocast region; copied and pickled with it."""
 
-    def __init__(self, region: autocast) -> None:
-        self.region = region
+    def __init__(self, device: str | None, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._open: dict[int, list[autocast]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": {}}
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
-        self.region.__enter__()
+        region = autocast(self.device, self.dtype, policy=_AUTO)
+        region.__enter__()
+        self._open.setdefault(threading.get_ident(), []).append(region)
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self.region.__exit__()
+        entered = self._open.get(threading.get_ident())
+        if entered:
+            entered.pop().__exit__()
 
 
 def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
     device = next((p.device.type for p in network.parameters()), None)
-    hooks = _Region(autocast(device, dtype, policy=_AUTO))
+    hooks = _Region(device, dtype)
     record = _Converted("auto")
     record.handles = [
         network.register_forward_pre_hook(hooks.enter, prepend=True),

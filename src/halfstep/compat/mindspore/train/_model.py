@@ -24,7 +24,7 @@ class Model:
     """A network with its loss, optimizer and metrics, trained at a precision level.
 
     Args:
-        network: converted in place at `amp_level` when there is an optimizer, otherwise at the first use.
+        network: converted in place at `amp_level`.
         loss_fn: a Cell of (output, label); None where the network holds its loss.
         optimizer: over the network's parameters; None for evaluation only.
         metrics: a set of names, or a dict of Metrics, for `eval` and `fit`.
