@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.cli import main
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.recipes.data import Batches
 
 
 class Bag(nn.Module):
@@ -178,3 +180,49 @@ def test_a_state_of_another_policy_or_in_pieces_changes_nothing():
         with pytest.raises(CheckpointError, match="cannot be read"):
             amp.load_state_dict(broken)
     assert amp.loss_scale is scale
+
+
+def test_the_doctor_watches_longer_than_the_data_lasts(monkeypatch, capsys):
+    monkeypatch.setattr(Batches, "__len__", lambda self: 3)
+    assert main(["doctor", "digits-mlp", "--level", "O0", "--steps", "8"]) == 0
+    assert "8 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hs.optim.AdamW])
+def test_evaluating_within_evaluating_changes_nothing(optimizer):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    amp = hs.prepare(model, optimizer(model.parameters()), level="O2", dtype="bf16")
+    backward(amp)
+    amp.step()
+    weight = model[0].weight
+    with amp.evaluating():
+        outer = model(torch.ones(3, 4))
+        with amp.evaluating():
+            inner = model(torch.ones(3, 4))
+        after = model(torch.ones(3, 4))
+    assert torch.equal(outer, inner)
+    assert torch.equal(outer, after)
+    assert model[0].weight is weight
+    backward(amp)
+    assert amp.step().taken
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, hs.optim.SGD])
+def test_gradients_kept_after_a_step_are_added_to_at_their_own_size(optimizer):
+    norms = []
+    for scale in (None, hs.DynamicLossScale(init=1024.0, interval=1)):
+        model, _ = small()
+        amp = hs.prepare(model, optimizer(model.parameters(), lr=0.0), dtype="bf16", loss_scale=scale)
+        backward(amp)
+        amp.step(zero_grad=False)
+        backward(amp)
+        norms.append(amp.step().grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_16_bit_weights_at_o1_are_told():
+    model, _ = small()
+    model.bfloat16()
+    with pytest.warns(HalfstepWarning, match=r"2 parameters are bf16 .* prepare at O2"):
+        hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
+    hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")

@@ -123,7 +123,7 @@ class Conversion:
         stand_ins: dict[int, Tensor] = {}
         undo: list[tuple[dict[str, Any], str, Tensor]] = []
         recurrent: list[nn.RNNBase] = [m for m in self.model.modules() if isinstance(m, nn.RNNBase)]
-        self._power.on = False
+        was_on, self._power.on = self._power.on, False
         try:
             for module in self.model.modules():
                 for store in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
@@ -140,7 +140,7 @@ class Conversion:
             for store, key, tensor in undo:
                 store[key] = tensor
             _refresh_flat(recurrent)
-            self._power.on = True
+            self._power.on = was_on
 
 
 def convert(

@@ -5,6 +5,7 @@ Every function raises before it changes anything, or takes back what it changed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep import devices
 from halfstep.convert import Conversion, convert
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.levels import Level
+from halfstep.levels import LOW_DTYPES, Level
 from halfstep.ops import TABLES
 from halfstep.optim._link import Master
 from halfstep.optim.masters import MasterWeights
@@ -135,6 +136,21 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
                 f"not the model's, the first of shape {tuple(strangers[0].shape)}: "
                 "build it from the model given to prepare"
             )
+
+
+def warn_of_low_weights(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn once where a level that means fp32 weights would update 16-bit ones without masters."""
+    if not level.cast_ops or level.param_role != "full":
+        return
+    torches = [o for o in optimizers if not getattr(o, "one_pass", False)]
+    low = [p for o in torches for p in parameters_of(o) if p.requires_grad and p.dtype in LOW_DTYPES]
+    if low:
+        warnings.warn(
+            f"{level.name} keeps fp32 weights, but {len(low)} parameters are {dtype_name(low[0].dtype)} "
+            "and would lose small updates: call model.float() first, or prepare at O2, which adds masters",
+            HalfstepWarning,
+            stacklevel=3,
+        )
 
 
 def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:

@@ -37,6 +37,7 @@ from halfstep.preparation import (
     device_of,
     loss_scale_of,
     policy_of,
+    warn_of_low_weights,
     with_outputs_of,
 )
 from halfstep.scaling import (
@@ -97,6 +98,7 @@ def prepare(
     chosen = policy_of(row, dtype, word_dtype, policy, device)
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
+    warn_of_low_weights(row, optimizers)
     scale = loss_scale_of(loss_scale, row, compute)
     skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
     conversions, masters = apply_level(row, models, optimizers, plan, compute)
@@ -141,6 +143,7 @@ class Session:
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self._pending: dict[int, _Pending] = {}
+        self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
         self._warned = False
         self._steppers: list[Stepper] = [
@@ -207,12 +210,11 @@ class Session:
         group = frozenset(indices)
         for index in indices:
             before = self._pending.get(index)
-            if before is None:
-                self._pending[index] = _Pending(self.loss_scale, group)
-                continue
-            if before.scale is not self.loss_scale:
-                self._rescale(index, before.scale)
-            self._pending[index] = _Pending(self.loss_scale, group | before.group)
+            carried = self._kept.pop(index, None) if before is None else before.scale
+            if carried is not None and carried is not self.loss_scale:
+                self._rescale(index, carried)
+            others = frozenset[int]() if before is None else before.group
+            self._pending[index] = _Pending(self.loss_scale, group | others)
 
     def _rescale(self, index: int, old: LossScale) -> None:
         gradients = self._steppers[index].gradients()
@@ -236,7 +238,7 @@ class Session:
             clip_norm: clip the 2-norm of this optimizer's unscaled gradients to this.
             scheduler: advanced only if the step was taken (on an accelerator at most two steps late). One
                 whose step() wants a metric is refused: call it yourself.
-            zero_grad: drop the gradients afterwards.
+            zero_grad: drop the gradients afterwards; those kept are added to as if they carried no scale.
 
         Raises:
             ScalerStateError: no gradients, or gradients that did not come through `backward`.
@@ -259,6 +261,8 @@ class Session:
             self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
         if zero_grad:
             stepper.clear()
+        else:
+            self._kept[index] = NoLossScale() if stepper.unscaled else pending.scale
         self.steps += 1
         here = isinstance(found, bool)
         outcome = Outcome(

@@ -33,6 +33,8 @@ class Stepper(Protocol):
     """What `Session` needs of an optimizer, whatever its kind."""
 
     optimizer: torch.optim.Optimizer
+    unscaled: bool
+    """Whether the last `update` divided the loss scale out of the gradients where they lie."""
 
     def gradients(self) -> list[Tensor]:
         """The gradients as backward left them."""
@@ -61,6 +63,7 @@ class OnePassStepper:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer: Any = optimizer
+        self.unscaled = False
         self._inv_scale: Tensor | None = None
 
     def gradients(self) -> list[Tensor]:
@@ -87,6 +90,7 @@ class TorchStepper:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.unscaled = False
         self._inv_scale: Tensor | None = None
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -112,7 +116,8 @@ class TorchStepper:
 
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
-        if found_inf:
+        self.unscaled = not found_inf
+        if not self.unscaled:
             return
         if self._inv_scale is not None:
             unscale_(self.gradients(), self._inv_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def _recipe(
     model, optimizer = recipe.build(seed)
     model.to(where)
     amp = prepare(model, optimizer, level=level, dtype=dtype, loss_scale=scale)
-    batches = iter(recipe.task().train(seed))
+    batches = itertools.chain.from_iterable(itertools.repeat(recipe.task().train(seed)))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with amp.autocast():
@@ -116,7 +117,8 @@ def _recipe(
         try:
             losses.append(float(ready.run(step, *batch)))
         except Exception as caught:  # the verdict says it; the report shows what led there
-            error = f"{type(caught).__name__} at step {number + 1}: {str(caught).splitlines()[0]}"
+            said = (str(caught).splitlines() or ["no message"])[0]
+            error = f"{type(caught).__name__} at step {number + 1}: {said}"
             break
     ready.settle()
     seen.close()
