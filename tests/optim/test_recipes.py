@@ -1,0 +1,68 @@
+"""Exact masters and 8-bit states on the bundled recipes, through `hs.prepare`. Part of make test-all."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.optim import SGD, AdamW, Lion
+from halfstep.recipes import RECIPES
+
+ALGORITHMS: dict[str, tuple[type, dict[str, Any]]] = {
+    "AdamW": (AdamW, {"lr": 1e-3}),
+    "SGD": (SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Lion": (Lion, {"lr": 1e-4, "weight_decay": 0.1}),
+}
+
+
+def train(
+    name: str, optimizer_of: Callable[[Any], Any], steps: int, seed: int = 0, level: str = "O2"
+) -> tuple[list[float], nn.Module, float]:
+    """Losses, model and mean test loss of a recipe trained in bf16 at `level` with another optimizer."""
+    recipe = RECIPES[name]
+    model, _ = recipe.build(seed)
+    optimizer = optimizer_of(model.parameters())
+    amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
+    task = recipe.task()
+    batches = iter(task.train(seed))
+    losses: list[float] = []
+    for _ in range(steps):
+        x, y = next(batches)
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step(clip_norm=1.0)
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad(), amp.autocast():
+        test = statistics.fmean(recipe.loss(model(x), y).item() for x, y in task.test)
+    return losses, model, test
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_300_steps_of_text_gpt_are_identical(algorithm: str):
+    cls, options = ALGORITHMS[algorithm]
+    exact, model, _ = train("text-gpt", lambda p: cls(p, master="exact", **options), 300)
+    plain, other, _ = train("text-gpt", lambda p: cls(p, master="fp32", **options), 300)
+    assert exact == plain
+    assert exact[-1] < exact[0]
+    low = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    assert low
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["text-gpt", "digits-mlp", "digits-cnn"])
+def test_8bit_states_end_within_the_spread_of_fp32_seeds(name: str):
+    steps = RECIPES[name].demo_steps
+    wide = [train(name, lambda p: AdamW(p), steps, seed, "O0")[2] for seed in range(5)]
+    narrow = [train(name, lambda p: AdamW(p, state_dtype="8bit"), steps, seed)[2] for seed in range(3)]
+    spread = max(wide) - min(wide)
+    assert statistics.fmean(narrow) <= max(wide) + spread * 0.25
+    assert min(narrow) >= min(wide) - spread
