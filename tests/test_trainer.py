@@ -288,3 +288,31 @@ def test_a_checkpoint_in_pieces_is_told():
     del state["optimizer"]
     with pytest.raises(CheckpointError, match="not a Trainer's checkpoint: optimizer missing"):
         trainer.load_state_dict(state)
+
+
+def scheduled() -> Trainer:
+    trainer = make(lr=0.1)
+    trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        (make, scheduled, "the Trainer has a scheduler, the checkpoint has none"),
+        (scheduled, make, "the checkpoint has a scheduler, the Trainer has none"),
+        (lambda: make("O1"), make, "saved with level O1"),
+    ],
+)
+def test_a_checkpoint_of_another_setup_changes_nothing(saved, resumed, message):
+    one, other = saved(), resumed()
+    one.fit([(X, Y)], steps=2)
+    before = other.model[0].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        other.load_state_dict(one.state_dict())
+    assert torch.equal(before, other.model[0].weight)
+
+
+def test_a_generator_that_ran_out_is_told():
+    with pytest.raises(DataError, match=r"gave no batches.*a generator can be read once"):
+        make().fit(((X, Y) for _ in range(3)), steps=5)

@@ -170,7 +170,10 @@ class _Position:
                 self.served += 1
                 yield batch
             if empty > 1:
-                raise DataError("the loader gave no batches; fit needs at least one")
+                raise DataError(
+                    "a pass over the loader gave no batches; fit needs at least one in every pass "
+                    "(a generator can be read once only: pass a list or a DataLoader)"
+                )
             self.on_epoch_end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -347,10 +350,17 @@ class Trainer:
         if missing:
             raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
         _checkpoint.warn_if_threads_differ(state["threads"])
+        if (self.scheduler is None) != (state["scheduler"] is None):
+            with_it, without = (
+                ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
+            )
+            raise CheckpointError(
+                f"the {with_it} has a scheduler, the {without} has none: resume with the same"
+            )
+        self.amp.load_state_dict(state["amp"])
         _checkpoint.load_model_state(self.model, state["model"])
         _checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
-        self.amp.load_state_dict(state["amp"])
-        if self.scheduler is not None and state["scheduler"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         if self._position is not None and state["position"] is not None:
