@@ -53,8 +53,14 @@ def peers() -> list[contest.Entry]:
     except ImportError as error:
         print(f"left out: torchao ({error})", file=sys.stderr)
     bare: Any = contest.update_only
-    made = [contest.Entry(name, torch.bfloat16, make, bare, clip_and_step) for name, make in found]
+    made = [contest.Entry(name, torch.bfloat16, make, bare, clip_and_step, value) for name, make in found]
     return [entry for entry in made if works(entry)]
+
+
+def value(optimizer: Any, p: nn.Parameter) -> torch.Tensor:
+    """A peer's weight, with the compensation that Kahan summation keeps beside it."""
+    rest = optimizer.state.get(p, {}).get("kahan_comp")
+    return p.detach().double() if rest is None else p.detach().double() + rest.double()
 
 
 def works(entry: contest.Entry) -> bool:

@@ -7,7 +7,7 @@ Everything is measured on weights that exist; nothing is computed from a formula
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Entry:
     """One contestant: `make` builds its optimizer on parameters; the dtype is that of weights and gradients.
 
     `update` and `step` take (optimizer, parameters): the bare update, and the whole step with unscaling,
-    finite check and clipping, from scaled gradients.
+    finite check and clipping, from scaled gradients. `value` is a weight as the optimizer knows it.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Entry:
     make: Callable[[list[nn.Parameter]], Any]
     update: Callable[[Any, list[nn.Parameter]], None]
     step: Callable[[Any, list[nn.Parameter]], None]
+    value: Callable[[Any, nn.Parameter], Tensor] = lambda optimizer, p: known_value(optimizer, p)
 
 
 @dataclass(frozen=True)
@@ -166,21 +167,25 @@ def race(
 
 
 def movement(entry: Entry, start: float, lr: float, steps: int, count: int = 4096) -> float:
-    """How far weights of `start` moved under unit gradients, as a share of what fp32 AdamW moves them.
+    """How far weights of `start` moved under unit gradients, as a share of what AdamW in float64 moves them.
 
-    The mean over `count` weights without weight decay; the value an optimizer knows beyond the weight counts.
+    The mean over `count` weights without weight decay; what an optimizer knows beyond the weight counts.
     """
     moved: list[float] = []
-    for make, dtype in ((entry.make, entry.dtype), (_plain, torch.float64)):
+    for make, dtype, value in ((entry.make, entry.dtype, entry.value), (_plain, torch.float64, known_value)):
         p = nn.Parameter(torch.full((count,), start, dtype=dtype))
         optimizer = make([p])
         for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = lr, 0.0
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            group["weight_decay"] = 0.0
         p.grad = torch.ones_like(p)
-        begin = _value(optimizer, p)
+        begin = float(value(optimizer, p).double().mean())
         for _ in range(steps):
             optimizer.step()
-        moved.append(begin - _value(optimizer, p))
+        moved.append(begin - float(value(optimizer, p).double().mean()))
     return moved[0] / moved[1]
 
 
@@ -188,8 +193,6 @@ def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params)
 
 
-def _value(optimizer: Any, p: nn.Parameter) -> float:
-    known: Mapping[Tensor, Tensor] = {}
-    if isinstance(optimizer, AdamW):
-        known = optimizer.masters()
-    return float(known.get(p, p.detach()).double().mean())
+def known_value(optimizer: Any, p: nn.Parameter) -> Tensor:
+    """A weight as its optimizer knows it: the master where there is one."""
+    return optimizer.master_of(p) if isinstance(optimizer, AdamW) else p.detach()
