@@ -85,15 +85,15 @@ class Late:
 
     @classmethod
     def extremes(
-        cls, step: int, found: dict[str, tuple[Tensor, Tensor]], scale: float | Tensor, taken: bool | Tensor
+        cls, step: int, found: dict[str, Tensor], scale: float | Tensor, taken: bool | Tensor
     ) -> Late:
-        """Smallest and largest gradient by parameter, and what became of the step."""
-        first = next(iter(found.values()))[0]
-        values = [v for pair in found.values() for v in pair]
+        """Smallest and largest gradient (two elements) by parameter, and what became of the step."""
+        values = list(found.values())
         if any(v.dtype != torch.float32 for v in values):
             values = [v.float() for v in values]
-        fate = [torch.as_tensor(x, dtype=torch.float32, device=first.device) for x in (scale, taken)]
-        return cls(step, "extremes", list(found), torch.stack(values + fate), ())
+        device = values[0].device
+        fate = [torch.as_tensor(x, dtype=torch.float32, device=device).view(1) for x in (scale, taken)]
+        return cls(step, "extremes", list(found), torch.cat(values + fate), ())
 
     @classmethod
     def counts(cls, step: int, found: Mapping[Any, Seen], scale: float | Tensor) -> Late:

@@ -112,7 +112,8 @@ class Watch:
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
-        self._extremes: dict[str, tuple[Tensor, Tensor]] = {}
+        self._extremes: dict[str, Tensor] = {}
+        self._slots: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._late: list[Late] = []
@@ -167,7 +168,14 @@ class Watch:
         if replaying() or gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
             return
         # Accumulated gradients come by once for each backward; the last one is the step's.
-        self._extremes[name] = torch.aminmax(gradient)
+        slot = self._slots.get(name)
+        if slot is None or slot[0].dtype != gradient.dtype or slot[0].device != gradient.device:
+            pair = torch.empty(2, dtype=gradient.dtype, device=gradient.device)
+            slot = self._slots[name] = (pair, pair[0], pair[1])
+        # Written into memory kept for it: small blocks left behind in backward would cost the allocator more
+        # than the reduction does.
+        torch.aminmax(gradient.detach(), out=slot[1:])
+        self._extremes[name] = slot[0]
         if self._sampling:
             self._count("gradient", name, gradient)
 
