@@ -226,3 +226,48 @@ def test_16_bit_weights_at_o1_are_told():
     with pytest.warns(HalfstepWarning, match=r"2 parameters are bf16 .* prepare at O2"):
         hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
     hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")
+
+
+class Low(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+def low_masters() -> hs.MasterWeights:
+    model = nn.Linear(4, 2).bfloat16()
+    return hs.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+PIECES = {
+    "scaler with a word": (lambda: hs.GradScaler(loss_scale="dynamic"), "must be a LossScale such as"),
+    "headroom limit": (lambda: hs.HeadroomLossScale(limit=3), "limit must be a DynamicLossScale, got 3"),
+    "to_float of a number": (lambda: hs.to_float(3, "bf16"), "takes a torch.nn.Module, not int"),
+    "refresh by wrong names": (lambda: low_masters().refresh({"nope": torch.ones(2)}), "such as 'weight'"),
+    "plan text": (lambda: hs.convert(nn.Linear(2, 2), "O2", "bf16", plan="x"), "got str as a plan"),
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_the_pieces_refuse_what_they_cannot_use(case):
+    call, message = PIECES[case]
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_a_plan_on_top_of_a_plan_counts():
+    model = Low()
+    first = hs.Plan([hs.PlanRule("body", "bf16", reason="small")])
+    second = hs.Plan([hs.PlanRule("head", "fp16", reason="smaller")])
+    hs.convert(model, first, plan=second)
+    assert (model.body.weight.dtype, model.head.weight.dtype) == (torch.bfloat16, torch.float16)
+
+
+def test_an_unreadable_scaler_state_changes_nothing():
+    scaler = hs.GradScaler()
+    state = scaler.state_dict()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        scaler.load_state_dict({**state, "scale": "x"})
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*growth must be"):
+        scaler.load_state_dict({**state, "growth_factor": 0.5})
+    assert scaler.state_dict() == state

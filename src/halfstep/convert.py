@@ -164,7 +164,7 @@ def convert(
         model: any module, before DDP; a compiled one is looked into.
         plan_or_level: a `Plan`, a `Level`, or the name of a level.
         dtype: fp16 or bf16; None takes the level's word or asks the device.
-        plan: rules on top of the level.
+        plan: rules on top of the level or plan.
         keep_originals: keep the fp32 weights in `Conversion.originals`; None does where the level has
         masters.
 
@@ -175,9 +175,12 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
     inner = unwrap(model)
     level, low = _read(plan_or_level, dtype, inner)
-    rules = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low, plan)
+    base = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low)
+    rules = base + (plan or Plan.empty())
     _check_model(inner)
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
@@ -207,9 +210,9 @@ def _read(
     return level, given
 
 
-def _rules(level: Level | None, low: torch.dtype, plan: Plan | None) -> Plan:
+def _rules(level: Level | None, low: torch.dtype) -> Plan:
     assert level is not None
-    return Plan.for_level(level, low) + (plan or Plan.empty())
+    return Plan.for_level(level, low)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -429,6 +432,8 @@ def to_float(module: nn.Module, dtype: str | torch.dtype | None) -> nn.Module:
     outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all
     below it; None takes it off again. `convert` leaves such modules alone.
     """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
     chosen = None if dtype is None else parse_dtype(dtype)
     for each in module.modules():
         for hooks in (each._forward_pre_hooks, each._forward_hooks):

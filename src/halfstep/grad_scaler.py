@@ -7,6 +7,7 @@ is kept neither by `id()` nor on the optimizer. What loss scales do is decided i
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,11 +82,11 @@ class _PerOptimizer:
         return len(self._entries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PerOptimizer:
-        copy = _PerOptimizer()
+        twin = _PerOptimizer()
         for ref, entry in self._entries:
             if (optimizer := ref()) is not None:
-                copy.put(memo.get(id(optimizer), optimizer), entry)
-        return copy
+                twin.put(memo.get(id(optimizer), optimizer), entry)
+        return twin
 
 
 class GradScaler:
@@ -122,6 +123,8 @@ class GradScaler:
         if loss_scale is None:
             rates = (growth_factor, backoff_factor, growth_interval)
             loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
+        elif not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {loss_scale!r}")
         self._loss_scale = loss_scale if enabled else NoLossScale()
         self._skips = SkipCount(limit=max_skips)
         self._group = group
@@ -424,8 +427,11 @@ class GradScaler:
         if missing:
             raise CheckpointError(f"not a GradScaler state: {', '.join(missing)} missing")
         scale, growth, backoff, interval, clean = (state_dict[key] for key in _TORCH_KEYS)
-        state = {"current": float(scale), "clean": int(clean), "overflows": 0}
-        self._edit(growth=growth, backoff=backoff, interval=interval, **state)
+        try:
+            state = {"current": float(scale), "clean": int(clean), "overflows": 0}
+            self._edit(growth=growth, backoff=backoff, interval=interval, **state)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
         self._skips = replace(self._skips, in_row=0)
 
     def _count_skips(self) -> None:
@@ -447,8 +453,6 @@ class GradScaler:
         self._checked, self._queue = _PerOptimizer(), OutcomeQueue()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        import copy
-
         self._count_skips()
         twin = object.__new__(type(self))
         memo[id(self)] = twin

@@ -189,8 +189,6 @@ def apply_level(
     compute: torch.dtype,
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
-    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"prepare got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
     conversions: list[Conversion] = []
     masters: dict[int, MasterWeights] = {}
     try:

@@ -405,6 +405,8 @@ class HeadroomLossScale(LossScale):
         check_scale("HeadroomLossScale (overflow_at)", self.overflow_at, 1.0, LARGEST_SCALE * 2)
         if isinstance(self.limit, Mapping):
             object.__setattr__(self, "limit", LossScale.from_state(self.limit))
+        if not isinstance(self.limit, DynamicLossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {self.limit!r}")
         if isinstance(self.history, list):
             object.__setattr__(self, "history", tuple(self.history))
 

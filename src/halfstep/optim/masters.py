@@ -140,6 +140,8 @@ class MasterWeights:
             self.link.sync(everything=True)
             return
         given = {canonical(name): value for name, value in values.items()}
+        if given and not given.keys() & dict(self.named()).keys():
+            raise ConfigError(f"refresh got no master's name; expected names such as {self.named()[0][0]!r}")
         for name, master in self.named():
             if name in given:
                 with torch.no_grad():
