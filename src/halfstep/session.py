@@ -325,7 +325,8 @@ class Session:
                 HalfstepWarning,
                 stacklevel=3,
             )
-        self.skips = self.skips.after(taken, scale=None if taken else scale.read())
+        if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
+            self.skips = self.skips.after(taken, scale=None if taken else scale.read())
 
     def sync(self) -> None:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
