@@ -116,9 +116,10 @@ class TorchStepper:
 
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
-        self.unscaled = not found_inf
-        if not self.unscaled:
+        self.unscaled = False
+        if found_inf:
             return
+        self.unscaled = True
         if self._inv_scale is not None:
             unscale_(self.gradients(), self._inv_scale)
         if clip_norm is not None:
