@@ -26,7 +26,8 @@ def train(
     recipe = RECIPES[name]
     model, _ = recipe.build(seed)
     optimizer = optimizer_of(model.parameters())
-    amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
+    dtype = None if level == "O0" else "bf16"
+    amp = hs.prepare(model, optimizer, level=level, dtype=dtype)
     task = recipe.task()
     batches = iter(task.train(seed))
     losses: list[float] = []

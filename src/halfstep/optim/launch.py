@@ -4,7 +4,7 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from halfstep.optim.algorithms import Algorithm, Number, Row
 from halfstep.optim.slots import Slot
 
 Scalar = float | Tensor | None
+foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
 )
@@ -68,8 +69,9 @@ def on_host(job: Job, compiled: bool) -> None:
     hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in job.group.items() if k != "params"}
     rows: dict[float, Row] = {}
     work: list[tuple[Slot, Tensor, Row, int]] = []
+    foreach_add_([slot.step for slot, _ in job.entries], 1)
     for slot, grad in job.entries:
-        step = float(slot.step.add_(1))
+        step = float(slot.step)
         if step not in rows:
             rows[step] = as_fp32(job.algorithm.scalars(hyper, step))
         key = cast(int, rounding.key_of(slot.base_key, int(step)))
