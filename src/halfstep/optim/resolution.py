@@ -1,0 +1,115 @@
+"""Can the chosen master represent the updates? Forecast before training, and the share lost during it.
+
+The quantum of a weight is the distance to the next value its master can hold; an update below half of it is
+lost under rounding to nearest, every time. Exact and fp32 masters hold 24 bits, bf16 weights alone 8,
+fp16 weights alone 11. Stochastic rounding loses no update on average.
+"""
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import HalfstepWarning
+from halfstep.optim.base import OnePassOptimizer
+
+SAMPLE = 65536
+_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """One tensor: `quantum` at the median weight, the expected `step`, the share that would freeze."""
+
+    name: str
+    master: str | None
+    quantum: float
+    step: float
+    frozen: float
+
+    @property
+    def freezes(self) -> bool:
+        """Whether more than half of the weights would not move."""
+        return self.frozen > 0.5
+
+
+@torch.no_grad()
+def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolution]:
+    """Compare each tensor's quantum with the step its learning rate makes; warn of those that would freeze.
+
+    The expected step is the learning rate for Adam, AdamW and Lion (their updates are about one), and the
+    learning rate times the gradient for SGD, whose tensors are left out while they have no gradient. Weights
+    are sampled (at most 65,536 a tensor). Reads values back to the host: call it before training.
+    """
+    found: list[Resolution] = []
+    for p, group, place in optimizer._places():
+        lr = float(group["lr"])
+        if "betas" in group:
+            step = torch.tensor(lr, dtype=torch.float64)
+        elif p.grad is not None:
+            step = _sample(p.grad).abs().double() * lr
+        else:
+            continue
+        bits = 24 if group["master"] in ("exact", "fp32") else _BITS[p.dtype]
+        weight = _sample(p).abs().double()
+        quantum = torch.exp2(torch.floor(torch.log2(weight.clamp_min(2.0**-126))) - (bits - 1))
+        lost = (step < quantum / 2) & (step > 0)
+        random = group["master"] == "stochastic"
+        frozen = 0.0 if random or lost.numel() == 0 else float(lost.double().mean())
+        names = group.get("param_names")
+        name = names[place[1]] if names else f"group {place[0]}, parameter {place[1]}"
+        found.append(Resolution(name, group["master"], float(quantum.median()), float(step.median()), frozen))
+    frozen_ones = [r for r in found if r.freezes]
+    if warn and frozen_ones:
+        worst = max(frozen_ones, key=lambda r: r.frozen)
+        warnings.warn(
+            f"{len(frozen_ones)} of {len(found)} tensors would freeze: in {worst.name} a step of "
+            f"{worst.step:.2g} is under half the quantum {worst.quantum:.2g} of master={worst.master!r} for "
+            f"{worst.frozen:.0%} of the weights; use master='exact' (2 bytes a parameter more)",
+            HalfstepWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+@dataclass
+class LostUpdates:
+    """Filled in when `lost_updates` ends: the share of updates that did nothing, by parameter and in all."""
+
+    shares: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
+    total: float = 0.0
+
+
+@contextmanager
+def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostUpdates]:
+    """Around one `step`: the share of weights with a gradient that kept their value, masters included.
+
+    Weights are sampled (at most 65,536 a tensor); reads values back to the host.
+    """
+    lost = LostUpdates()
+    before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer._places() if p.grad is not None}
+    yield lost
+    kept, all_moving = 0, 0
+    for p, (old, moving) in before.items():
+        same = int(((_known(optimizer, p) == old) & moving).sum())
+        count = int(moving.sum())
+        lost.shares[p] = same / count if count else 0.0
+        kept, all_moving = kept + same, all_moving + count
+    lost.total = kept / all_moving if all_moving else 0.0
+
+
+def _known(optimizer: OnePassOptimizer, p: Tensor) -> Tensor:
+    return _sample(optimizer.master_of(p)).clone()
+
+
+def _moving(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return _sample(p.grad) != 0
+
+
+def _sample(t: Tensor) -> Tensor:
+    values = t.detach().reshape(-1)
+    return values[:: max(1, values.numel() // SAMPLE)]
