@@ -1,5 +1,6 @@
 """Exact masters and 8-bit states on the bundled recipes, through `hs.prepare`. Part of make test-all."""
 
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,8 @@ def train(
     dtype = None if level == "O0" else "bf16"
     amp = hs.prepare(model, optimizer, level=level, dtype=dtype)
     task = recipe.task()
-    batches = iter(task.train(seed))
+    source = task.train(seed)
+    batches = itertools.chain.from_iterable(source for _ in itertools.count())
     losses: list[float] = []
     for _ in range(steps):
         x, y = next(batches)
