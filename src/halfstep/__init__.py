@@ -1,7 +1,7 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
 from halfstep import accelerators as accelerators
-from halfstep import devices, distributed, numerics, optim
+from halfstep import devices, distributed, optim
 from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
 from halfstep.convert import Conversion, convert, to_float
 from halfstep.errors import (
@@ -20,6 +20,10 @@ from halfstep.errors import (
 from halfstep.formats import FORMATS, Format, format_of, round_to
 from halfstep.grad_scaler import GradScaler
 from halfstep.levels import LEVELS, Level
+from halfstep.numerics.lint import Finding, lint
+from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
+from halfstep.numerics.watch import Watch, watch
 from halfstep.ops import Rule
 from halfstep.optim.masters import MasterWeights
 from halfstep.outcome import Outcome
@@ -35,16 +39,19 @@ from halfstep.scaling import (
     select_tree,
 )
 from halfstep.session import Session, prepare
+from halfstep.trainer import Trainer
 
 __all__ = [
     "FORMATS",
     "LEVELS",
+    "BadOp",
     "BannedOpError",
     "CheckpointError",
     "ConfigError",
     "Conversion",
     "DataError",
     "DynamicLossScale",
+    "Finding",
     "Format",
     "GradScaler",
     "HalfstepError",
@@ -61,11 +68,15 @@ __all__ = [
     "PlanError",
     "PlanRule",
     "Policy",
+    "Replayable",
     "Rule",
     "ScalerStateError",
     "Session",
     "StaticLossScale",
+    "Trace",
+    "Trainer",
     "UnsupportedError",
+    "Watch",
     "active_policy",
     "all_finite",
     "autocast",
@@ -73,13 +84,19 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "devices",
+    "distributed",
+    "first_bad_op",
     "format_of",
     "frozen_weights",
+    "lint",
     "op",
+    "optim",
     "prepare",
     "round_to",
     "select_tree",
     "to_float",
+    "trace_step",
+    "watch",
 ]
 
 __version__ = "0.1.0"

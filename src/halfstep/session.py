@@ -22,6 +22,7 @@ from halfstep.convert import Conversion
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.levels import Level, level_of
+from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
 from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.plan import Plan
@@ -146,6 +147,7 @@ class Session:
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
         self._warned = False
+        self._replay: Replayable | None = None
         self._steppers: list[Stepper] = [
             OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o) for o in optimizers
         ]
@@ -327,6 +329,15 @@ class Session:
             )
         if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
             self.skips = self.skips.after(taken, scale=None if taken else scale.read())
+
+    def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
+        """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
+
+        What is traced is told in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
+        """
+        if self._replay is None:
+            self._replay = Replayable(self)
+        return self._replay.run(step, *batch)
 
     def sync(self) -> None:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
