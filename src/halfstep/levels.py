@@ -26,9 +26,9 @@ LOW_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 class Level:
     """One row: for each role whether it is fp32 ("full") or the 16-bit dtype ("low"), and what follows.
 
-    cast_ops: ops are cast by the policy's table; without it no op is lifted to fp32. cast_inputs: floating model inputs are cast to the compute
-    dtype. norm_fp32: normalisation weights and statistics stay fp32. masters: the optimizer updates fp32
-    copies. needs_scale_in_fp16: fp16 comes with a dynamic loss scale.
+    cast_ops: ops are cast by the policy's table; without it no op is lifted to fp32. cast_inputs: floating
+    model inputs are cast to the compute dtype. norm_fp32: normalisation weights and statistics stay fp32.
+    masters: the optimizer updates fp32 copies. needs_scale_in_fp16: fp16 comes with a dynamic loss scale.
     """
 
     name: str
