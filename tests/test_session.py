@@ -273,6 +273,47 @@ def test_one_pass_optimizers_evaluate_and_revert_with_their_exact_masters():
     assert not torch.equal(model[0].weight, exact[0])
 
 
+def released(dtype: str = "bf16", **options):
+    model = mlp()
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01, release_gradients=True)
+    return model, hs.prepare(model, optimizer, level="O2", dtype=dtype, **options)
+
+
+def kept(dtype: str = "bf16", **options):
+    model = mlp()
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01)
+    return model, hs.prepare(model, optimizer, level="O2", dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_released_gradients_train_as_kept_ones_do(dtype):
+    x, y = batch()
+    weights = []
+    for model, amp in (released(dtype), kept(dtype)):
+        for _ in range(5):
+            amp.backward(loss_of(amp, model, x[:6], y[:6]), more=True)
+            amp.backward(loss_of(amp, model, x[6:], y[6:]))
+            assert amp.step().taken
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+def test_released_gradients_refuse_what_would_apply_twice_and_tell_a_partial_skip():
+    model, amp = released("fp16")
+    x, y = batch()
+    amp.backward(loss_of(amp, model, x, y))
+    with pytest.raises(ScalerStateError, match="more=True"):
+        amp.backward(loss_of(amp, model, x, y))
+    amp.step()
+    scale = amp.loss_scale.read()
+    amp.backward(loss_of(amp, model, x, y) * float("inf"))
+    outcome = amp.step()
+    assert not outcome.taken
+    assert "released before" in outcome.reason
+    assert amp.loss_scale.read() == scale / 2
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 def _another_model():
     return hs.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
 

@@ -53,6 +53,12 @@ from halfstep.steppers import OnePassStepper, Stepper, TorchStepper
 Models = nn.Module | Sequence[nn.Module]
 Listener = Callable[["Session", Outcome], None]
 
+#: Why a step with released gradients counts as skipped.
+PARTLY = (
+    "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
+    "were updated"
+)
+
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
 
@@ -151,6 +157,9 @@ class Session:
         self._steppers: list[Stepper] = [
             OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o) for o in optimizers
         ]
+        self._releasing = [
+            (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
+        ]
 
     @property
     def model(self) -> nn.Module:
@@ -161,13 +170,17 @@ class Session:
         """The region to run forward and loss in: ops run under the session's policy."""
         return autocast(self.device.type, policy=self.policy, enabled=enabled)
 
-    def backward(self, loss: Tensor, optimizer: Optimizers = None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, optimizer: Optimizers = None, *, more: bool = False, **kwargs: Any
+    ) -> None:
         """Scale the loss and run backward; call it several times before a step to accumulate.
 
         Args:
             loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled.
             optimizer: the optimizers whose parameters this loss trains; None means all. An inf found in the
                 gradients of one skips the others of the same loss too.
+            more: further backward passes follow before the step; needed only with released gradients, which
+                are applied by the last pass and clipped by the `clip_norm` and norm of the step before.
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
 
         Raises:
@@ -184,8 +197,12 @@ class Session:
                 "reduce it (loss.mean()) or pass gradient="
             )
         indices = self._indices(optimizer)
-        self._open(indices)
-        self.loss_scale.scale(loss).backward(**kwargs)
+        with ExitStack() as stack:
+            for index, stepper in self._releasing:
+                inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
+                stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
+            self._open(indices)
+            self.loss_scale.scale(loss).backward(**kwargs)
 
     def scale(self, tree: Any) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
@@ -274,6 +291,7 @@ class Session:
             grad_norm=measured.norm,
             max_abs=measured.max_abs,
             step=self.steps,
+            reason=PARTLY if found is True and self.skip_nonfinite and stepper.releases else None,
             on_read=None if here else partial(self._arrived_late, scheduler),
         )
         self.history.append(outcome)

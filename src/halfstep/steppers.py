@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import UnsupportedError
+from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.optim._gradients import measure
 from halfstep.unscale import unscale_
 
@@ -33,6 +34,7 @@ class Stepper(Protocol):
     """What `Session` needs of an optimizer, whatever its kind."""
 
     optimizer: torch.optim.Optimizer
+    releases: bool
     unscaled: bool
     """Whether the last `update` divided the loss scale out of the gradients where they lie."""
 
@@ -65,6 +67,28 @@ class OnePassStepper:
         self.optimizer: Any = optimizer
         self.unscaled = False
         self._inv_scale: Tensor | None = None
+        self.releases = self.optimizer.release is not None
+        self._clip_norm: float | None = None
+        self._released = False
+
+    def during_backward(
+        self, named: bool, more: bool, inv_scale: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """Return the region for a backward pass of an optimizer that releases gradients.
+
+        Gradients only add up where the loss is not this optimizer's (`named`) or `more` passes follow; else
+        they are applied with `inv_scale`, clipped as the step before was.
+        """
+        if not named or more:
+            return self.optimizer.release.hold()
+        if self._released:
+            raise ScalerStateError(
+                "backward() ran again before step(), but gradients were released and applied already: pass "
+                "more=True to every backward() of a step but the last"
+            )
+        self._released = True
+        self.optimizer.release.configure(inv_scale, self._clip_norm)
+        return nullcontext()
 
     def gradients(self) -> list[Tensor]:
         """The gradients as backward left them."""
@@ -78,6 +102,7 @@ class OnePassStepper:
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
         clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
+        self._clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
 
     def clear(self) -> None:
@@ -87,6 +112,8 @@ class OnePassStepper:
 
 class TorchStepper:
     """A torch optimizer, with or without masters; skipping reads one flag."""
+
+    releases = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
