@@ -48,7 +48,7 @@ from halfstep.scaling import (
     StaticLossScale,
     all_finite,
 )
-from halfstep.steppers import OnePassStepper, Stepper, TorchStepper
+from halfstep.steppers import Measured, OnePassStepper, Stepper, TorchStepper
 
 Models = nn.Module | Sequence[nn.Module]
 Listener = Callable[["Session", Outcome], None]
@@ -283,6 +283,18 @@ class Session:
         else:
             self._kept[index] = NoLossScale() if stepper.unscaled else pending.scale
         self.steps += 1
+        partly = found is True and self.skip_nonfinite and stepper.releases
+        return self._tell(pending, measured, found, PARTLY if partly else None, scheduler)
+
+    def _tell(
+        self,
+        pending: _Pending,
+        measured: Measured,
+        found: bool | Tensor,
+        reason: str | None,
+        scheduler: Any,
+    ) -> Outcome:
+        """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
         here = isinstance(found, bool)
         outcome = Outcome(
             taken=_inverse(found) if self.skip_nonfinite else True,
@@ -291,14 +303,13 @@ class Session:
             grad_norm=measured.norm,
             max_abs=measured.max_abs,
             step=self.steps,
-            reason=PARTLY if found is True and self.skip_nonfinite and stepper.releases else None,
+            reason=reason,
             on_read=None if here else partial(self._arrived_late, scheduler),
         )
         self.history.append(outcome)
         if here:
-            self._arrived(
-                scheduler, not (found and self.skip_nonfinite), not found, pending.scale, self.steps
-            )
+            taken = not (found and self.skip_nonfinite)
+            self._arrived(scheduler, taken, not found, pending.scale, self.steps)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
@@ -343,7 +354,7 @@ class Session:
                 f"step {step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
                 "does; pass skip_nonfinite=True to prepare() to skip such steps (said once)",
                 HalfstepWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
             self.skips = self.skips.after(taken, scale=None if taken else scale.read())

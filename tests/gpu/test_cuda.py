@@ -56,6 +56,7 @@ def test_the_steady_step_does_not_synchronise(dtype):
         train(amp, net, 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert amp.steps == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
