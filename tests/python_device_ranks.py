@@ -1,5 +1,6 @@
 """One rank of a run by two processes on the Python device; `test_accelerators.py` starts it twice."""
 
+import os
 import sys
 
 import torch
@@ -33,7 +34,8 @@ def main() -> None:
             next(model.parameters()).grad[0, 0] = float("inf")
         taken.append(bool(session.step().taken))
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
-    print(f"rank {rank} {taken} {weights.sum().item():.6f} {hook.traffic.share:.2f}", flush=True)
+    line = f"rank {rank} {taken} {weights.sum().item():.6f} {hook.traffic.share:.2f}\n"
+    os.write(1, line.encode())  # in one piece: the ranks share a pipe
     dist.destroy_process_group()
 
 
