@@ -107,12 +107,12 @@ WRONG = {
     "negative scale": (["digits-mlp", "--loss-scale", "-4"], "loss-scale"),
     "device": (["digits-mlp", "--device", "quantum"], "quantum"),
     "data": (["digits-mlp", "--steps", "1", "--data", "/no/such/folder"], "/no/such/folder is not a folder"),
-    "data of text": (["text-gpt", "--steps", "1", "--data", "/tmp"], "--data is for the digits recipes"),
+    "data of text": (["text-gpt", "--steps", "1", "--data", "."], "--data is for the digits recipes"),
     "report folder": (
         ["digits-mlp", "--report", "/no/such/place/r.html"],
         "cannot write into /no/such/place",
     ),
-    "report is folder": (["digits-mlp", "--report", "/tmp"], "is a folder"),
+    "report is folder": (["digits-mlp", "--report", "."], "is a folder"),
     "option": (["digits-mlp", "--lvel", "O1"], "--lvel"),
     "nothing": ([], ""),
 }

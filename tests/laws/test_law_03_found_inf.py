@@ -1,6 +1,7 @@
 """Law 3: found-inf is an OR over tensors, devices, optimizers of the same loss and ranks. Never a sum."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,8 +72,10 @@ def worker(rank, folder):
         scaler.update()
         net.zero_grad()
     assert scaler.get_scale() == 32.0
+    (Path(folder) / f"rank{rank}").write_text(str(scaler.get_scale()))
     dist.destroy_process_group()
 
 
 def test_or_over_ranks(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)  # raises what a worker raised
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["32.0", "32.0"]
