@@ -49,23 +49,20 @@ _HISTORY = 16384
 class Setting:
     """A policy made ready for one device type: what runs for each op, and how torch's own switch stands.
 
-    `runs` lacks the ops that torch's kernels already treat as the policy says.
+    `runs` (by the overload's full name) lacks the ops that torch's kernels already treat as the policy says.
     """
 
     policy: Policy
     switch: Switch
-    runs: Mapping[torch._ops.OpOverload, Runner] = field(repr=False)
-    low: frozenset[torch._ops.OpOverload] = field(repr=False)
+    runs: Mapping[str, Runner] = field(repr=False)
+    ops: tuple[torch._ops.OpOverload, ...] = field(repr=False)
+    low: frozenset[str] = field(repr=False)
+    device_type: str = field(init=False)
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def device_type(self) -> str:
-        """The device type it holds for."""
-        return self.switch[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The compute dtype."""
-        return self.switch[2]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_type", self.switch[0])
+        object.__setattr__(self, "dtype", self.switch[2])
 
 
 class _History:
@@ -168,18 +165,19 @@ def setting_for(device_type: str, policy: Policy) -> Setting:
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
     if dtype is torch.float32:
-        return Setting(policy, (device_type, False, dtype, None), {}, frozenset())
+        return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
     devices.check_dtype(device_type, dtype)
     with _registry:
-        runs, low = _runners(device_type, policy)
-        return Setting(policy, (device_type, True, dtype, _code_for(policy)), runs, low)
+        found, low = _runners(device_type, policy)
+        runs = {op.name(): run for op, run in found.items()}
+        return Setting(policy, (device_type, True, dtype, _code_for(policy)), runs, tuple(found), low)
 
 
 def ready(setting: Setting) -> Setting:
     """The same setting, its kernels registered."""
     if setting not in _ready:
         with _registry:
-            for op in setting.runs:
+            for op in setting.ops:
                 _register(op, setting.device_type)
             _ready.add(setting)
     return setting
@@ -189,18 +187,16 @@ def ready(setting: Setting) -> Setting:
 def off_for(device_type: str) -> Setting:
     """The setting that casts nothing."""
     return Setting(
-        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, frozenset()
+        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, (), frozenset()
     )
 
 
-def _runners(
-    device_type: str, policy: Policy
-) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[torch._ops.OpOverload]]:
+def _runners(device_type: str, policy: Policy) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[str]]:
     rows, native = policy.rows(device_type), _native_rows(device_type)
     mirrors_torch = policy.table == "torch" and bool(native)
     slow = not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
     runs: dict[torch._ops.OpOverload, Runner] = {}
-    low: set[torch._ops.OpOverload] = set()
+    low: set[str] = set()
     for name in policy.edits if mirrors_torch else {**rows, **native}:
         row = rows.get(name)
         for op in _overloads(name):
@@ -209,7 +205,7 @@ def _runners(
                 continue
             runs[op] = run
             if row is not None and row.rule is Rule.LOW:
-                low.add(op)
+                low.add(op.name())
     return runs, frozenset(low)
 
 
@@ -294,18 +290,19 @@ def release() -> None:
 
 def _kernel(site: Site) -> Callable[..., Any]:
     """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
-    op, device_type = site.op, site.device_type
+    op, device_type = site.op.name(), site.device_type
     local, task, torch_dtype = _local, _C._current_graph_task_id, torch.get_autocast_dtype
 
     def kernel(keyset: Any, *given: Any, **kwargs: Any) -> Any:
         args: casting.Args = given
-        setting = local.thread.active.get(device_type)
+        here = local.thread
+        setting = here.active.get(device_type)
         if setting is None or task() != -1 or torch_dtype(device_type) is not setting.dtype:
             setting = _elsewhere(device_type)
             if setting is _STRAIGHT:
                 return site.below(args, kwargs)
-        elif local.thread.frozen and op in setting.low:
-            args = casting.thaw(local.thread.frozen, args, setting.dtype)
+        elif here.frozen and op in setting.low:
+            args = casting.thaw(here.frozen, args, setting.dtype)
         run = None if setting is None else setting.runs.get(op)
         return site.plain(keyset, args, kwargs) if run is None else run(keyset, args, kwargs)
 
@@ -315,7 +312,7 @@ def _kernel(site: Site) -> Callable[..., Any]:
 # --- where no region of this thread is in force, or backward runs ------------------------------------------
 
 # Stands for "autocast off": an op of a backward formula, which runs in the dtype its forward ran in.
-_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, frozenset())
+_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), frozenset())
 
 
 def _elsewhere(device_type: str) -> Setting | None:
