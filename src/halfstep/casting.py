@@ -111,6 +111,8 @@ def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> R
     if rule is Rule.LOW:
         if slow:
             return _slow_runner(site, compute)
+        if _is_cpu_attention(site) and compute is torch.bfloat16:
+            return _attention_runner(site, compute)
         return _native_low_runner(site, compute) if native is Rule.LOW else _low_runner(site, compute)
     if rule is Rule.FULL:
         if native is Rule.FULL:
@@ -186,9 +188,28 @@ def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         for value in _tensors(args) if lists else args:
-            if isinstance(value, torch.Tensor) and value.dtype is _F64:
+            if getattr(value, "dtype", None) is _F64:
                 return general(keyset, args, kwargs)
         return call(keyset, *args, **kwargs)
+
+    return run
+
+
+def _is_cpu_attention(site: Site) -> bool:
+    return site.device_type == "cpu" and site.op is torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _attention_runner(site: Site, compute: torch.dtype) -> Runner:
+    """Short sequences take a backward in fp32, where torch's in 16 bits is slower (`emulation.py`)."""
+    to_compute = _caster(site.device_type, compute)
+    rest = _native_low_runner(site, compute) if site.native_rule is Rule.LOW else _low_runner(site, compute)
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        if _dtypes(args, kwargs) <= _CASTABLE and _C._functorch.maybe_current_level() is None:
+            low, _kwargs = _map(args, kwargs, to_compute)
+            if site.under(emulation.fits_attention, *low, **_kwargs):
+                return site.under(emulation.attention, *low, **_kwargs)
+        return rest(keyset, args, kwargs)
 
     return run
 
