@@ -155,7 +155,8 @@ class Session:
         self._warned = False
         self._replay: Replayable | None = None
         self._steppers: list[Stepper] = [
-            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o) for o in optimizers
+            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, masters.get(i))
+            for i, o in enumerate(optimizers)
         ]
         self._releasing = [
             (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.optim._gradients import measure
+from halfstep.optim._widen import Widened
+from halfstep.optim.masters import MasterWeights
 from halfstep.unscale import unscale_
 
 
@@ -115,9 +117,10 @@ class TorchStepper:
 
     releases = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
         self.optimizer = optimizer
         self.unscaled = False
+        self._masters = masters
         self._inv_scale: Tensor | None = None
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -127,19 +130,21 @@ class TorchStepper:
         return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
     def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
-        """Read the gradients once, twice where the largest magnitude is asked for."""
+        """Read the gradients once, twice where the largest magnitude is asked for.
+
+        Where widening them for masters has measured them already, only the others are read.
+        """
         if self._needs_closure:
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
         self._inv_scale = inv_scale
+        widened = None if self._masters is None else self._masters.link.widen()
         gradients = self.gradients()
-        if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
-            norm = _fp32_norm(gradients)
-            if math.isfinite(norm):
-                return Measured(True, norm if inv_scale is None else norm * float(inv_scale), None)
-        return _on_host_if_cpu(measure(gradients, inv_scale))
+        if widened is not None:
+            return _complete(widened, gradients, inv_scale, needs_max_abs)
+        return _look(gradients, inv_scale, needs_max_abs)
 
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
@@ -167,8 +172,30 @@ class TorchStepper:
         if type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             for p in parameters_of(self.optimizer):
                 p.grad = None
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
+    else:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
+    if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
+        norm = _fp32_norm(gradients)
+        if math.isfinite(norm):
+            return Measured(True, norm if inv_scale is None else norm * float(inv_scale), None)
+    return _on_host_if_cpu(measure(gradients, inv_scale))
+
+
+def _complete(
+    widened: Widened, gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool
+) -> Measured:
+    """Add the gradients that widening did not measure; read all where these are not finite."""
+    seen = {id(g) for g in widened.grads}
+    rest = _look([g for g in gradients if id(g) not in seen], None, needs_max_abs)
+    if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.max_abs, Tensor):
+        return _look(gradients, inv_scale, needs_max_abs)
+    factor = 1.0 if inv_scale is None else float(inv_scale)
+    max_abs = max(widened.max_abs, rest.max_abs or 0.0) * factor if needs_max_abs else None
+    return Measured(True, widened.norm_with(rest.norm) * factor, max_abs)
 
 
 def _fp32_norm(gradients: list[Tensor]) -> float:

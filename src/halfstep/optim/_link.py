@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.names import canonical, named_parameters
+from halfstep.optim._widen import Widened, foreach_copy_, widen
 
 foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
@@ -188,19 +189,19 @@ class Link:
         return [name or here[id(m)] for name, m in zip(self._named, self.masters)]
 
     @torch.no_grad()
-    def widen(self) -> None:
-        """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
+    def widen(self) -> Widened | None:
+        """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor.
+
+        Returns the measurements of those that were widened now, where widening gave any.
+        """
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
         low = [w for w in self.weights if w.grad is not None and w.grad.dtype in LOW]
         dense = [w for w in low if not cast(Tensor, w.grad).is_sparse]
-        grads = [cast(Tensor, w.grad) for w in dense]
-        if dense:
-            wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
-            foreach_copy_(wide, grads)
-            for w, g in zip(dense, wide):
-                w.grad = g
+        wide, measured = widen([cast(Tensor, w.grad) for w in dense]) if dense else ([], None)
+        for w, g in zip(dense, wide):
+            w.grad = g
         for w in low:
             grad = cast(Tensor, w.grad)
             if grad.is_sparse:
