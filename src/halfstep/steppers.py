@@ -109,7 +109,7 @@ class OnePassStepper:
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        _clear(self.optimizer)
 
 
 class TorchStepper:
@@ -168,9 +168,15 @@ class TorchStepper:
             gradient.mul_(coefficient)
 
     def clear(self) -> None:
-        """Drop the gradients; torch's own zero_grad does the same, 15 us slower."""
-        if type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            for p in parameters_of(self.optimizer):
+        """Drop the gradients."""
+        _clear(self.optimizer)
+
+
+def _clear(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's own zero_grad does 15 us slower."""
+    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
                 p.grad = None
     else:
         optimizer.zero_grad(set_to_none=True)

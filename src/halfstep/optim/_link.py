@@ -17,7 +17,6 @@ from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.names import canonical, named_parameters
 from halfstep.optim._widen import Widened, foreach_copy_, widen
 
-foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
 LOW = frozenset({torch.float16, torch.bfloat16})
 OWNERS = WeakTensorKeyDictionary()
@@ -206,6 +205,7 @@ class Link:
             grad = cast(Tensor, w.grad)
             if grad.is_sparse:
                 w.grad = grad.to(torch.float32)
+        return measured
 
     @torch.no_grad()
     def write_back(self) -> None:
