@@ -5,22 +5,22 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.optim import _numba_backend, launch, portable, slots
-from halfstep.optim._gradients import GradStats, measure
+from halfstep.optim import _numba_backend, _triton_backend, launch, portable, slots
+from halfstep.optim._gradients import GradStats
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.launch import Scalar
 from halfstep.optim.release import GradientRelease
 
 Group = dict[str, Any]
 Place = tuple[int, int]
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "triton")
 
 
 class OnePassOptimizer(torch.optim.Optimizer):
@@ -29,7 +29,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
     `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
     need no master. `release_gradients` updates each parameter during backward (`.release` has the details),
     `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
-    `backend="reference"` runs plain torch everywhere.
+    `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
+    CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
     """
 
     one_pass = True
@@ -58,7 +59,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> None:
         self._slots: dict[Tensor, slots.Slot] = {}
         self._index: dict[Tensor, Place] = {}
+        self._tables: launch.Tables = {}
         self._late = launch.LateErrors()
+        self._plans = _triton_backend.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -126,8 +129,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
         name = names[place[1]] if names else f"{place[0]}.{place[1]}"
         return zlib.crc32(f"{self.seed}:{name}".encode())
 
-    def _compiled(self, device: torch.device) -> bool:
-        return self.backend == "auto" and device.type == "cpu" and _numba_backend.kernels() is not None
+    def _runner(self, device: torch.device) -> str:
+        return launch.runner(self.backend, device)
 
     # ---- the two passes -----------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
         With released gradients the answer speaks of those freed since the last step as well.
         """
-        grads = [grad for p, _, _ in self._places() if (grad := flat_grad(p)) is not None]
+        grads = self._gradients()
         seen = None if self.release is None else self.release.stats(None)
         if seen is None:
             return self._measure(grads, inv_scale)
@@ -145,10 +148,25 @@ class OnePassOptimizer(torch.optim.Optimizer):
         assert self.release is not None
         return self.release.stats(rest) or seen
 
-    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
-        if grads and all(self._compiled(grad.device) for grad in grads):
+    @torch.no_grad()
+    def measure_on_host(self, inv_scale: Scalar = None) -> tuple[bool, float, float] | None:
+        """`measure` as Python numbers, a little faster; None where the CPU kernels did not see everything."""
+        return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
+
+    def _gradients(self) -> list[Tensor]:
+        return [g for group in self.param_groups for p in group["params"] if (g := dense_grad(p)) is not None]
+
+    def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> tuple[bool, float, float] | None:
+        if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
             return _numba_backend.measure(grads, launch.number(inv_scale))
-        return measure(grads, inv_scale)
+        return None
+
+    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
+        known = self._by_kernels(grads, inv_scale)
+        if known is None:
+            return launch.measure_all(grads, inv_scale, self.backend, self._plans)
+        finite, norm, max_abs = known
+        return GradStats(torch.tensor(finite), torch.tensor(norm), torch.tensor(max_abs))
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -172,38 +190,46 @@ class OnePassOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._late.check()
-        self._step([p for p, _, _ in self._places()], inv_scale, clip_coef, found_inf)
+        self._step(self._places(), inv_scale, clip_coef, found_inf)
         if self.release is not None:
             self.release.finish()
         return loss
 
     def _step(
-        self, params: list[Tensor], inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
+        self,
+        places: Iterable[tuple[Tensor, Group, Place]],
+        inv_scale: Scalar,
+        clip_coef: Scalar,
+        found_inf: bool | Tensor | None,
     ) -> None:
         jobs: dict[tuple[int, torch.device], list[tuple[slots.Slot, Tensor]]] = {}
+        runners: dict[torch.device, str] = {}
         host_skips: bool | None = None
-        for p in params:
-            grad = flat_grad(p)
+        for p, group, place in places:
+            grad = dense_grad(p)
             if grad is None:
                 continue
-            if p.device.type == "cpu":
+            device = p.device
+            name = runners.get(device) or runners.setdefault(device, self._runner(device))
+            if p.is_cpu and name != "triton":
                 host_skips = bool(found_inf) if host_skips is None else host_skips
                 if host_skips:
                     continue
-            group, place = self._find(p)
-            jobs.setdefault((place[0], p.device), []).append((self._slot(p, group, place), grad))
+            jobs.setdefault((place[0], device), []).append((self._slot(p, group, place), grad))
         for (g, device), entries in jobs.items():
-            group = self.param_groups[g]
+            group, name = self.param_groups[g], runners[device]
             job = launch.Job(self.algorithm(group), group, entries, inv_scale, clip_coef)
-            if device.type == "cpu":
-                launch.on_host(job, self._compiled(device))
+            if name == "triton":
+                self._late.add(launch.on_device(job, device, found_inf, self._plans))
+            elif device.type == "cpu":
+                launch.on_host(job, self._tables.setdefault(g, {}) if name == "numba" else None)
             else:
                 self._late.add(launch.on_device(job, device, found_inf))
 
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
         """`measure` for one parameter; None where it has no gradient."""
-        grad = flat_grad(p)
+        grad = dense_grad(p)
         return None if grad is None else self._measure([grad], inv_scale)
 
     @torch.no_grad()
@@ -211,7 +237,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self, p: Tensor, *, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
     ) -> None:
         """`step` for one parameter."""
-        self._step([p], inv_scale, clip_coef, found_inf)
+        self._step([(p, *self._find(p))], inv_scale, clip_coef, found_inf)
 
     # ---- masters ------------------------------------------------------------------------------------
 
@@ -280,22 +306,21 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(restored)
         self._slots.clear()
+        self._tables.clear()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
 
-def flat_grad(p: Tensor) -> Tensor | None:
-    """The gradient of `p` as one dimension in p's memory order, or None."""
+def dense_grad(p: Tensor) -> Tensor | None:
+    """The gradient of `p` in p's memory order and a dtype that the kernels read, or None."""
     grad = p.grad
     if grad is None or p.numel() == 0:
         return None
-    if grad.layout != torch.strided:
+    if grad.layout is not torch.strided:
         raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
-    if grad.stride() != p.stride():
+    if not (p.is_contiguous() and grad.is_contiguous()) and grad.stride() != p.stride():
         grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-    if grad.dtype not in _numba_backend.GRADS:
-        grad = grad.to(torch.float32)
-    return slots.flat(grad)
+    return grad if grad.dtype in _numba_backend.GRADS else grad.to(torch.float32)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

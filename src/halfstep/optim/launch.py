@@ -13,12 +13,13 @@ from torch import Tensor
 
 from halfstep.devices import Arriving, send_to_host
 from halfstep.errors import MasterRangeError
-from halfstep.optim import _layout as L
-from halfstep.optim import _numba_backend, reference, rounding
+from halfstep.optim import _numba_backend, _triton_backend, reference, rounding, slots
+from halfstep.optim._gradients import GradStats, combine, measure
 from halfstep.optim.algorithms import Algorithm, Number, Row
 from halfstep.optim.slots import Slot
 
 Scalar = float | Tensor | None
+Tables = dict[int, _numba_backend.Tables]
 foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
@@ -27,7 +28,8 @@ _RANGE = (
 
 @dataclass(frozen=True)
 class Job:
-    """The parameters of one group on one device, with their flat gradients and the step's scalars."""
+    """The parameters of one group on one device, with their gradients (in the parameters' memory order) and
+    the step's scalars."""
 
     algorithm: Algorithm
     group: Mapping[str, Any]
@@ -48,8 +50,10 @@ class LateErrors:
             self._waiting.append(send_to_host(flag))
 
     def check(self) -> None:
-        """Raise MasterRangeError if a flag of two or more steps ago was true."""
-        if len(self._waiting) > 1 and bool(self._waiting.pop(0).wait()):
+        """Raise MasterRangeError if a flag of two or more steps ago was true; not while a graph is captured."""
+        if len(self._waiting) < 2 or torch.cuda.is_current_stream_capturing():
+            return
+        if bool(self._waiting.pop(0).wait()):
             self._waiting.clear()
             raise MasterRangeError(_RANGE)
 
@@ -64,47 +68,113 @@ def as_fp32(row: tuple[Number, ...]) -> Row:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def on_host(job: Job, compiled: bool) -> None:
-    """Update CPU parameters; raises MasterRangeError."""
+def on_host(job: Job, tables: _numba_backend.Tables | None) -> None:
+    """Update CPU parameters, by the kernels where `tables` (what they keep of this group) is given.
+
+    Raises MasterRangeError.
+    """
     hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in job.group.items() if k != "params"}
     rows: dict[float, Row] = {}
     work: list[tuple[Slot, Tensor, Row, int]] = []
     foreach_add_([slot.step for slot, _ in job.entries], 1)
     for slot, grad in job.entries:
-        step = float(slot.step)
+        step = slot.step.item()
         if step not in rows:
-            rows[step] = as_fp32(job.algorithm.scalars(hyper, step))
-        key = cast(int, rounding.key_of(slot.base_key, int(step)))
+            rows[step] = job.algorithm.scalars(hyper, step)
+        key = cast(int, rounding.key_of(slot.base_key, int(step))) if slot.rounds_randomly else 0
         work.append((slot, grad, rows[step], key))
     factor = number(job.inv_scale) * number(job.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
-    if compiled:
-        over = _numba_backend.update(job.algorithm, work, factor)
+    if tables is not None:
+        over = _numba_backend.update(job.algorithm, work, factor, tables)
     else:
+        work = [(slot, slots.flat(grad), as_fp32(row), key) for slot, grad, row, key in work]
         flag = reference.update(job.algorithm, work, as_fp32((factor,))[0], None)
         over = flag is not None and bool(flag)
     if over:
         raise MasterRangeError(_RANGE)
 
 
-def on_device(job: Job, device: torch.device, found_inf: bool | Tensor | None) -> Tensor | None:
-    """Update parameters of an accelerator without reading anything back; returns the out-of-range flag."""
+def runner(backend: str, device: torch.device) -> str:
+    """What runs the passes on `device`: "numba", "triton" or "reference"."""
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        if _triton_backend.usable(device, backend == "triton"):
+            return "triton"
+    elif backend == "auto" and device.type == "cpu" and _numba_backend.kernels() is not None:
+        return "numba"
+    return "reference"
+
+
+def measure_all(
+    grads: list[Tensor], inv_scale: Scalar, backend: str, plans: _triton_backend.Plans
+) -> GradStats:
+    """Finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
+    sets: dict[tuple[str, torch.device | None], list[Tensor]] = {}
+    for grad in grads:
+        name = runner(backend, grad.device)
+        sets.setdefault((name, None if name == "reference" else grad.device), []).append(grad)
+    parts: list[GradStats] = []
+    for (name, _), own in sets.items():
+        if name == "numba":
+            found = _numba_backend.measure(own, number(inv_scale))
+            parts.append(GradStats(*map(torch.tensor, found)))
+        else:
+            parts.append(plans.measure(own, inv_scale) if name == "triton" else measure(own, inv_scale))
+    return combine(parts) if parts else measure([])
+
+
+def on_device(
+    job: Job,
+    device: torch.device,
+    found_inf: bool | Tensor | None,
+    plans: _triton_backend.Plans | None = None,
+) -> Tensor | None:
+    """Update parameters of an accelerator without reading anything back; returns the out-of-range flag.
+
+    `plans` are the optimizer's for the Triton kernels; without them the plain reference runs.
+    """
+    if plans is not None:
+        return _by_kernels(job, device, found_inf, plans)
     skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
     steps = [slot.step for slot, _ in job.entries]
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
     counts = torch.stack(steps).to(_wide(device))
-    columns = job.algorithm.scalars(job.group, counts)
+    hyper = {
+        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in job.group.items()
+    }
+    columns = job.algorithm.scalars(hyper, counts)
     rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
     factor = torch.ones((), device=device)
     for scalar in (job.inv_scale, job.clip_coef):
         factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
     factor = -factor if job.group["maximize"] else factor
-    needs_key = [s.state_kind != L.STATE_FP32 or s.kind == L.BF16_STOCHASTIC for s, _ in job.entries]
     work = [
-        (slot, grad, row, rounding.key_of(slot.base_key, slot.step.to(torch.int64)) if keyed else 0)
-        for (slot, grad), row, keyed in zip(job.entries, rows, needs_key)
+        (slot, slots.flat(grad), row, _key_there(slot) if slot.rounds_randomly else 0)
+        for (slot, grad), row in zip(job.entries, rows)
     ]
     return reference.update(job.algorithm, work, factor, skip)
+
+
+def _key_there(slot: Slot) -> rounding.Int:
+    return rounding.key_of(slot.base_key, slot.step.to(torch.int64))
+
+
+def _by_kernels(
+    job: Job, device: torch.device, found_inf: bool | Tensor | None, plans: _triton_backend.Plans
+) -> Tensor | None:
+    """`on_device` by the Triton kernels."""
+    if found_inf is True:
+        return None
+    skip = None
+    if isinstance(found_inf, Tensor):
+        skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
+    group, lr = job.group, job.group["lr"]
+    away = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+    pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
+    rate = 0.0 if away is not None else float(lr)
+    hyper = (rate, float(group["weight_decay"]), *map(float, pair), float(group.get("eps", 0.0)))
+    factors, sign = [job.inv_scale, job.clip_coef], -1.0 if group["maximize"] else 1.0
+    return plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -69,7 +69,7 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient)."""
 
@@ -83,14 +83,16 @@ class Slot:
     step: Tensor
     base_key: int
     row: list[int] = field(default_factory=list[int])
+    rounds_randomly: bool = False
 
     def __post_init__(self) -> None:
+        self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
         columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.tops)]
         self.row = [0 if t is None else t.data_ptr() for t in columns]
 
     def fits(self) -> bool:
         """Whether the parameter still is where it was when the slot was made."""
-        return self.param.data_ptr() == self.row[0] and self.param.dtype == self.weight.dtype
+        return self.param.data_ptr() == self.row[0] and self.param.dtype is self.weight.dtype
 
 
 def _pad(tensors: list[Tensor]) -> list[Tensor | None]:
