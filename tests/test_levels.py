@@ -69,7 +69,11 @@ def test_words(word: object, level: str, dtype: torch.dtype | None) -> None:
         ("01", "begins with the letter O"),
         ("bf16-mix", "did you mean bf16-mixed"),
         ("", "unknown level ''"),
-        (None, "unknown level 'None'"),
+        (None, "level=None: expected one of O0, O1, O2, O3; leave it out for O1"),
+        (2, "unknown level 2: did you mean 'O2'"),
+        ("2", "unknown level '2': did you mean 'O2'"),
+        (4, "unknown level '4': expected one of O0"),
+        (True, "unknown level 'True': expected one of O0"),
     ],
 )
 def test_unknown_levels(word: object, message: str) -> None:

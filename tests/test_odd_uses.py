@@ -1,5 +1,7 @@
 """Odd uses of a session: each works or ends in one clear error that leaves weights and state alone."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -239,11 +241,42 @@ def low_masters() -> hs.MasterWeights:
     return hs.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
+def updated(scale: object) -> None:
+    scaler = hs.GradScaler()
+    scaler.scale(torch.ones(1))
+    scaler.update(scale)
+
+
 PIECES = {
     "scaler with a word": (lambda: hs.GradScaler(loss_scale="dynamic"), "must be a LossScale such as"),
     "headroom limit": (lambda: hs.HeadroomLossScale(limit=3), "limit must be a DynamicLossScale, got 3"),
     "to_float of a number": (lambda: hs.to_float(3, "bf16"), "takes a torch.nn.Module, not int"),
     "refresh by wrong names": (lambda: low_masters().refresh({"nope": torch.ones(2)}), "such as 'weight'"),
+    "refresh by a wrong shape": (
+        lambda: low_masters().refresh({"weight": torch.ones(3)}),
+        r"shape \[3\] for 'weight', expected the weight's \[2, 4\]",
+    ),
+    "refresh by a number": (lambda: low_masters().refresh({"weight": 3.0}), "got float for 'weight'"),
+    "frozen weights of a tensor": (
+        lambda: hs.frozen_weights(torch.ones(2)).__enter__(),
+        "takes a torch.nn.Module, got Tensor",
+    ),
+    "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number above 1"),
+    "backoff in words": (
+        lambda: hs.DynamicLossScale(backoff="a"),
+        "backoff must be a number between 0 and 1",
+    ),
+    "bounds in words": (lambda: hs.DynamicLossScale(min="a"), "got min='a'"),
+    "no loss scale state": (lambda: hs.LossScale.from_state(None), r"state_dict\(\) returns, got None"),
+    "scaler set to NaN": (lambda: updated(torch.tensor(math.nan)), "a loss scale cannot be NaN"),
+    "scaler set to NaN by hand": (lambda: updated(math.nan), "must be a number in"),
+    "scaler set to two": (lambda: updated(torch.ones(2)), "1-element tensor"),
+    "fp16 at O0": (
+        lambda: hs.prepare(*small(), level="O0", dtype="fp16"),
+        "level O0 is fp32 throughout, given fp16: choose O1, O2 or O3",
+    ),
+    "a level by number": (lambda: hs.prepare(*small(), level=2), "did you mean 'O2'"),
+    "no level": (lambda: hs.prepare(*small(), level=None), "level=None: expected one of O0"),
     "plan text": (lambda: hs.convert(nn.Linear(2, 2), "O2", "bf16", plan="x"), "got str as a plan"),
 }
 
@@ -253,6 +286,18 @@ def test_the_pieces_refuse_what_they_cannot_use(case):
     call, message = PIECES[case]
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_a_refused_refresh_changes_no_master():
+    masters = low_masters()
+    before = masters.state_dict()
+    with pytest.raises(ConfigError):
+        masters.refresh({"weight": torch.full((2, 4), 9.0), "bias": torch.ones(3)})
+    assert all(torch.equal(value, before[name]) for name, value in masters.state_dict().items())
+
+
+def test_o0_takes_its_own_dtype_by_name():
+    assert hs.prepare(*small(), level="O0", dtype="fp32").policy.compute_dtype == torch.float32
 
 
 def test_a_plan_on_top_of_a_plan_counts():

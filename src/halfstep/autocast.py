@@ -312,6 +312,8 @@ def frozen_weights(module: torch.nn.Module) -> Generator[None]:
     if torch.compiler.is_compiling():
         yield
         return
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"frozen_weights takes a torch.nn.Module, got {type(module).__name__}")
     frozen = regions.thread().frozen
     weights = [p for p in module.parameters() if p.dtype is torch.float32 and id(p) not in frozen]
     frozen.update((id(p), (p, {})) for p in weights)

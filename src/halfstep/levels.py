@@ -120,20 +120,24 @@ WORDS: Mapping[str, tuple[str, torch.dtype | None]] = MappingProxyType(
 )
 
 
-def level_of(word: str | int | Level) -> tuple[Level, torch.dtype | None]:
+def level_of(word: str | int | Level | None) -> tuple[Level, torch.dtype | None]:
     """Return the level that a name or a word of Lightning or Accelerate means, and the dtype it fixes.
 
     "O2" -> (O2, None); "bf16-mixed" -> (O1, bfloat16); "16-true" -> (O3, float16); 32 -> (O0, None).
-    Raises ConfigError for anything else.
+    Raises ConfigError for anything else, None included.
     """
     if isinstance(word, Level):
         return word, None
+    if word is None:
+        raise ConfigError(f"level=None: expected one of {', '.join(LEVELS)}; leave it out for O1")
     text = str(word).strip()
     if text.upper() in LEVELS:
         return LEVELS[text.upper()], None
     if text.lower() in WORDS:
         name, dtype = WORDS[text.lower()]
         return LEVELS[name], dtype
+    if f"O{text}" in LEVELS:
+        raise ConfigError(f"unknown level {word!r}: did you mean 'O{text}', with the letter O?")
     if len(text) == 2 and text[0] == "0":
         raise ConfigError(f"unknown level {text!r}: it begins with the letter O, as in O{text[1]}")
     near = difflib.get_close_matches(text.lower(), list(WORDS), n=2)

@@ -190,6 +190,8 @@ class LossScale:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> LossScale:
         """Build the loss scale that `state_dict` described; ConfigError where it describes none."""
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"expected the mapping that LossScale.state_dict() returns, got {state!r}")
         kinds = LossScale._kinds
         kind = state.get("kind")
         if kind not in kinds:
@@ -245,10 +247,13 @@ class StaticLossScale(LossScale):
         return StaticLossScale(float(value))
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_scale(owner: str, value: Any, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a number within [low, high]."""
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not ok:
+    if not (_is_number(value) and low <= value <= high):
         raise ConfigError(f"{owner}: the scale must be a number in [{low:g}, {high:g}], got {value!r}")
 
 
@@ -258,7 +263,7 @@ def _check_count(owner: str, name: str, value: Any) -> None:
 
 
 def _check_bounds(owner: str, low: float, high: float) -> None:
-    if not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
+    if not (_is_number(low) and _is_number(high)) or not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
         raise ConfigError(
             f"{owner}: expected {SMALLEST_SCALE:g} <= min <= max <= {LARGEST_SCALE:g}, "
             f"got min={low!r}, max={high!r}"
@@ -292,10 +297,10 @@ class DynamicLossScale(LossScale):
         owner = type(self).__name__
         _check_bounds(owner, self.min, self.max)
         check_scale(owner, self.init, self.min, self.max)
-        if not self.growth > 1.0 or not math.isfinite(self.growth):
-            raise ConfigError(f"{owner}: growth must be finite and above 1, got {self.growth!r}")
-        if not 0.0 < self.backoff < 1.0:
-            raise ConfigError(f"{owner}: backoff must lie between 0 and 1, got {self.backoff!r}")
+        if not _is_number(self.growth) or not 1.0 < self.growth < math.inf:
+            raise ConfigError(f"{owner}: growth must be a finite number above 1, got {self.growth!r}")
+        if not _is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
+            raise ConfigError(f"{owner}: backoff must be a number between 0 and 1, got {self.backoff!r}")
         _check_count(owner, "interval", self.interval)
         _check_count(owner, "hysteresis", self.hysteresis)
         if self.current is None:
@@ -312,7 +317,14 @@ class DynamicLossScale(LossScale):
     def with_value(self, value: float | Tensor) -> DynamicLossScale:
         """Return this scale set to `value`, clamped into [min, max]; the counts stay."""
         if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_complex():
+                given = f"{value.dtype} of shape {tuple(value.shape)}"
+                raise ConfigError(f"a loss scale is one real number, got a tensor {given}")
             kept = value.detach().reshape(()).float().clone().clamp(self.min, self.max)
+            if kept.is_cpu and bool(
+                kept.isnan()
+            ):  # elsewhere nothing is read; every step would skip, and tell
+                raise ConfigError("a loss scale cannot be NaN: give a positive number")
             return replace(self, current=kept)
         check_scale(type(self).__name__, value, self.min, self.max)
         return replace(self, current=as_float32(value))

@@ -142,7 +142,10 @@ class MasterWeights:
         given = {canonical(name): value for name, value in values.items()}
         if given and not given.keys() & dict(self.named()).keys():
             raise ConfigError(f"refresh got no master's name; expected names such as {self.named()[0][0]!r}")
-        for name, master in self.named():
+        masters = dict(self.named())
+        for name, value in given.items():
+            _check_value(name, value, masters.get(name))
+        for name, master in masters.items():
             if name in given:
                 with torch.no_grad():
                     master.copy_(given[name])
@@ -195,6 +198,18 @@ class MasterWeights:
             handle.remove()
         self._link.release(self.optimizer)
         self._link, self._handles = None, []
+
+
+def _check_value(name: str, value: Any, master: Tensor | None) -> None:
+    if master is None:
+        return
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"refresh got {type(value).__name__} for {name!r}, expected a tensor")
+    if value.shape != master.shape:
+        raise ConfigError(
+            f"refresh got shape {list(value.shape)} for {name!r}, expected the weight's "
+            f"{list(master.shape)}: give the values of this model"
+        )
 
 
 def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
