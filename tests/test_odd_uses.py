@@ -264,7 +264,7 @@ PIECES = {
     "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number above 1"),
     "backoff in words": (
         lambda: hs.DynamicLossScale(backoff="a"),
-        "backoff must be a number between 0 and 1",
+        "backoff must be a number between 0",
     ),
     "bounds in words": (lambda: hs.DynamicLossScale(min="a"), "got min='a'"),
     "no loss scale state": (lambda: hs.LossScale.from_state(None), r"state_dict\(\) returns, got None"),

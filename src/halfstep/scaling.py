@@ -321,9 +321,7 @@ class DynamicLossScale(LossScale):
                 given = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise ConfigError(f"a loss scale is one real number, got a tensor {given}")
             kept = value.detach().reshape(()).float().clone().clamp(self.min, self.max)
-            if kept.is_cpu and bool(
-                kept.isnan()
-            ):  # elsewhere nothing is read; every step would skip, and tell
+            if kept.is_cpu and bool(kept.isnan()):  # elsewhere nothing is read: the skipped steps tell
                 raise ConfigError("a loss scale cannot be NaN: give a positive number")
             return replace(self, current=kept)
         check_scale(type(self).__name__, value, self.min, self.max)
