@@ -21,9 +21,31 @@ def test_bytes_are_those_of_the_tensors():
     assert results["hs.optim.AdamW exact / 8bit"] == pytest.approx(8, abs=0.02)
 
 
-def test_movement_is_a_share_of_float64():
-    assert contest.movement(contest.ours(), 1.0, 1e-5, 50, 64) == pytest.approx(1, rel=0.02)
-    assert contest.movement(contest.ours(None), 1.0, 1e-5, 50, 64) == 0.0
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("master", ["exact", "fp32", "stochastic"])
+def test_a_weight_of_one_moves_as_in_fp32(master: str, state_dtype: str):
+    assert contest.movement(contest.ours(master, state_dtype), 1.0, 1e-6, 1500) == pytest.approx(1, rel=0.02)
+
+
+def test_exact_masters_move_exactly_as_fp32_and_no_masters_not_at_all():
+    assert contest.movement(contest.ours(), 1.0, 1e-6, 300, 64) == 1.0
+    assert contest.movement(contest.ours(None), 1.0, 1e-6, 300, 64) == 0.0
+
+
+def test_an_optimizer_that_writes_into_gradients_moves_all_the_same():
+    def overwrite(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.zero_()
+
+    plain = contest.torch_adamw(fused=True)
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = plain.make(params)
+        optimizer.register_step_post_hook(overwrite)
+        return optimizer
+
+    scribbler = dataclasses.replace(plain, make=make)
+    assert contest.movement(scribbler, 1.0, 1e-4, 50, 64) == contest.movement(plain, 1.0, 1e-4, 50, 64)
 
 
 def test_both_sides_start_from_the_same_gradients():

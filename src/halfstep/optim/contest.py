@@ -167,26 +167,39 @@ def race(
 
 
 def movement(entry: Entry, start: float, lr: float, steps: int, count: int = 4096) -> float:
-    """How far weights of `start` moved under unit gradients, as a share of what AdamW in float64 moves them.
+    """How far weights of `start` moved under unit gradients, as a share of what AdamW in fp32 moves them.
 
-    The mean over `count` weights without weight decay; what an optimizer knows beyond the weight counts.
+    The mean over `count` weights without weight decay; what an optimizer knows beyond the weight counts. Each
+    step gets its gradient anew: some optimizers write into it. Peers may leave tensors below 4,096 elements
+    uncompressed.
     """
-    moved: list[float] = []
-    for make, dtype, value in ((entry.make, entry.dtype, entry.value), (_plain, torch.float64, known_value)):
-        p = nn.Parameter(torch.full((count,), start, dtype=dtype))
-        optimizer = make([p])
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-            group["weight_decay"] = 0.0
-        p.grad = torch.ones_like(p)
-        begin = float(value(optimizer, p).double().mean())
-        for _ in range(steps):
-            optimizer.step()
-        moved.append(begin - float(value(optimizer, p).double().mean()))
-    return moved[0] / moved[1]
+    ours = _moved(entry.make, entry.dtype, entry.value, start, lr, steps, count)
+    return ours / _moved(_plain, torch.float32, known_value, start, lr, steps, 16)
+
+
+def _moved(
+    make: Callable[[list[nn.Parameter]], Any],
+    dtype: torch.dtype,
+    value: Callable[[Any, nn.Parameter], Tensor],
+    start: float,
+    lr: float,
+    steps: int,
+    count: int,
+) -> float:
+    p = nn.Parameter(torch.full((count,), start, dtype=dtype))
+    optimizer = make([p])
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+        group["weight_decay"] = 0.0
+    p.grad = torch.empty_like(p)
+    begin = float(value(optimizer, p).double().mean())
+    for _ in range(steps):
+        p.grad.fill_(1.0)
+        optimizer.step()
+    return begin - float(value(optimizer, p).double().mean())
 
 
 def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
