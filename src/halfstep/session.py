@@ -52,6 +52,7 @@ from halfstep.steppers import Measured, OnePassStepper, Stepper, TorchStepper
 
 Models = nn.Module | Sequence[nn.Module]
 Listener = Callable[["Session", Outcome], None]
+EarlyListener = Callable[["Session", torch.optim.Optimizer], None]
 
 #: Why a step with released gradients counts as skipped.
 PARTLY = (
@@ -126,7 +127,8 @@ class Session:
     """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
 
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
-    called with (session, outcome) after every step and must not change anything.
+    called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
+    looks at its gradients; neither may change anything.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Session:
         self.steps = 0
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
+        self.early_listeners: list[EarlyListener] = []
         self._pending: dict[int, _Pending] = {}
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
@@ -271,6 +274,8 @@ class Session:
         stepper = self._steppers[index]
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
         scaled = not isinstance(pending.scale, NoLossScale)
+        for listener in self.early_listeners:
+            listener(self, self.optimizers[index])
         measured = stepper.measure(
             pending.scale.inverse(self.device) if scaled else None, self.loss_scale.needs_max_abs
         )

@@ -109,3 +109,11 @@ def test_closing_leaves_no_hook():
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_closing_leaves_nobody_listening():
+    model = Net(False)
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
+    with watch(model, amp):
+        assert len(amp.listeners) == len(amp.early_listeners) == 1
+    assert amp.listeners == amp.early_listeners == []

@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
 from halfstep.numerics.headroom import forecast, headroom, trend
+from halfstep.numerics.magnitudes import Slot, largest, magnitudes
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
+from halfstep.optim import SGD
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare
 
@@ -82,6 +84,72 @@ def test_accumulation_counts_every_microbatch_and_the_final_gradient():
     assert seen.series["activation", "a"].samples[0].total == 24
     assert seen.series["gradient", "a.weight"].samples[0].total == 16
     assert seen.notes[0].max_abs == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_session_s_gradients_are_noted_as_backward_left_them(level, dtype, own):
+    torch.manual_seed(0)
+    model = Two()
+    make = SGD if own else torch.optim.SGD
+    amp = prepare(model, make(model.parameters(), lr=0.1), level=level, dtype=dtype, loss_scale=8.0)
+    expected = []
+    with watch(model, amp, every=2, exact=True) as seen:
+        for x in torch.randn(3, 2, 5, 4):
+            for part in x:
+                with amp.autocast():
+                    loss = model(part).float().square().mean()
+                amp.backward(loss)
+            expected.append({n: p.grad.abs().max().item() for n, p in model.named_parameters()})
+            amp.step(clip_norm=1e-3)
+    assert [n.max_abs for n in seen.notes] == [max(e.values()) for e in expected]
+    assert [n.worst for n in seen.notes] == [max(e, key=e.get) for e in expected]
+    for name in expected[0]:
+        series = seen.series["gradient", name]
+        assert series.max_abs == [e[name] for e in expected]
+        assert [s.step for s in series.samples] == [0, 2]
+        assert seen.series["update", name].samples[0].total == dict(model.named_parameters())[name].numel()
+
+
+def test_each_optimizer_s_step_notes_its_own_gradients():
+    model = Two()
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.a, model.b))
+    amp = prepare(model, [first, second], dtype="bf16")
+    with watch(model, amp, every=0) as seen:
+        amp.backward(model(torch.randn(6, 4)).square().mean())
+        tops = [max(p.grad.abs().max().item() for p in m.parameters()) for m in (model.a, model.b)]
+        amp.step(first)
+        amp.step(second)
+    assert [n.max_abs for n in seen.notes] == tops
+    assert [n.worst[0] for n in seen.notes] == ["a", "b"]
+
+
+def test_released_gradients_are_noted():
+    model = Two()
+    amp = prepare(model, SGD(model.parameters(), lr=0.1, release_gradients=True), level="O0")
+    x = torch.randn(6, 4)
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with watch(model, amp, every=1) as seen:
+        amp.backward(model(x).square().mean())
+        amp.step()
+    assert seen.notes[0].max_abs == max(g.abs().max().item() for g in grads)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_largest_of_any_dtype_and_layout():
+    given = [
+        torch.tensor([-3.0, 2.0], dtype=torch.bfloat16),
+        torch.tensor([[1.0, -1e300]], dtype=torch.float64),
+        torch.tensor([1.0, math.nan]),
+        torch.tensor([-math.inf, 1.0], dtype=torch.float16),
+        torch.empty(0),
+        torch.tensor([3.0 - 5.0j]),
+        torch.sparse_coo_tensor([[0, 0, 4]], [2.0, 3.0, -4.0], (9,), check_invariants=True),
+    ]
+    expected = torch.tensor([3.0, 1e300, math.nan, math.inf, 0.0, 5.0, 5.0], dtype=torch.float64)
+    assert torch.equal(largest(given).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
+    one_by_one = magnitudes([Slot(g).take(g) for g in given])
+    assert torch.equal(one_by_one.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
 
 
 def test_skips_and_scale_are_noted():

@@ -63,10 +63,6 @@ def _finished(seen: list[Seen]) -> list[Tensor]:
 class Receiver(Protocol):
     """Whom a `Late` delivers to: the watch."""
 
-    def take_note(self, step: int, tops: dict[str, float], scale: float, taken: bool) -> None:
-        """Each parameter's largest gradient at a step."""
-        ...
-
     def take_lost(self, step: int, lost: dict[str, tuple[int, int]]) -> None:
         """How many of how many updates were lost, by parameter."""
         ...
@@ -82,18 +78,6 @@ class Late:
     def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
         self._step, self._what, self._keys, self._more = step, what, keys, more
         self._packed = send_to_host(packed)
-
-    @classmethod
-    def extremes(
-        cls, step: int, found: dict[str, Tensor], scale: float | Tensor, taken: bool | Tensor
-    ) -> Late:
-        """Smallest and largest gradient (two elements) by parameter, and what became of the step."""
-        values = list(found.values())
-        if any(v.dtype != torch.float32 for v in values):
-            values = [v.float() for v in values]
-        device = values[0].device
-        fate = [torch.as_tensor(x, dtype=torch.float32, device=device).view(1) for x in (scale, taken)]
-        return cls(step, "extremes", list(found), torch.cat(values + fate), ())
 
     @classmethod
     def counts(cls, step: int, found: Mapping[Any, Seen], scale: float | Tensor) -> Late:
@@ -124,12 +108,8 @@ class Late:
             self._deliver_counts(to, self._packed.wait().numpy())
             return
         values = self._packed.wait().tolist()
-        if self._what == "extremes":
-            pairs = zip(self._keys, values[0::2], values[1::2])
-            to.take_note(self._step, {n: _magnitude(a, b) for n, a, b in pairs}, values[-2], bool(values[-1]))
-        else:
-            pairs = zip(self._keys, values[0::2], values[1::2])
-            to.take_lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
+        pairs = zip(self._keys, values[0::2], values[1::2])
+        to.take_lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
 
     def _deliver_counts(self, to: Receiver, values: Any) -> None:
         at, scale = 0, float(values[-1])
@@ -159,7 +139,3 @@ def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
     while math.gcd(stride, width) > 1:
         stride += 1
     return t.reshape(-1)[::stride]
-
-
-def _magnitude(low: float, high: float) -> float:
-    return math.nan if math.isnan(low) or math.isnan(high) else max(-low, high)

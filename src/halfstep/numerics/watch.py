@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,14 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed import world_size
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
 from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
+from halfstep.numerics.magnitudes import Magnitudes, Slot, largest, magnitudes, worst_of
 from halfstep.numerics.replay import is_session, replaying
 from halfstep.numerics.sampling import Late, Seen, see, spread
+from halfstep.optim.masters import weight_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_TOGETHER = 64
+"""Steps whose notes are made in one go, unless somebody reads them before."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,18 @@ def watch(
     return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
 
 
+class _Listening:
+    """An entry in a session's list of listeners, removed as a hook is."""
+
+    def __init__(self, listeners: list[Any], mine: Any) -> None:
+        self._listeners, self._mine = listeners, mine
+        listeners.append(mine)
+
+    def remove(self) -> None:
+        if self._mine in self._listeners:
+            self._listeners.remove(self._mine)
+
+
 class Watch:
     """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`."""
 
@@ -100,10 +117,10 @@ class Watch:
         exact: bool,
     ) -> None:
         self.every, self.keep, self.exact = every, keep, exact
-        self.notes: deque[StepNote] = deque(maxlen=10_000)
-        self.series: dict[tuple[str, str], Series] = {}
-        self.lost: list[LostUpdates] = []
         self.step = 0
+        self._notes: deque[StepNote] = deque(maxlen=10_000)
+        self._all_series: dict[tuple[str, str], Series] = {}
+        self._lost: list[LostUpdates] = []
         self._model, self._scaler = model, scaler
         self._session = optimizer if is_session(optimizer) else None
         self._optimizers = _optimizers(optimizer)
@@ -112,36 +129,47 @@ class Watch:
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
-        self._extremes: dict[str, Tensor] = {}
-        self._slots: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._ends: dict[str, Tensor] = {}
+        self._slots: dict[str, Slot] = {}
+        self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
-        self._late: list[Late] = []
+        self._late: deque[Late | Magnitudes] = deque()
         self._last_scale = self._scale()
         self._handles: list[Any] = []
         self._install()
 
     def _install(self) -> None:
-        for parameter, name in self._names.items():
-            if parameter.requires_grad and parameter.is_leaf:
-                hook = partial(self._on_gradient, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        for name, module in self._model.named_modules():
-            if name and canonical(name) and not isinstance(module, _CONTAINERS):
-                self._handles.append(module.register_forward_hook(partial(self._on_output, canonical(name))))
+        released = {
+            p for o in self._optimizers if getattr(o, "release", None) is not None for p in _updated(o)
+        }
+        # All gradients are looked at together when a session's step begins; not over several ranks, where
+        # they are averages by then, nor where backward releases them.
+        if self._session is not None and world_size() == 1 and not released:
+            self._handles.append(_Listening(self._session.early_listeners, self._before_step))
+        else:
+            for parameter, name in self._names.items():
+                if parameter in released:
+                    self._handles.append(parameter.register_hook(partial(self._on_gradient, name)))
+                elif parameter.requires_grad and parameter.is_leaf:
+                    hook = partial(self._on_accumulated, name)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if self.every > 0:
+            for name, module in self._model.named_modules():
+                if name and canonical(name) and not isinstance(module, _CONTAINERS):
+                    hook = partial(self._on_output, canonical(name))
+                    self._handles.append(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
         if self._session is not None:
-            self._session.listeners.append(self._on_outcome)
+            self._handles.append(_Listening(self._session.listeners, self._on_outcome))
 
     def close(self) -> None:
         """Removes every hook; what was seen can still be read."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._session is not None and self._on_outcome in self._session.listeners:
-            self._session.listeners.remove(self._on_outcome)
 
     def __enter__(self) -> Watch:
         return self
@@ -163,19 +191,28 @@ class Watch:
 
     # Hooks. Each returns None: what autograd and modules hand on stays what it was.
 
-    def _on_gradient(self, name: str, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if replaying() or gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
+    def _before_step(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
+        if replaying():
+            return
+        weights = [weight_of(p) for p in _updated(optimizer)]
+        found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
+        self._gradients = (tuple(found), largest(list(found.values()))) if found else None
+        if self._sampling:
+            for name, gradient in found.items():
+                self._count("gradient", name, gradient)
+
+    def _on_accumulated(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._on_gradient(name, parameter.grad)
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        if replaying():
             return
         # Accumulated gradients come by once for each backward; the last one is the step's.
         slot = self._slots.get(name)
-        if slot is None or slot[0].dtype != gradient.dtype or slot[0].device != gradient.device:
-            pair = torch.empty(2, dtype=gradient.dtype, device=gradient.device)
-            slot = self._slots[name] = (pair, pair[0], pair[1])
-        # Written into memory kept for it: small blocks left behind in backward would cost the allocator more
-        # than the reduction does.
-        torch.aminmax(gradient.detach(), out=slot[1:])
-        self._extremes[name] = slot[0]
+        if slot is None or not slot.fits(gradient):
+            slot = self._slots[name] = Slot(gradient)
+        self._ends[name] = slot.take(gradient)
         if self._sampling:
             self._count("gradient", name, gradient)
 
@@ -219,13 +256,12 @@ class Watch:
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
         """What the update did: its histogram, and how much of it rounding swallowed."""
         shares: dict[str, tuple[Tensor, Tensor]] = {}
-        positions = self._positions(optimizer)
         exact = bool(getattr(optimizer, "one_pass", False))
         for place, parameter in enumerate(_updated(optimizer)):
             before = self._before.pop(parameter, None)
             if before is None:
                 continue
-            name = self._names.get(parameter) or positions.get(place, f"parameter {place}")
+            name = self._names.get(weight_of(parameter), f"parameter {place}")
             self._count("update", name, parameter - before)
             if parameter.grad is not None and not exact and parameter.grad.layout == torch.strided:
                 moved = spread(parameter.grad) != 0
@@ -233,12 +269,6 @@ class Watch:
                 shares[name] = (torch.count_nonzero(moved & same), torch.count_nonzero(moved))
         if shares:
             self._late.append(Late.shares(self.step, shares))
-
-    def _positions(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Names by place, for optimizers that update masters of the model's parameters in their order."""
-        names = [n for p, n in self._names.items() if p.requires_grad]
-        same = len(names) == sum(1 for _ in _updated(optimizer)) and len(self._optimizers) == 1
-        return dict(enumerate(names)) if same else {}
 
     def _count(self, kind: str, name: str, tensor: Tensor) -> None:
         seen = see(tensor, self.exact)
@@ -255,12 +285,15 @@ class Watch:
             for parameter, name in self._names.items():
                 self._count("weight", name, parameter)
             self._late.append(Late.counts(self.step, self._seen, scale))
-        if self._extremes:
-            self._late.append(Late.extremes(self.step, self._extremes, scale, taken))
-        self._seen, self._extremes, self._before = {}, {}, {}
+        if self._ends:
+            self._gradients = tuple(self._ends), magnitudes(list(self._ends.values()))
+        if self._gradients is not None:
+            self._late.append(Magnitudes.of(self.step, *self._gradients, scale, taken))
+        self._seen, self._ends, self._before, self._gradients = {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
-        self.collect(wait=False)
+        if len(self._late) >= _TOGETHER:
+            self.collect(wait=False)
 
     def note_skip(self) -> None:
         """Closes a step that a GradScaler skipped; only needed where no Session is watched."""
@@ -270,17 +303,42 @@ class Watch:
     def collect(self, wait: bool = True) -> None:
         """Takes in what has arrived on the host; with `wait`, all of it."""
         while self._late and (wait or self._late[0].arrived):
-            self._late.pop(0).deliver(self)
+            late = self._late.popleft()
+            if isinstance(late, Magnitudes):
+                self._take_note(late)
+            else:
+                late.deliver(self)
 
-    def take_note(self, step: int, tops: dict[str, float], scale: float, taken: bool) -> None:
-        """Takes in each parameter's largest gradient of a step."""
-        worst = max(tops, key=lambda n: math.inf if math.isnan(tops[n]) else tops[n])
-        self.notes.append(StepNote(step, tops[worst], scale, taken, worst))
+    @property
+    def notes(self) -> Sequence[StepNote]:
+        """The latest 10,000 steps, oldest first."""
+        self.collect(wait=False)
+        return self._notes
+
+    @property
+    def series(self) -> Mapping[tuple[str, str], Series]:
+        """What was seen of each tensor, by (kind, path)."""
+        self.collect(wait=False)
+        return self._all_series
+
+    @property
+    def lost(self) -> Sequence[LostUpdates]:
+        """Lost updates at each sampled step."""
+        self.collect(wait=False)
+        return self._lost
+
+    def _take_note(self, found: Magnitudes) -> None:
+        tops, scale, taken = found.read()
+        worst = worst_of(tops)
+        self._notes.append(StepNote(found.step, tops[worst], scale, taken, worst))
         for name, top in tops.items():
-            self._series("gradient", name).note(step, top)
+            self._series("gradient", name).note(found.step, top)
 
     def _series(self, kind: str, name: str) -> Series:
-        return self.series.setdefault((kind, name), Series(name, kind))
+        key = (kind, name)
+        if key not in self._all_series:
+            self._all_series[key] = Series(name, kind)
+        return self._all_series[key]
 
     def take_sample(self, kind: str, name: str, sample: Sample) -> None:
         """Takes in one tensor's histogram."""
@@ -296,7 +354,7 @@ class Watch:
         if shares:
             worst = max(shares, key=lambda n: shares[n])
             everything = sum(a for a, _ in lost.values()) / max(1, sum(b for _, b in lost.values()))
-            self.lost.append(LostUpdates(step, everything, worst, shares[worst]))
+            self._lost.append(LostUpdates(step, everything, worst, shares[worst]))
 
     # Reading.
 

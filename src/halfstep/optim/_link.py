@@ -64,6 +64,11 @@ class Master(nn.Parameter):
         raise UnsupportedError(_NO_COPY)
 
 
+def weight_of(parameter: Tensor) -> Tensor:
+    """The model's weight behind a master; any other parameter as it is."""
+    return parameter._source if isinstance(parameter, Master) else parameter
+
+
 def _choose_foreach_for(kind: type) -> None:
     # torch picks its foreach kernels by the exact type of a parameter; DTensor enters itself the same way.
     for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):

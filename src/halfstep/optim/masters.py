@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.names import canonical
-from halfstep.optim._link import Link, LoadHook, Master, foreach_mul_
+from halfstep.optim._link import Link, LoadHook, Master, foreach_mul_, weight_of
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "weight_of"]
 
 _OWN_REFERENCES = {
     "LBFGS": "it walks along its own flat copy of the parameters",
