@@ -22,10 +22,10 @@ from halfstep.optim import _layout as L
 from halfstep.optim._gradients import GradStats
 from halfstep.optim.slots import Slot
 
-ITEM = 32768  # elements of a program: a multiple of both tiles
-TILE, CODED_TILE = 1024, 2048
+ITEM = 32768  # elements of a program: a multiple of the tile
+TILE = 1024  # elements at a time: a multiple of the 8-bit block
 LANES = 128
-KEPT = 4096  # plans of one optimizer; with released gradients each parameter has its own
+KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 OLDEST = (7, 0)  # the compute capability Triton's code needs
 Number = float | Tensor | None
@@ -93,23 +93,28 @@ class Table:
         self._dtype, self._device = dtype, device
         self._values: tuple[Any, ...] | None = None
         self._tensor: Tensor | None = None
-        # Pinned memory cannot be had while a graph is captured, so some is kept for that.
-        self._spare = _pinned(count, dtype, device)
+        # Not every torch gives pinned memory while a graph is captured, so some is had before.
+        self._spare: Tensor | None = _pinned(count, dtype, device)
 
     def get(self, values: tuple[Any, ...], captured: list[Any] | None) -> Tensor:
         """The device tensor of `values`; `captured` is where a graph under capture keeps what it uses."""
-        if captured is not None:
-            if values == self._values and self._tensor is not None:
-                captured.append(self._tensor)
-                return self._tensor
-            host, self._spare = self._spare, _pinned(len(values), self._dtype, self._device)
+        if values == self._values and self._tensor is not None:
+            there = self._tensor
+            if captured is not None:
+                captured.append(there)
+        elif captured is None:
+            there = _upload(values, self._dtype, self._device)
+            self._values, self._tensor = values, there
+        else:
+            host, self._spare = self._spare, None
+            if host is None:
+                host = _pinned(len(values), self._dtype, self._device)
             host.copy_(torch.tensor(values, dtype=self._dtype))
             there = host.to(self._device, non_blocking=True)
             captured += [host, there]
-            return there
-        if values != self._values or self._tensor is None:
-            self._values, self._tensor = values, _upload(values, self._dtype, self._device)
-        return self._tensor
+        if self._spare is None and captured is None:
+            self._spare = _pinned(len(values), self._dtype, self._device)
+        return there
 
 
 class UpdatePlan:
@@ -118,7 +123,7 @@ class UpdatePlan:
     def __init__(
         self, slots: list[Slot], kinds: list[tuple[torch.dtype, bool]], device: torch.device
     ) -> None:
-        self.slots, self.kinds = slots, kinds
+        self.size, self.slots, self.kinds = len(slots), slots, kinds
         rows: list[int] = []
         items: dict[tuple[int, int, int, bool], list[int]] = {}
         for i, (slot, (dtype, aligned)) in enumerate(zip(slots, kinds)):
@@ -145,7 +150,7 @@ class MeasurePlan:
 
     def __init__(self, kinds: Sequence[tuple[int, torch.dtype, bool]], device: torch.device) -> None:
         items: dict[tuple[int, bool], list[int]] = {}
-        self.count = 0
+        self.size, self.count = len(kinds), 0
         for i, (size, dtype, aligned) in enumerate(kinds):
             own = items.setdefault((GRADS[dtype], aligned), [])
             for start in range(0, size, ITEM):
@@ -174,10 +179,8 @@ class Plans:
     ) -> Any:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (device, *key)
-        recording = capturing(device)
-        # A capture runs on a stream of its own and may use what was made on any, since it waits for it.
-        plan = self._plans.get((key, stream))
-        if recording:
+        if capturing(device):
+            # A capture has a stream of its own and waits for all others: what was made on any will do.
             made = [p for (known, _), p in self._plans.items() if known == key and fits(p)]
             if not made:
                 raise UnsupportedError(
@@ -186,10 +189,12 @@ class Plans:
                 )
             self._captured.append(made[-1])
             return made[-1]
+        plan = self._plans.get((key, stream))
         if plan is None or not fits(plan):
             plan = make()
-            while len(self._plans) >= KEPT:
-                self._plans.pop(next(iter(self._plans)))
+            several = [known for known, p in self._plans.items() if p.size > 1]
+            if plan.size > 1 and len(several) >= KEPT:
+                del self._plans[several[0]]
             self._plans[key, stream] = plan
         return plan
 
@@ -225,13 +230,12 @@ class Plans:
         count = len(slots)
         _launch(
             kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
-            None if lr is None else lr.detach(), skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
+            lr, skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
         )  # fmt: skip
         for (kind, grad, state, aligned), (items, programs) in plan.items.items():
             _launch(
                 kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
-                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
-                TILE=CODED_TILE if state == L.STATE_8BIT else TILE,
+                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned, TILE=TILE,
             )  # fmt: skip
         if plan.over is None or keep is not None:
             return None  # under capture the flag waits on the device for the next step outside the graph
@@ -277,11 +281,11 @@ def _factors(
     product = torch.tensor(sign, dtype=torch.float32)
     tensors: list[Tensor | None] = []
     for one in given:
-        if isinstance(one, Tensor):
+        if isinstance(one, Tensor) and (one.device.type != "cpu" or device.type == "cpu"):
             tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
         else:
             tensors.append(None)
-            product = product if one is None else product * torch.tensor(one, dtype=torch.float32)
+            product = product if one is None else product * torch.tensor(float(one), dtype=torch.float32)
     return float(product), tuple(tensors)
 
 

@@ -50,7 +50,7 @@ class LateErrors:
             self._waiting.append(send_to_host(flag))
 
     def check(self) -> None:
-        """Raise MasterRangeError if a flag of two or more steps ago was true; not while a graph is captured."""
+        """Raise MasterRangeError if a flag of two or more steps ago was true; not during a graph's capture."""
         if len(self._waiting) < 2 or torch.cuda.is_current_stream_capturing():
             return
         if bool(self._waiting.pop(0).wait()):
@@ -169,7 +169,8 @@ def _by_kernels(
     if isinstance(found_inf, Tensor):
         skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
     group, lr = job.group, job.group["lr"]
-    away = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+    there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
+    away = cast(Tensor, lr).detach().to(device) if there else None
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
     rate = 0.0 if away is not None else float(lr)
     hyper = (rate, float(group["weight_decay"]), *map(float, pair), float(group.get("eps", 0.0)))
