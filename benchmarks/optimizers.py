@@ -136,9 +136,13 @@ def floor_ms(name: str, count: int, rounds: int) -> float | None:
 
 
 def movement(entry: contest.Entry, steps: int) -> dict[str, float]:
-    """Movement of weights of 1.0 and 0.02 after unit gradients, as a share of fp32's."""
+    """Movement of weights of 1.0 and 0.02 after unit gradients, as a share of fp32's.
+
+    The mean of 2^18 weights that are rounded at random has a deviation of 0.3 % at (1.0, 1e-6), 1 % at 1e-7.
+    """
+    count = 2**18 if "stochastic" in entry.name else 4096
     return {
-        f"{start:g} at {lr:g}": contest.movement(entry, start, lr, steps)
+        f"{start:g} at {lr:g}": contest.movement(entry, start, lr, steps, count)
         for start in (1.0, 0.02)
         for lr in LEARNING_RATES
     }

@@ -24,7 +24,9 @@ def test_bytes_are_those_of_the_tensors():
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("master", ["exact", "fp32", "stochastic"])
 def test_a_weight_of_one_moves_as_in_fp32(master: str, state_dtype: str):
-    assert contest.movement(contest.ours(master, state_dtype), 1.0, 1e-6, 1500) == pytest.approx(1, rel=0.02)
+    count = 2**18 if master == "stochastic" else 4096  # the mean of 2^18 weights has a deviation of 0.3 %
+    moved = contest.movement(contest.ours(master, state_dtype), 1.0, 1e-6, 1500, count)
+    assert moved == pytest.approx(1, rel=0.02)
 
 
 def test_exact_masters_move_exactly_as_fp32_and_no_masters_not_at_all():
