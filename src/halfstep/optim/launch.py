@@ -50,8 +50,8 @@ class LateErrors:
             self._waiting.append(send_to_host(flag))
 
     def check(self) -> None:
-        """Raise MasterRangeError if a flag of two or more steps ago was true; not during a graph's capture."""
-        if len(self._waiting) < 2 or torch.cuda.is_current_stream_capturing():
+        """Raise MasterRangeError if a flag of two steps ago or more was true; not while a graph is captured."""
+        if len(self._waiting) < 2 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         if bool(self._waiting.pop(0).wait()):
             self._waiting.clear()
