@@ -2,12 +2,16 @@
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import halfstep_command
 from halfstep import cli
 from halfstep.cli import formats as formats_command
 from halfstep.errors import UnsupportedError
@@ -44,6 +48,7 @@ def test_each_command_has_help(halfstep, name):
     code, out, err = halfstep(name, "--help")
     assert (code, err) == (0, "")
     assert f"usage: halfstep {name}" in out
+    assert "None" not in out
 
 
 def test_version(halfstep):
@@ -68,6 +73,8 @@ def test_version(halfstep):
         ),
         (("devices", "tpu9"), "unknown device 'tpu9'; expected one of cpu"),
         (("devices", "cpu", "too", "many"), "too"),
+        (("devices", "cpu", "--device", "cuda"), "two devices were given, cpu and --device cuda"),
+        (("devices", "--device", "tpu9"), "unknown device 'tpu9'; expected one of cpu"),
         (("train",), "issing"),
         (("train", "digits-mlp", "--seeds", "x"), "Error parsing --seeds"),
     ],
@@ -89,12 +96,40 @@ def test_an_error_message_of_several_lines_becomes_one(halfstep, monkeypatch):
     assert halfstep("formats") == (2, "", "halfstep: first second\n")
 
 
-def test_an_interrupt_ends_quietly(halfstep, monkeypatch):
+def test_an_interrupt_ends_in_one_line(halfstep, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(formats_command, "run", interrupt)
-    assert halfstep("formats") == (130, "", "")
+    assert halfstep("formats") == (130, "", "halfstep: interrupted\n")
+
+
+def test_an_interrupt_while_the_command_loads_ends_in_one_line(tmp_path):
+    package = tmp_path / "halfstep"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    [None for _ in range(10**6)]\n"
+        "except BaseException as error:\n    raise ImportError('swallowed') from error\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{Path(halfstep_command.__file__).parent}"
+    command = [sys.executable, "-c", "import sys, halfstep_command; sys.exit(halfstep_command.main())"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")
+
+
+def test_the_command_that_is_installed_loads_nothing_before_it_listens(monkeypatch):
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"halfstep": "halfstep_command:main"}
+    code = "import sys, halfstep_command; print('halfstep' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False False\n"
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(cli, "main", lambda: 7)
+    assert halfstep_command.main() == 7
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_the_exit_code_of_a_command_is_passed_on(halfstep, monkeypatch):
@@ -156,7 +191,8 @@ def test_devices_table_and_json(halfstep):
     assert code == 0
     for word in ("cpu", "bf16", "fp16", "native", "default dtype: bf16", "matmul precision"):
         assert word in out
-    (facts,) = json.loads(halfstep("devices", "cpu", "--json")[1])
+    (facts,) = json.loads(halfstep("devices", "--device", "cpu", "--json")[1])
+    assert facts["device"] == "cpu"
     assert facts["default_dtype"] == "bf16"
     assert facts["dtypes"]["fp32"]["time_over_fp32"] == 1.0
 
@@ -164,12 +200,15 @@ def test_devices_table_and_json(halfstep):
 def test_only_the_module_asked_for_is_imported():
     code = (
         "import sys; from halfstep import cli; cli.main(['formats', '1'])\n"
-        "print(sorted(m for m in sys.modules if m.startswith('halfstep.cli.')))"
+        "print(sorted(m[13:] for m in sys.modules if m.startswith('halfstep.cli.')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.splitlines()[-1] == "['halfstep.cli._output', 'halfstep.cli.formats']"
+    assert (
+        done.stdout.splitlines()[-1]
+        == "['_options', '_output', 'formats']"
+    )
 
 
 def test_a_reader_that_leaves_early_is_no_error():

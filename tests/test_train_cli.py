@@ -71,6 +71,13 @@ def test_epochs_count_passes(capsys):
     assert json.loads(capsys.readouterr().out)["recipes"][0]["steps"] == 1297 // 64
 
 
+def test_o0_takes_its_own_dtype_by_name(capsys):
+    given = ["--level", "O0", "--dtype", "fp32", "--steps", "1", "--threads", "1", "--json"]
+    assert main(["train", "digits-mlp", *given]) == 0
+    (recipe,) = json.loads(capsys.readouterr().out)["recipes"]
+    assert [row["label"] for row in recipe["rows"]] == ["O0"]
+
+
 def test_loss_scales_are_compared(capsys):
     given = [
         "train",
@@ -97,6 +104,15 @@ WRONG = {
     "level": (["digits-mlp", "--level", "O7"], "unknown level 'O7'"),
     "level list": (["digits-mlp", "--level", "O0,,O1"], "level list 'O0,,O1' has an empty entry"),
     "dtype": (["digits-mlp", "--dtype", "fp17"], "fp17"),
+    "dtype of O0": (
+        ["digits-mlp", "--level", "O0", "--dtype", "fp16"],
+        "O0 is fp32 throughout, given fp16",
+    ),
+    "dtype of no": (
+        ["digits-mlp", "--level", "no", "--dtype", "bf16"],
+        "O0 is fp32 throughout, given bf16",
+    ),
+    "level number": (["digits-mlp", "--level", "2"], "did you mean 'O2'"),
     "dtype fp32": (["digits-mlp", "--dtype", "fp32"], "expected bf16 or fp16"),
     "steps": (["digits-mlp", "--steps", "0"], "--steps 0: expected 1 or more"),
     "steps word": (["digits-mlp", "--steps", "many"], "many"),

@@ -31,7 +31,7 @@ INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for wrong input."""
+    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for wrong input, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if args is None else args)
     from halfstep.errors import HalfstepError
 
@@ -40,6 +40,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except HalfstepError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
+        print("halfstep: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) left early; what is still buffered goes nowhere instead of failing at exit.
@@ -91,7 +92,8 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
             return tyro.cli(bind, prog=f"halfstep {name}", args=list(rest))  # type: ignore[return-value]
     except SystemExit as end:
         if end.code:
-            return _refuse(f"{_one_line(complaint.getvalue())} (halfstep {name} --help)")
+            said = _one_line(complaint.getvalue()).removesuffix(" (required)")
+            return _refuse(f"{said} (halfstep {name} --help)")
         return 0
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 
@@ -16,17 +17,17 @@ LEARNING_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
 
 def run(
     what: tyro.conf.Positional[Literal["step"]],
-    parameters: float = 5e7,
-    rounds: int = 9,
-    device: str = "cpu",
+    parameters: Annotated[float, shown("COUNT")] = 5e7,
+    rounds: Annotated[int, shown("COUNT")] = 9,
+    device: Annotated[str, shown("DEVICE")] = "cpu",
     movement: bool = True,
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: Flag = False,
 ) -> None:
     """Measure optimizers: milliseconds an update and a step, bytes a parameter, how far weights move.
 
     Args:
         what: What to measure: step, the optimizers.
-        parameters: Number of parameters (5e7).
+        parameters: Number of parameters.
         rounds: Timed rounds of each optimizer; the median counts.
         device: The torch device to measure on.
         movement: Whether to measure the movement of weights at small learning rates.

@@ -16,6 +16,7 @@ import torch
 import tyro
 
 from halfstep import devices
+from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.devices import Capability
 from halfstep.errors import ConfigError
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from halfstep.conformance import Check
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
 _CHECKS = {"passes": "green", "falls back": "yellow", "absent": "dim", "fails": "bold red"}
 _COUNTED = {"passes": "pass", "falls back": "fall back", "absent": "absent", "fails": "fail"}
@@ -38,29 +38,32 @@ _STYLES = {"native": "green", "slow": "yellow", "absent": "red"}
 
 
 def run(
-    device: tyro.conf.Positional[str] = "",
-    policy: str = "halfstep",
-    dtype: str = "",
-    check: str = "",
-    module: str = "",
-    level: str = "O1,O2",
-    only: str = "",
+    device: tyro.conf.Positional[Annotated[str, shown("[DEVICE]")]] = "",
+    named: Annotated[str, shown("DEVICE", name="device")] = "",
+    policy: Annotated[str, shown("POLICY")] = "halfstep",
+    dtype: Annotated[str, shown("DTYPES")] = "",
+    check: Annotated[str, shown("DEVICE")] = "",
+    module: Annotated[str, shown("MODULE")] = "",
+    level: Annotated[str, shown("LEVELS")] = "O1,O2",
+    only: Annotated[str, shown("GROUPS")] = "",
     json: Flag = False,
 ) -> int:
-    """Show what each device here does with each dtype, how fast, why not, and with each op of the table.
+    """Show what each device does with each dtype, how fast, and with each op. Lists are separated by commas.
 
     Args:
-        device: Device to show, such as cpu or cuda:0. None gives all of them.
+        device: Device to show, such as cpu or cuda:0. Default: all of them.
+        named: The same, as other commands take it.
         policy: Op table to probe (halfstep, torch, apex, mindspore, mlu, paper) or a policy string.
-        dtype: 16-bit dtype to probe or check, for --check several separated by commas. Default: what the
-            device prefers; for --check bf16,fp16.
+        dtype: 16-bit dtype, several for --check. Default: what the device prefers; bf16,fp16 for --check.
         check: Device to put through the conformance battery instead; exit code 1 if anything fails.
         module: Python module or file that brings the device up, imported first.
-        level: Levels for --check, separated by commas.
-        only: Groups of checks for --check, separated by commas: casting, models, scaling, masters, state.
-            Default: all.
+        level: Levels for --check.
+        only: Groups of checks for --check: casting, models, scaling, masters, state. Default: all.
         json: Print JSON instead of tables.
     """
+    if named not in ("", device) and device:
+        raise ConfigError(f"two devices were given, {device} and --device {named}: give one, or none for all")
+    device = device or named
     if module:
         _bring_up(module)
     if check:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import tyro
 
+from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format
@@ -20,20 +21,19 @@ if TYPE_CHECKING:
     from halfstep.numerics.trace import BadOp, Trace
     from halfstep.numerics.watch import Watch
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 FAULT = 1
 
 
 def run(
-    target: tyro.conf.Positional[str],
-    args: tyro.conf.Positional[tuple[str, ...]] = (),
-    level: str = "O1",
-    dtype: str | None = None,
-    loss_scale: str | None = None,
-    steps: int = 40,
-    seed: int = 0,
-    device: str | None = None,
-    report: Path | None = None,
+    target: tyro.conf.Positional[Annotated[str, shown("RECIPE|SCRIPT.py")]],
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[ARGUMENT ...]")]] = (),
+    level: Annotated[str, shown("LEVEL")] = "O1",
+    dtype: Annotated[str | None, shown("DTYPE")] = None,
+    loss_scale: Annotated[str | None, shown("SCALE")] = None,
+    steps: Annotated[int, shown("COUNT")] = 40,
+    seed: Annotated[int, shown("NUMBER")] = 0,
+    device: Annotated[str | None, shown("DEVICE")] = None,
+    report: Annotated[Path | None, shown("FILE")] = None,
     json: Flag = False,
 ) -> int:
     """Run some steps under watch and name what goes wrong: exit code 0 when nothing does, else 1.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, Stored, describe
@@ -21,13 +22,13 @@ _STATUS_STYLES = {"underflow": "red", "overflow": "red", "nan": "red", "subnorma
 
 
 def run(
-    numbers: tyro.conf.Positional[tuple[str, ...]] = (),
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    numbers: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[NUMBER ...]")]] = (),
+    json: Flag = False,
 ) -> None:
     """Show the number formats, or how each stores a number.
 
     Args:
-        numbers: Numbers to store: 0.1, 1e-8, 1/3, 0x1p-24, nan, inf, -0. None gives the table of formats.
+        numbers: Numbers to store: 0.1, 1e-8, 1/3, 0x1p-24, nan, inf, -0. Without any: the table of formats.
         json: Print JSON instead of tables.
     """
     if not numbers:

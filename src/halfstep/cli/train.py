@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import tyro
 
+from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 
@@ -20,31 +21,29 @@ if TYPE_CHECKING:
     from halfstep.recipes import Recipe
     from halfstep.recipes.runs import OnStep, Setting
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
 
 def run(
-    recipe: tyro.conf.Positional[str],
-    level: str | None = None,
-    dtype: str | None = None,
-    loss_scale: str = "default",
-    seeds: int | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    device: str | None = None,
-    threads: int | None = None,
-    data: str | None = None,
-    report: Path | None = None,
+    recipe: tyro.conf.Positional[Annotated[str, shown("RECIPE")]],
+    level: Annotated[str | None, shown("LEVELS")] = None,
+    dtype: Annotated[str | None, shown("DTYPES")] = None,
+    loss_scale: Annotated[str, shown("SCALES")] = "default",
+    seeds: Annotated[int | None, shown("COUNT")] = None,
+    steps: Annotated[int | None, shown("COUNT")] = None,
+    epochs: Annotated[int | None, shown("COUNT")] = None,
+    device: Annotated[str | None, shown("DEVICE")] = None,
+    threads: Annotated[int | None, shown("COUNT")] = None,
+    data: Annotated[str | None, shown("FOLDER")] = None,
+    report: Annotated[Path | None, shown("FILE")] = None,
     json: Flag = False,
 ) -> None:
-    """Train a recipe at several precisions and compare them.
+    """Train a recipe at several precisions and compare them. Lists are separated by commas.
 
     Args:
         recipe: digits-mlp, digits-cnn, text-gpt, digits-faint, several separated by commas, or demo (all).
-        level: Levels to compare: O0, O1, O2, O3 or words such as bf16-mixed, separated by commas.
-        dtype: 16-bit dtypes to compare, separated by commas: bf16, fp16. Default: what the device prefers.
-        loss_scale: default (dynamic for fp16 at O1 and O2), dynamic, headroom, none or a number; commas too.
-        seeds: Trainings of each setting, with seeds 0, 1, ...
+        level: Levels to compare, O0 to O3 or words such as bf16-mixed. Default: O0,O1; all four for demo.
+        dtype: 16-bit dtypes to compare, bf16 or fp16. Default: what the device prefers; both for demo.
+        loss_scale: dynamic, headroom, none, a number, or default: dynamic for fp16 at O1 and O2.
+        seeds: Trainings of each setting, with seeds 0, 1, ... Default: 1; 2 for demo.
         steps: Steps of each training. Default: the recipe's own.
         epochs: Passes over the training data instead of steps.
         device: cpu, cuda, ... Default: the accelerator if there is one.
@@ -113,7 +112,7 @@ def _order(
     epochs: int | None,
 ) -> _Order:
     from halfstep.formats import dtype_name, parse_dtype
-    from halfstep.levels import level_of
+    from halfstep.levels import LEVELS, level_of
     from halfstep.recipes import RECIPES, recipe_of
 
     demo = recipe == "demo"
@@ -124,6 +123,10 @@ def _order(
         for word in _list(dtype or ("bf16,fp16" if demo else "default"), "dtype")
         if word != "default"
     ]
+    if dtypes and {row.name for row, _ in words} == {"O0"}:
+        for chosen in dtypes:
+            LEVELS["O0"].check_dtype(chosen)
+        dtypes = []
     for chosen in dtypes:
         if chosen not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
