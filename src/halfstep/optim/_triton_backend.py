@@ -33,41 +33,42 @@ Number = float | Tensor | None
 
 @cache
 def kernels() -> Any:
-    """The kernels' module, or None (said once) where Triton cannot be used."""
+    """The kernels' module, or None where Triton cannot be imported."""
     try:
         from halfstep.optim import _triton_kernels
-    except ImportError as error:
-        warnings.warn(
-            f"Triton cannot be imported ({error}); hs.optim runs its plain torch reference on CUDA, in many "
-            "launches and several times slower: pip install triton",
-            HalfstepWarning,
-            stacklevel=4,
-        )
+    except ImportError:
         return None
     return _triton_kernels
 
 
 @cache
-def interpreting() -> bool:
-    """Whether the kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and kernels() is not None
-
-
-@cache
 def usable(device: torch.device, demanded: bool) -> bool:
-    """Whether the kernels run on `device`; where `demanded` UnsupportedError says why not."""
-    problem = ""
-    if device.type == "cpu" and not interpreting():
-        problem = "the CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
-    elif device.type not in ("cpu", "cuda") or torch.version.hip is not None:
-        problem = f"{device.type} devices here; leave backend at 'auto'"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        problem = f"{torch.cuda.get_device_name(device)}, which is older than compute capability 7.0"
-    elif kernels() is None:
-        problem = "a machine without Triton: pip install triton"
+    """Whether the kernels run on `device`; if not, UnsupportedError where `demanded`, a warning on CUDA."""
+    problem = _problem(device)
     if problem and demanded:
         raise UnsupportedError(f"backend='triton' does not run on {problem}")
+    if problem and device.type == "cuda":
+        warnings.warn(
+            f"hs.optim runs its plain torch reference, in many launches and much slower, on {problem}",
+            HalfstepWarning,
+            stacklevel=4,
+        )
     return not problem
+
+
+def _problem(device: torch.device) -> str:
+    """What keeps the kernels from running, and what to do; empty where they run."""
+    if device.type == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or kernels() is None):
+        return "a CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
+    if device.type not in ("cpu", "cuda"):
+        return f"{device.type} devices; leave backend at 'auto'"
+    if kernels() is None:
+        return "a machine where Triton cannot be imported: pip install triton"
+    if torch.version.hip is not None:
+        return "AMD GPUs: the kernels are for CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
+    return ""
 
 
 def capturing(device: torch.device) -> bool:

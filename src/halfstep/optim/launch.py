@@ -19,7 +19,6 @@ from halfstep.optim.algorithms import Algorithm, Number, Row
 from halfstep.optim.slots import Slot
 
 Scalar = float | Tensor | None
-Tables = dict[int, _numba_backend.Tables]
 foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
@@ -50,7 +49,7 @@ class LateErrors:
             self._waiting.append(send_to_host(flag))
 
     def check(self) -> None:
-        """Raise MasterRangeError if a flag of two steps ago or more was true; not while a graph is captured."""
+        """Raise MasterRangeError if a flag of two steps ago was true; not while a graph is captured."""
         if len(self._waiting) < 2 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         if bool(self._waiting.pop(0).wait()):
@@ -68,11 +67,8 @@ def as_fp32(row: tuple[Number, ...]) -> Row:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def on_host(job: Job, tables: _numba_backend.Tables | None) -> None:
-    """Update CPU parameters, by the kernels where `tables` (what they keep of this group) is given.
-
-    Raises MasterRangeError.
-    """
+def on_host(job: Job, compiled: bool) -> None:
+    """Update CPU parameters; raises MasterRangeError."""
     hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in job.group.items() if k != "params"}
     rows: dict[float, Row] = {}
     work: list[tuple[Slot, Tensor, Row, int]] = []
@@ -84,12 +80,17 @@ def on_host(job: Job, tables: _numba_backend.Tables | None) -> None:
         key = cast(int, rounding.key_of(slot.base_key, int(step))) if slot.rounds_randomly else 0
         work.append((slot, grad, rows[step], key))
     factor = number(job.inv_scale) * number(job.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
-    if tables is not None:
-        over = _numba_backend.update(job.algorithm, work, factor, tables)
+    if compiled:
+        over = _numba_backend.update(job.algorithm, work, factor)
     else:
         work = [(slot, slots.flat(grad), as_fp32(row), key) for slot, grad, row, key in work]
         flag = reference.update(job.algorithm, work, as_fp32((factor,))[0], None)
         over = flag is not None and bool(flag)
+    check_range(over)
+
+
+def check_range(over: bool) -> None:
+    """Raise MasterRangeError where a weight left the range of its master."""
     if over:
         raise MasterRangeError(_RANGE)
 

@@ -1,0 +1,109 @@
+"""The Triton kernels: checked in Triton's interpreter, in processes of their own, and compiled for a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.optim import AdamW, _triton_backend, launch
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(halfstep.__file__).parents[1]
+
+
+def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    path = f"{SOURCE}{os.pathsep}{ROOT}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path, **more}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=env, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("part", ["update_equals", "not update_equals"])
+def test_in_the_interpreter(part: str):
+    done = run(
+        "-m", "pytest", "tests/optim/triton_checks.py", "-p", "no:cacheprovider", "-x", "--tb=short", "-k", part,
+        TRITON_INTERPRET="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+COMPILE = """
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from halfstep.optim import _layout as L, _triton_kernels as K
+
+def ptx(kernel, signature, constants):
+    names = kernel.arg_names
+    types = {n: "constexpr" if n in constants else signature[n] for n in names}
+    places = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, types, places, {})
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
+
+tables = {"table": "*i64", "grads": "*i64", "items": "*i64", "rows": "*fp32", "keys": "*i32", "skip": "*u8"}
+for algorithm, state in ((L.ADAMW, L.STATE_FP32), (L.SGD_NESTEROV, L.STATE_BF16), (L.ADAM, L.STATE_8BIT)):
+    chosen = {"ALGORITHM": algorithm, "KIND": L.BF16_EXACT, "GRAD": L.BF16, "STATE": state, "ALIGNED": True}
+    text = ptx(K.update, tables, {**chosen, "over": None, "TILE": 1024})
+    assert not re.search(r"\\bfma|div\\.full|sqrt\\.approx|\\.ftz", text)
+    assert text.count("ld.global.v4") >= 2
+    if algorithm != L.SGD_NESTEROV:
+        assert "div.rn.f32" in text and "sqrt.rn.f32" in text
+found = {"sums": "*fp32", "peaks": "*i32"}
+ptx(K.measure, {**tables, **found}, {"GRAD": L.BF16, "ALIGNED": True, "TILE": 1024})
+scale = {"count": "i32", "inv_value": "fp32", "inv_scale": "*fp32", "finite": "*u8", "stats": "*fp32"}
+assert "sqrt.rn.f64" in ptx(K.total, {**found, **scale}, {"LANES": 1024})
+given = {"hyper": "*fp64", "lr": "*fp32", "factor": "fp32", "clip": "*fp32"}
+ptx(K.scalars, {**tables, **scale, **given}, {"ALGORITHM": L.ADAMW, "LANES": 128})
+"""
+
+
+def test_compiled_code_has_no_fused_arithmetic_and_wide_loads(tmp_path: Path):
+    done = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def fresh():
+    caches = (_triton_backend.kernels, _triton_backend.usable)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+def test_without_triton_cuda_runs_the_reference_and_says_so_once(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "halfstep.optim._triton_kernels", None)
+    monkeypatch.delattr("halfstep.optim._triton_kernels", raising=False)
+    with pytest.warns(HalfstepWarning, match="pip install triton") as said:
+        names = [launch.runner("auto", torch.device("cuda")) for _ in range(2)]
+    assert names == ["reference", "reference"]
+    assert len(said) == 1
+    assert launch.runner("reference", torch.device("cuda")) == "reference"
+
+
+def test_demanding_triton_on_a_plain_cpu_is_an_error(fresh: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(UnsupportedError, match="leave backend at 'auto'"):
+        AdamW([p], backend="triton").step()
+    with pytest.raises(ConfigError, match="'auto', 'reference', 'triton'"):
+        AdamW([p], backend="cuda")
+
+
+def test_triton_is_imported_by_nobody_who_does_not_run_it():
+    code = "import sys, halfstep; assert not any(m.split('.')[0] == 'triton' for m in sys.modules)"
+    assert run("-c", code).returncode == 0

@@ -1,0 +1,273 @@
+"""What the Triton kernels must do, in Triton's interpreter on CPU tensors; test_triton.py runs this file.
+
+It has a process of its own because TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.errors import MasterRangeError
+from halfstep.optim import SGD, Adam, AdamW, Lion, _triton_backend, launch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KEPT: dict[str, list[tuple[torch.dtype, str | None]]] = {
+    "fp32": [(FP32, None)],
+    "bf16": [(BF16, "exact"), (BF16, "fp32"), (BF16, "stochastic"), (BF16, None)],
+    "fp16": [(FP16, "exact"), (FP16, "fp32"), (FP16, None)],
+}
+WEIGHTS = [row for rows in KEPT.values() for row in rows]
+ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (AdamW, {"lr": 0.01}),
+    "Adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+    "Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Lion": (Lion, {"weight_decay": 0.1}),
+}
+SIZES = (0, 1, 7, 511, 1024, 1026)
+ROWS = list(itertools.product(ALGORITHMS, WEIGHTS, ("fp32", "bf16", "8bit")))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, any NaN being as good as another."""
+    if a.is_floating_point() and bool(a.isnan().any()):
+        return torch.equal(a.isnan(), b.isnan()) and torch.equal(bits(a)[~a.isnan()], bits(b)[~b.isnan()])
+    return torch.equal(bits(a), bits(b))
+
+
+def assert_same(ours: Any, reference: Any) -> None:
+    for p, q in zip(ours[0], reference[0], strict=True):
+        assert same(p, q)
+        mine, theirs = ours[1].state[p], reference[1].state[q]
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert same(value, theirs[key]), key
+
+
+def random_grads(sizes: tuple[int, ...], dtype: torch.dtype, steps: int) -> list[list[Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    return [
+        [(torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 7 - 7)).to(dtype) for n in sizes]
+        for _ in range(steps)
+    ]
+
+
+def run(backend: str, name: str, values: list[Tensor], grads: list[list[Tensor]], **options: Any) -> Any:
+    """Take a step for each set of gradients, the second one skipped; parameters and optimizer."""
+    cls, given = ALGORITHMS[name]
+    params = [nn.Parameter(v.clone()) for v in values]
+    optimizer = cls(params, backend=backend, **{**given, **options})
+    for step, now in enumerate(grads):
+        for p, g in zip(params, now):
+            p.grad_dtype, p.grad = None, g.clone()
+        optimizer.step(inv_scale=0.5, clip_coef=torch.tensor(0.7), found_inf=torch.tensor(step == 1))
+    return params, optimizer
+
+
+def values_of(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(n, generator=g).to(dtype) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda r: f"{r[0]}-{r[1][0]}-{r[1][1]}-{r[2]}".replace("torch.", "")
+)
+def test_update_equals_reference(row: Any):
+    name, (dtype, master), state_dtype = row
+    few = SIZES if (name, state_dtype) in {("AdamW", "8bit"), ("AdamW", "fp32")} else (1026,)
+    values, grads = values_of(few, dtype), random_grads(few, dtype, 3)
+    options = {"master": master, "state_dtype": state_dtype}
+    assert_same(*(run(backend, name, values, grads, **options) for backend in ("triton", "reference")))
+
+
+def awkward() -> Tensor:
+    """fp32 values at ties, ends of formats, subnormals, zeros, infinities and NaN."""
+    patterns = [
+        0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF,
+        0x7F7F8000, 0x7F800000, 0x7FC00000, 0x00000000, 0x33000000, 0x33000001, 0x387FE000, 0x37800000,
+        0x38802000, 0x477FE000, 0x3A83126F, 0x3F801000, 0x3F803000, 0x00018000, 0x2B8CBCCC, 0x36B16000,
+    ]  # fmt: skip
+    positive = torch.tensor(patterns, dtype=torch.int64)
+    return torch.cat([positive, positive - 2**31]).to(torch.int32).view(FP32)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_awkward_values_equal_reference(name: str, weights: Any, state_dtype: str):
+    dtype, master = weights
+    special = awkward()
+    if dtype == FP16 and master == "exact":
+        special = special[special.abs() < 6e4]
+    values = [special.to(dtype), special.to(dtype)]
+    grads = [[special.flip(0).to(d), special.roll(3).to(d)] for d in (FP32, FP32)]
+    options = {"lr": 2.0**-12, "master": master, "state_dtype": state_dtype}
+    runs = [run(b, name, values, grads, **options) for b in ("triton", "reference")]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_16_bit_pattern_is_read_and_written_as_it_was(dtype: torch.dtype):
+    pattern = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    options = {"lr": 0.0, "weight_decay": 0.0, "maximize": False, "master": None}
+    params, _ = run("triton", "SGD", [pattern], [[torch.zeros_like(pattern)]], **options)
+    finite = pattern.isfinite()
+    assert torch.equal(params[0].isfinite(), finite)
+    assert same(params[0][finite], pattern[finite])
+
+
+def test_a_weight_beyond_fp16_is_held_and_said_two_steps_late():
+    p = nn.Parameter(torch.tensor([1.0, 65000.0, -65000.0], dtype=FP16))
+    optimizer = SGD([p], lr=1.0, backend="triton")
+    p.grad = torch.tensor([0.0, -2000.0, 2000.0], dtype=FP16)
+    optimizer.step()
+    assert p.tolist() == [1.0, 65504.0, -65504.0]
+    p.grad = torch.zeros(3, dtype=FP16)
+    optimizer.step()
+    with pytest.raises(MasterRangeError, match="65504"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_groups_mixed_gradients_and_a_learning_rate_on_the_device():
+    values, grads = values_of((7, 40, 3000, 5), BF16), random_grads((7, 40, 3000, 5), FP32, 4)
+    finals = []
+    for backend in ("triton", "reference"):
+        params = [nn.Parameter(v.clone()) for v in values[:3]] + [nn.Parameter(values[3].float())]
+        groups = [
+            {"params": [params[0], params[3]], "weight_decay": 0.0, "state_dtype": "8bit"},
+            {"params": params[1:3], "lr": torch.tensor(0.003)},
+        ]
+        optimizer = AdamW(groups, lr=0.01, backend=backend)
+        for step, now in enumerate(grads):
+            for i, (p, g) in enumerate(zip(params, now)):
+                p.grad_dtype = None
+                p.grad = None if (i + step) % 3 == 0 else g.to(BF16 if i == 1 else FP32)
+            optimizer.step(clip_coef=0.5)
+            optimizer.param_groups[1]["lr"].mul_(0.9)
+            optimizer.param_groups[0]["lr"] *= 0.8
+        finals.append((params, optimizer))
+    assert_same(*finals)
+
+
+def test_gradients_that_are_not_aligned_are_read_all_the_same():
+    values, whole = values_of((2048, 100), BF16), random_grads((4097,), BF16, 1)[0][0]
+    finals = []
+    for backend in ("triton", "reference"):
+        params = [nn.Parameter(v.clone()) for v in values]
+        optimizer = AdamW(params, backend=backend)
+        params[0].grad, params[1].grad = whole[1:2049], whole[2049:2149]
+        assert float(optimizer.measure().max_abs) == float(whole[1:2149].abs().max())
+        optimizer.step()
+        finals.append((params, optimizer))
+    assert_same(*finals)
+
+
+def test_tables_are_kept_while_addresses_stay(monkeypatch: pytest.MonkeyPatch):
+    sent: list[int] = []
+    upload = _triton_backend._upload
+    monkeypatch.setattr(_triton_backend, "_upload", lambda *a: sent.append(len(a[0])) or upload(*a))
+    p = nn.Parameter(torch.zeros(10, dtype=BF16))
+    first, second = torch.ones(10, dtype=BF16), torch.ones(10, dtype=BF16)
+    optimizer = AdamW([p], backend="triton")
+    p.grad = first
+    for _ in range(3):
+        optimizer.measure()
+        optimizer.step()
+    assert len(sent) == 6  # items and gradients to measure; table, items, gradients and settings to update
+    p.grad = second
+    optimizer.measure()
+    optimizer.step()
+    assert sent[6:] == [1, 1]
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert sent[8:] == [5]
+
+
+# ---- the measurement ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-22, 2e18, 1e-42])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_measure_equals_float64(dtype: torch.dtype, scale: float):
+    g = torch.Generator().manual_seed(5)
+    scale = min(scale, 1e4) if dtype == FP16 else scale
+    grads = [(torch.randn(n, generator=g) * scale).to(dtype) for n in (1, 7, 1024, 34_000)]
+    plans = _triton_backend.Plans()
+    stats = plans.measure(grads, 0.5)
+    wide = torch.cat(grads).double() * 0.5
+    assert stats.norm.item() == pytest.approx(wide.norm().item(), rel=1e-6, abs=2.0**-149)
+    assert stats.max_abs.item() == pytest.approx(wide.abs().max().item(), rel=1e-7, abs=2.0**-149)
+    assert stats.finite.dtype == torch.bool
+    assert bool(stats.finite)
+    again = plans.measure([t.clone() for t in grads], torch.tensor(0.5))
+    assert same(again.norm, stats.norm)
+
+
+def test_measure_of_mixed_dtypes():
+    grads = [torch.full((3,), 2.0, dtype=dtype) for dtype in (BF16, FP16, FP32)]
+    stats = _triton_backend.Plans().measure(grads, None)
+    assert stats.norm.item() == 6.0
+    assert stats.max_abs.item() == 2.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 1023, 1500])
+def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
+    good, grad = torch.ones(10, dtype=dtype), torch.ones(1501, dtype=dtype)
+    grad[place] = bad
+    stats = _triton_backend.Plans().measure([good, grad, good.float()], 1.0)
+    assert not bool(stats.finite)
+    assert not torch.isfinite(stats.max_abs)
+    assert not torch.isfinite(stats.norm)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------
+
+
+def trained(backend: str, steps: int = 20, **options: Any) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 20), nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 3))
+    optimizer = AdamW(net.parameters(), lr=1e-2, backend=backend, **options)
+    dtype = "fp16" if "master" in options else "bf16"
+    session = hs.prepare(net, optimizer, level="O2", dtype=dtype, skip_nonfinite=True)
+    x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+    losses = []
+    for step in range(steps):
+        with session.autocast():
+            loss = nn.functional.cross_entropy(net(x), y)
+        session.backward(loss * (float("inf") if step == 7 else 1.0))
+        session.step()
+        losses.append(float(loss.detach()))
+    return losses, (list(net.parameters()), optimizer)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": "8bit"}, {"release_gradients": True}, {"master": "fp32"}], ids=str
+)
+def test_twenty_training_steps_equal_the_reference(options: dict[str, Any]):
+    mine, theirs = trained("triton", **options), trained("reference", **options)
+    assert mine[0] == theirs[0]
+    assert_same(mine[1], theirs[1])
+
+
+def test_exact_masters_equal_fp32_masters():
+    values, grads = values_of((1030,), BF16), random_grads((1030,), BF16, 4)
+    exact, wide = (run("triton", "AdamW", values, grads, master=m) for m in ("exact", "fp32"))
+    assert same(exact[0][0], wide[0][0])
+    assert same(exact[1].master_of(exact[0][0]), wide[1].master_of(wide[0][0]))
+
+
+def test_the_interpreter_does_not_change_what_runs_by_default():
+    assert launch.runner("auto", torch.device("cpu")) == "numba"
+    assert launch.runner("triton", torch.device("cpu")) == "triton"
