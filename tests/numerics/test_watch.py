@@ -12,7 +12,7 @@ from halfstep.numerics.headroom import forecast, headroom, trend
 from halfstep.numerics.magnitudes import Slot, largest, magnitudes
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
-from halfstep.optim import SGD
+from halfstep.optim import SGD, AdamW
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare
 
@@ -186,6 +186,44 @@ def test_lost_updates_are_counted():
     seen.collect()
     assert seen.lost[0].share == 1.0
     assert "100% of the updates are lost" in seen.summary()[-1]
+
+
+@pytest.mark.parametrize("level", ["O2", None])
+@pytest.mark.parametrize(
+    ("master", "lost"), [(None, 1.0), ("exact", 0.0), ("fp32", 0.0), ("stochastic", 0.0)]
+)
+def test_lost_updates_of_one_pass_optimizers(level, master, lost):
+    model = nn.Linear(64, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, master=master)
+    amp = None if level is None else prepare(model, optimizer, level=level, dtype="bf16")
+    with watch(model, optimizer if amp is None else amp, every=1) as seen:
+        for _ in range(3):
+            loss = model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum()
+            if amp is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                amp.backward(loss)
+                amp.step()
+    seen.collect()
+    assert seen.lost, "no share was reported"
+    assert {note.share for note in seen.lost} == {lost}
+    assert any("100% of the updates are lost" in line for line in seen.summary()) == (lost == 1.0)
+
+
+def test_a_skipped_step_loses_no_update():
+    model = nn.Linear(8, 1, bias=False).bfloat16()
+    amp = prepare(model, SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16", loss_scale=8.0)
+    with watch(model, amp, every=1) as seen:
+        for value in (1.0, math.inf, 1.0):
+            amp.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum() * value)
+            amp.step()
+    seen.collect()
+    assert [n.taken for n in seen.notes] == [True, False, True]
+    # The first step makes the masters, so that there is nothing to compare them with.
+    assert [(note.step, note.share) for note in seen.lost] == [(2, 0.0)]
 
 
 class Grower(nn.Module):

@@ -41,7 +41,7 @@ def test_sgd_needs_a_gradient_to_judge():
         assert resolution(optimizer)[0].frozen == 1.0
 
 
-@pytest.mark.parametrize(("master", "expected"), [("exact", 0.0), (None, 0.5)])
+@pytest.mark.parametrize(("master", "expected"), [("exact", 0.0), ("stochastic", 0.0), (None, 0.5)])
 def test_lost_updates_are_counted(master: str | None, expected: float):
     params = weights()
     optimizer = AdamW(params, lr=1e-4, weight_decay=0.0, master=master, backend="reference")

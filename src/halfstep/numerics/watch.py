@@ -30,6 +30,7 @@ from halfstep.numerics.magnitudes import Magnitudes, Slot, largest, magnitudes, 
 from halfstep.numerics.replay import is_session, replaying
 from halfstep.numerics.sampling import Late, Seen, see, spread
 from halfstep.optim.masters import weight_of
+from halfstep.optim.resolution import held, rounded_at_random
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TOGETHER = 64
@@ -134,6 +135,7 @@ class Watch:
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
+        self._held: dict[Tensor, list[Tensor]] = {}
         self._late: deque[Late | Magnitudes] = deque()
         self._last_scale = self._scale()
         self._handles: list[Any] = []
@@ -236,12 +238,13 @@ class Watch:
             for parameter in _updated(optimizer):
                 if parameter.grad is not None:
                     self._before[parameter] = parameter.detach().clone()
+                    self._held[parameter] = [spread(t).clone() for t in held(optimizer, parameter)]
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if replaying():
             return
         if self._sampling:
-            self._compare(optimizer)
+            self._compare(optimizer, kwargs.get("found_inf"))
         if self._session is None:
             self._end(self._last_scale, True)
             self._last_scale = self._scale()
@@ -253,20 +256,28 @@ class Watch:
         self._end(outcome.device_value("scale"), outcome.device_value("taken"))
 
     @torch.no_grad()
-    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+    def _compare(self, optimizer: torch.optim.Optimizer, found_inf: bool | Tensor | None) -> None:
         """What the update did: its histogram, and how much of it rounding swallowed."""
         shares: dict[str, tuple[Tensor, Tensor]] = {}
-        exact = bool(getattr(optimizer, "one_pass", False))
+        random = rounded_at_random(optimizer)
         for place, parameter in enumerate(_updated(optimizer)):
             before = self._before.pop(parameter, None)
+            held_before = self._held.pop(parameter, [])
             if before is None:
                 continue
             name = self._names.get(weight_of(parameter), f"parameter {place}")
             self._count("update", name, parameter - before)
-            if parameter.grad is not None and not exact and parameter.grad.layout == torch.strided:
-                moved = spread(parameter.grad) != 0
-                same = spread(parameter.detach()) == spread(before)
-                shares[name] = (torch.count_nonzero(moved & same), torch.count_nonzero(moved))
+            gradient, now = parameter.grad, held(optimizer, parameter)
+            # Masters that the step itself made have no value from before it.
+            if gradient is None or gradient.layout != torch.strided or len(now) != len(held_before):
+                continue
+            moved = spread(gradient) != 0
+            if found_inf is not None:  # a skipped step loses nothing; its flag stays on the device
+                moved = moved & ~torch.as_tensor(found_inf, dtype=torch.bool, device=moved.device)
+            lost = moved & (parameter not in random)
+            for old, new in zip(held_before, now):
+                lost = lost & (old == spread(new))
+            shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
         if shares:
             self._late.append(Late.shares(self.step, shares))
 
@@ -289,7 +300,7 @@ class Watch:
             self._gradients = tuple(self._ends), magnitudes(list(self._ends.values()))
         if self._gradients is not None:
             self._late.append(Magnitudes.of(self.step, *self._gradients, scale, taken))
-        self._seen, self._ends, self._before, self._gradients = {}, {}, {}, None
+        self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
         if len(self._late) >= _TOGETHER:

@@ -87,18 +87,34 @@ class LostUpdates:
 def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostUpdates]:
     """Around one `step`: the share of weights with a gradient that kept their value, masters included.
 
-    Weights are sampled (at most 65,536 a tensor); reads values back to the host.
+    Weights rounded at random lose none: those that stay make up for those that move too far. Weights are
+    sampled (at most 65,536 a tensor); reads values back to the host.
     """
     lost = LostUpdates()
     before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer._places() if p.grad is not None}
     yield lost
-    kept, all_moving = 0, 0
+    kept, all_moving, random = 0, 0, rounded_at_random(optimizer)
     for p, (old, moving) in before.items():
-        same = int(((_known(optimizer, p) == old) & moving).sum())
+        same = 0 if p in random else int(((_known(optimizer, p) == old) & moving).sum())
         count = int(moving.sum())
         lost.shares[p] = same / count if count else 0.0
         kept, all_moving = kept + same, all_moving + count
     lost.total = kept / all_moving if all_moving else 0.0
+
+
+def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that together hold the value of `p`: itself, and its master or lacking bits, if any.
+
+    An update is lost where none of them changed. For any torch optimizer; of `p`'s shape, not copied.
+    """
+    state = optimizer.state.get(p, {})
+    return p.detach(), *(state[key] for key in ("master", "lacking") if key in state)
+
+
+def rounded_at_random(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """The parameters that this optimizer rounds at random after an update, which loses nothing on average."""
+    groups = [g["params"] for g in optimizer.param_groups if g.get("master") == "stochastic"]
+    return {p for params in groups for p in params if p.dtype == torch.bfloat16}
 
 
 def _known(optimizer: OnePassOptimizer, p: Tensor) -> Tensor:
