@@ -76,7 +76,17 @@ def test_version(halfstep):
         (("devices", "cpu", "--device", "cuda"), "two devices were given, cpu and --device cuda"),
         (("devices", "--device", "tpu9"), "unknown device 'tpu9'; expected one of cpu"),
         (("train",), "issing"),
-        (("train", "digits-mlp", "--seeds", "x"), "Error parsing --seeds"),
+        (("train", "digits-mlp", "--seeds", "x"), "--seeds 'x': expected a whole number"),
+        (("bench", "step", "--rounds", "1.5"), "--rounds '1.5': expected a whole number"),
+        (("bench", "step", "--parameters", "x"), "--parameters 'x': expected a number"),
+        (("bench", "step", "--parameters", "inf"), "--parameters inf: expected 1000 to"),
+        (("bench", "step", "--parameters", "1e30"), "--parameters 1e+30: expected 1000 to"),
+        (("bench", "step", "--device", "meta"), "device 'meta' has no values to compute with"),
+        (("bench", "step", "--device", "nope"), "unknown device 'nope'; expected one of cpu"),
+        (("doctor", "digits-mlp", "--device", "meta"), "device 'meta' has no values to compute with"),
+        (("doctor", "digits-mlp", "--report", "."), "is a folder; give a file name"),
+        (("doctor", "digits-mlp", "--report", "/no/such/r.html"), "cannot write into /no/such"),
+        (("devices", "--module", "/no/such.py"), "no such file"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(halfstep, args, says):
@@ -85,6 +95,20 @@ def test_wrong_input_is_one_line_and_exit_code_2(halfstep, args, says):
     assert err.startswith("halfstep: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize("text", ["import torch\nx = (", "raise OSError('a\\nb')", "import nowhere"])
+@pytest.mark.parametrize("name", ["mychip.py", "mychip"])
+def test_a_module_that_fails_as_it_is_imported_is_told_in_one_line(
+    halfstep, monkeypatch, tmp_path, text, name
+):
+    (tmp_path / "mychip.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code, out, err = halfstep("devices", "--module", name)
+    sys.modules.pop("mychip", None)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"halfstep: --module '{name}' cannot be imported: ")
 
 
 def test_an_error_message_of_several_lines_becomes_one(halfstep, monkeypatch):
@@ -205,10 +229,7 @@ def test_only_the_module_asked_for_is_imported():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert (
-        done.stdout.splitlines()[-1]
-        == "['_options', '_output', 'formats']"
-    )
+    assert done.stdout.splitlines()[-1] == "['_options', '_output', 'formats']"
 
 
 def test_a_reader_that_leaves_early_is_no_error():

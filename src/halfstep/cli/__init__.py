@@ -92,7 +92,7 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
             return tyro.cli(bind, prog=f"halfstep {name}", args=list(rest))  # type: ignore[return-value]
     except SystemExit as end:
         if end.code:
-            said = _one_line(complaint.getvalue()).removesuffix(" (required)")
+            said = _plain(_one_line(complaint.getvalue()))
             return _refuse(f"{said} (halfstep {name} --help)")
         return 0
 
@@ -111,6 +111,18 @@ def _one_line(boxed: str) -> str:
     said = " ".join(itertools.takewhile(lambda line: line and not _RULE.search(line), body))
     guess = re.search(r"Perhaps you meant:[\s│|]*(--[\w-]+)", plain)
     return f"{said}; perhaps you meant {guess[1]}" if guess else said
+
+
+_NO_NUMBER = re.compile(r"Error parsing (--[\w-]+): .*(int\(\)|INT|float).*'([^']*)'\]?\.?$")
+
+
+def _plain(said: str) -> str:
+    """What tyro says of Python types, in words."""
+    found = _NO_NUMBER.match(said)
+    if found is None:
+        return said.removesuffix(" (required)")
+    kind = "a number" if found[2] == "float" else "a whole number"
+    return f"{found[1]} {found[3]!r}: expected {kind}"
 
 
 def _refuse(message: str) -> int:

@@ -207,7 +207,8 @@ class Examiner:
         except BaseException as error:
             if self._tape is not None:
                 self._disarm(error)
-            return f"{type(error).__name__} after {self.done} steps: {str(error).splitlines()[:1]}"
+            said = (str(error).splitlines() or ["no message"])[0]
+            return f"{type(error).__name__} after {self.done} steps: {said}"
         finally:
             if self._tape is not None:
                 self._disarm()

@@ -1,10 +1,16 @@
-"""How an option looks in a command's help: a word for its value, and a default only where there is one."""
+"""Options that several commands have: how they look in help, and what of them is refused before any work."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
+
+from halfstep import devices
+from halfstep.errors import ConfigError
 
 
 def shown(value: str, **more: Any) -> object:
@@ -17,3 +23,22 @@ def _hint(default: str) -> str:
 
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint=_hint)]
+
+
+def computing_device(name: str | None) -> torch.device:
+    """The device to compute on; None gives the accelerator if there is one. ConfigError where it cannot."""
+    found = devices.resolve(name)
+    if found.type == "meta":
+        raise ConfigError("device 'meta' has no values to compute with; choose cpu or an accelerator")
+    return found
+
+
+def check_report(path: Path | None) -> None:
+    """Raise ConfigError unless a file can be written there, before the work that it is to tell of."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--report {path} is a folder; give a file name such as {path / 'report.html'}")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--report {path}: cannot write into {folder}; create it or choose another")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 
+#: All contestants' weights, gradients and states together, for one parameter.
+BYTES = 110
 LEARNING_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
 
 
@@ -35,15 +38,12 @@ def run(
     """
     from halfstep.optim import contest
 
-    if not parameters >= 1000:
-        raise ConfigError(f"--parameters {parameters:g}: give at least 1000")
+    most = _memory() // BYTES
+    if not 1000 <= parameters <= most:
+        raise ConfigError(f"--parameters {parameters:g}: expected 1000 to {most:.2g}, what memory here holds")
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: give at least 1")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {device}: torch has no such device here ({error})") from error
+    place = computing_device(device)
     sizes = [int(parameters) // 4] * 4
     out, results = console(stderr=True), []
     with out.status("measuring") as status:
@@ -57,6 +57,10 @@ def run(
                     "results": [asdict(r) for r in results], "movement": moved})  # fmt: skip
         return
     _print(results, sum(sizes), moved)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _movement(contest: Any) -> dict[str, dict[str, float]]:

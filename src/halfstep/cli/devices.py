@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -90,14 +91,17 @@ def _bring_up(module: str) -> None:
             raise ConfigError(f"--module {module!r}: no such file")
         made = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = made
-        spec.loader.exec_module(made)
-        return
-    sys.path.insert(0, os.getcwd())
+        bring_up = partial(spec.loader.exec_module, made)
+    else:
+        sys.path.insert(0, os.getcwd())
+        bring_up = partial(importlib.import_module, module)
     try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
+        bring_up()
+    except Exception as error:
+        said = (str(error).splitlines() or ["no message"])[0]
         raise ConfigError(
-            f"--module {module!r} cannot be imported: {error}; give a dotted name or a file"
+            f"--module {module!r} cannot be imported: {type(error).__name__}: {said}; "
+            "give a dotted name or a file that python can import"
         ) from error
 
 

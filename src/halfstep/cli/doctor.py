@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format
@@ -52,8 +52,7 @@ def run(
     """
     if steps < 1:
         raise ConfigError(f"--steps {steps}: expected 1 or more")
-    if report is not None:
-        _check_report(report)
+    check_report(report)
     if target.endswith(".py"):
         from halfstep.cli._script import examine_script
 
@@ -73,15 +72,9 @@ def run(
     return 0 if document["healthy"] else FAULT
 
 
-def _check_report(path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report {path}: cannot write there; give a file name in a folder that exists")
-
-
 def _recipe(
     name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, device: str | None
 ) -> dict[str, Any]:
-    from halfstep import devices
     from halfstep.levels import level_of
     from halfstep.numerics.lint import LintProbe, lint
     from halfstep.numerics.replayable import Replayable
@@ -91,7 +84,7 @@ def _recipe(
     from halfstep.session import prepare
 
     recipe = recipe_of(name)
-    where = devices.resolve(device)
+    where = computing_device(device)
     torch.manual_seed(seed)
     model, optimizer = recipe.build(seed)
     model.to(where)

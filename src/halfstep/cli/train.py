@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
+from halfstep.scaling import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
@@ -55,10 +56,10 @@ def run(
     from halfstep import devices
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
-    _check_report(report)
+    check_report(report)
     if threads is not None:
-        torch.set_num_threads(_at_least_one("threads", threads))
-    where = devices.resolve(device)
+        torch.set_num_threads(_threads(threads))
+    where = computing_device(device)
     jobs = [_job(one, order, where, data) for one in order.recipes]
     kept = where.type == "cpu" and devices.keep_freed_memory()
     with _progress(sum(job.total for job in jobs), quiet=json) as on_step:
@@ -117,10 +118,14 @@ def _order(
 
     demo = recipe == "demo"
     names = tuple(RECIPES) if demo else tuple(_list(recipe, "recipe"))
-    words = [level_of(word) for word in _list(level or ("O0,O1,O2,O3" if demo else "O0,O1"), "level")]
+    if "demo" in names:
+        raise ConfigError(f"recipe list {recipe!r}: demo is all recipes, give it alone")
+    if level is None:
+        level = "O0,O1,O2,O3" if demo else "O0,O1"
+    words = [level_of(word) for word in _list(level, "level")]
     dtypes = [
         parse_dtype(word)
-        for word in _list(dtype or ("bf16,fp16" if demo else "default"), "dtype")
+        for word in _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
         if word != "default"
     ]
     if dtypes and {row.name for row, _ in words} == {"O0"}:
@@ -157,6 +162,13 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
+def _threads(count: int) -> int:
+    most = 16 * (os.cpu_count() or 1)  # torch ends without a word where threads cannot be made
+    if not 1 <= count <= most:
+        raise ConfigError(f"--threads {count}: expected 1 or more, at most {most} on this machine")
+    return count
+
+
 def _scale(word: str) -> str | None:
     if word in ("default", "dynamic", "headroom", "none"):
         return None if word == "default" else word
@@ -164,9 +176,10 @@ def _scale(word: str) -> str | None:
         value = float(word)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf"):
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
         raise ConfigError(
-            f"--loss-scale {word!r}: expected default, dynamic, headroom, none or a positive number"
+            f"--loss-scale {word!r}: expected default, dynamic, headroom, none or a positive number "
+            f"from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}"
         )
     return word
 
@@ -208,17 +221,6 @@ def _train(job: _Job, device: torch.device, folder: str | None, on_step: OnStep)
         on_step=on_step,
     )
     return report.as_dict()
-
-
-def _check_report(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--report {path} is a folder; give a file name such as {path / 'report.html'}")
-    if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"--report {path}: cannot write into {path.absolute().parent}; create it or choose another"
-        )
 
 
 @contextmanager
