@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
 from halfstep.numerics.headroom import forecast, headroom, trend
-from halfstep.numerics.magnitudes import Slot, largest, magnitudes
+from halfstep.numerics.magnitudes import Slot, ends_of, largest, magnitudes
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
 from halfstep.optim import SGD, AdamW
@@ -186,6 +186,16 @@ def test_lost_updates_are_counted():
     seen.collect()
     assert seen.lost[0].share == 1.0
     assert "100% of the updates are lost" in seen.summary()[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_largest_is_the_same_by_kernel(dtype):
+    torch.manual_seed(0)
+    tensors = [torch.randn(n).to(dtype) for n in (200_000, 128, 1, 70_000, 131_073)]
+    tensors[1][3], tensors[3][-1], tensors[2][0] = math.nan, -math.inf, 3e-39
+    one_by_one = magnitudes([ends_of(t) for t in tensors])
+    assert torch.equal(largest(tensors).nan_to_num(nan=-1), one_by_one.nan_to_num(nan=-1))
+    assert largest([*tensors, torch.empty(0, dtype=dtype)])[-1] == 0
 
 
 @pytest.mark.parametrize("level", ["O2", None])

@@ -224,10 +224,13 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
     counted = torch.bincount(fields, minlength=512 * len(parts)).view(len(parts), 2, 256).sum(1)
     out = torch.zeros(len(parts), _bins(fmt), dtype=torch.int64)
     out[:, 1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = counted[:, 1:255]
-    out[:, 0] = torch.bincount(row[(raw & 0x7FFF_FFFF) == 0], minlength=len(parts))
-    rare = (counted[:, 0] != out[:, 0]) | (counted[:, 255] != 0)
-    for i in rare.nonzero().view(-1).tolist():
-        out[i] = _count_fp32_cpu(parts[i], fmt)
+    # Zeros, subnormals, infinities and NaN share two fields: only rows that have one are looked at again.
+    for i in (counted[:, 0] + counted[:, 255]).nonzero().view(-1).tolist():
+        zeros = parts[i].numel() - int(torch.count_nonzero(parts[i]))
+        if zeros == counted[i, 0] and not counted[i, 255]:
+            out[i, 0] = zeros
+        else:
+            out[i] = _count_fp32_cpu(parts[i], fmt)
     return out
 
 

@@ -7,14 +7,23 @@ notes and series for whoever asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.devices import Arriving, send_to_host
+from halfstep.optim._numba_backend import GRADS, _items
+from halfstep.optim._pool import run_ranges
+from halfstep.optim._widen import LEAST
 from halfstep.scaling import dense_values, home_device
+
+Ends = tuple[Tensor, Tensor]
+"""Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""
 
 
 class Slot:
@@ -30,24 +39,35 @@ class Slot:
         self._ends = self._pair[0], self._pair[1]
 
     @torch.no_grad()
-    def take(self, gradient: Tensor) -> Tensor:
-        """Both ends of `gradient`, [2] (zeros where it has no elements, NaN where it holds one)."""
+    def take(self, gradient: Tensor) -> Ends:
+        """Both ends of `gradient`, as `ends_of` gives them."""
         dense = dense_values(gradient)
         if dense.numel():
             torch.aminmax(dense, out=self._ends)
         else:
             self._pair.zero_()
-        return self._pair
+        return self._ends
 
     def fits(self, gradient: Tensor) -> bool:
         """Whether this gradient's ends can be written here."""
         return gradient.device == self._pair.device and gradient.dtype == self._pair.dtype
 
 
-def magnitudes(ends: Sequence[Tensor]) -> Tensor:
-    """The largest magnitudes [n] of gradients whose ends [2] or [n, 2] are given, in fp32 (or fp64)."""
-    both = _together(ends, home_device(list(ends)), torch.cat).view(-1, 2)
+def magnitudes(ends: Sequence[Ends]) -> Tensor:
+    """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
+    scalars = [end for pair in ends for end in pair]
+    both = _together(scalars, home_device(scalars)).view(-1, 2)
     return torch.maximum(-both[:, 0], both[:, 1])
+
+
+def ends_of(t: Tensor) -> Ends:
+    """Smallest and largest element of a dense real tensor: zeros where it is empty, NaN if it holds one."""
+    if not t.numel():
+        return t.new_zeros(()), t.new_zeros(())
+    if t.element_size() == 1:
+        t = t.float()
+    low, high = torch.aminmax(t)
+    return low, high
 
 
 @torch.no_grad()
@@ -59,20 +79,52 @@ def largest(gradients: Sequence[Tensor]) -> Tensor:
     tensors = [dense_values(g) for g in gradients]
     home = home_device(tensors)
     if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
-        nothing = torch.zeros(())
-        pairs = [torch.aminmax(t) if t.numel() else (nothing, nothing) for t in tensors]
-        return magnitudes([_together([end for pair in pairs for end in pair], home)])
+        kernels = _kernels() if _fit(tensors) else None
+        return _peaks(kernels, tensors) if kernels else magnitudes([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
     return _together(norms, home)
 
 
-def _together(
-    scalars: Sequence[Tensor], home: torch.device, join: Callable[..., Tensor] = torch.stack
-) -> Tensor:
-    wide = torch.float64 if any(s.dtype == torch.float64 for s in scalars) else torch.float32
-    if any(s.dtype != wide or s.device != home for s in scalars):
-        scalars = [s.to(home, wide, non_blocking=True) for s in scalars]
-    return join(list(scalars))
+def _fit(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel that `halfstep.optim` measures with can read these, and is worth its import."""
+    kinds = {(type(t), t.dtype) for t in tensors}
+    plain = kinds <= {(Tensor, dtype) for dtype in GRADS} and len(kinds) == 1
+    return plain and sum(t.numel() for t in tensors) >= LEAST and all(t.is_contiguous() for t in tensors)
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from halfstep.optim import _numba_kernels
+    except ImportError:  # torch gives the same values, slower
+        return None
+    return _numba_kernels
+
+
+def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
+    items, sizes = _items(tuple(t.numel() for t in tensors))
+    table = np.zeros((len(tensors), 7), np.int64)
+    table[:, 2] = [t.data_ptr() for t in tensors]
+    squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
+    run_ranges(kernels.measurer(GRADS[tensors[0].dtype], False), sizes, items, table, squares, peaks)
+    found = np.zeros(len(tensors), np.float32)
+    # As integers: magnitudes keep their order, and NaN lies above infinity.
+    np.maximum.at(found.view(np.int32), items[:, 0], peaks.view(np.int32))
+    return torch.from_numpy(found)
+
+
+def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
+    kinds = {(s.dtype, s.device) for s in scalars}
+    if len(kinds) == 1:
+        stacked = torch.stack(list(scalars))
+        return stacked if stacked.dtype == torch.float64 else stacked.float()
+    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
+    out = torch.empty(len(scalars), dtype=wide, device=home)
+    for kind in kinds:  # one cast for each kind, not one for each scalar
+        places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
+        values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
+        out[torch.tensor(places, device=home)] = values
+    return out
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,22 @@ from torch import Tensor
 from halfstep.devices import send_to_host
 from halfstep.formats import FORMATS, dtype_name
 from halfstep.numerics.headroom import Sample
-from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent, max_abs
+from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent
+from halfstep.numerics.magnitudes import Ends, ends_of, magnitudes
+from halfstep.scaling import dense_values
 
 _TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor of a sampled step: its largest magnitude, and its count or the elements yet to be counted.
+    """One tensor of a sampled step: its ends, and its count or the elements yet to be counted.
 
     `parts` are fp32 copies, which hold 16-bit values exactly.
     """
 
     dtype: str
-    top: Tensor
+    ends: Ends
     counts: Counts | None = None
     parts: tuple[Tensor, ...] = ()
 
@@ -38,26 +40,32 @@ class Seen:
         """Both together; the later alone where they cannot be added."""
         if self.dtype != other.dtype or (self.counts is None) != (other.counts is None):
             return other
-        top = torch.maximum(self.top, other.top)
+        low, high = zip(self.ends, other.ends)
+        ends = torch.minimum(*low), torch.maximum(*high)
         if self.counts is not None and other.counts is not None:
-            return Seen(self.dtype, top, self.counts + other.counts)
-        return Seen(self.dtype, top, None, self.parts + other.parts)
+            return Seen(self.dtype, ends, self.counts + other.counts)
+        return Seen(self.dtype, ends, None, self.parts + other.parts)
 
 
-def see(t: Tensor, exact: bool) -> Seen:
-    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them."""
-    t = t.detach()
-    name, top = dtype_name(t.dtype), max_abs(t)
-    if exact or t.device.type != "cpu" or t.dtype not in _TOGETHER or t.layout != torch.strided:
-        return Seen(name, top, count(t if exact else spread(t)))
-    return Seen(name, top, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
+def see(t: Tensor, exact: bool, top: Tensor | None = None) -> Seen:
+    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them.
+
+    `top` is its largest magnitude, where that is known.
+    """
+    t = dense_values(t.detach())
+    name = dtype_name(t.dtype)
+    ends = ends_of(t) if top is None else (top, top)
+    if exact or t.device.type != "cpu" or t.dtype not in _TOGETHER:
+        return Seen(name, ends, count(t if exact else spread(t)))
+    return Seen(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
 
 
 def _finished(seen: list[Seen]) -> list[Tensor]:
-    """The bins of each: [zero, exponents..., inf, nan], int64; in fp32's layout where counted together."""
+    """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
     parts = [s.parts[0] if len(s.parts) == 1 else torch.cat(s.parts) for s in seen if s.parts]
-    together = iter(count_many(parts)) if parts else iter(())
-    return [next(together) if s.counts is None else s.counts.bins for s in seen]
+    # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
+    together = iter(count_many(parts).double()) if parts else iter(())
+    return [next(together) if s.counts is None else s.counts.bins.double() for s in seen]
 
 
 class Receiver(Protocol):
@@ -83,10 +91,9 @@ class Late:
     def counts(cls, step: int, found: Mapping[Any, Seen], scale: float | Tensor) -> Late:
         """Sampled histograms and largest magnitudes by (kind, name)."""
         bins = _finished(list(found.values()))
-        # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
-        tops = torch.stack([seen.top.double() for seen in found.values()])
+        tops = magnitudes([seen.ends for seen in found.values()]).double()
         last = torch.as_tensor(scale, dtype=torch.float64, device=tops.device).view(1)
-        packed = torch.cat([*(b.double() for b in bins), tops, last])
+        packed = torch.cat([*bins, tops, last])
         shapes = tuple(
             (s.dtype, "fp32" if s.parts else s.dtype, b.numel()) for s, b in zip(found.values(), bins)
         )

@@ -26,7 +26,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
 from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
-from halfstep.numerics.magnitudes import Magnitudes, Slot, largest, magnitudes, worst_of
+from halfstep.numerics.magnitudes import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
 from halfstep.numerics.replay import is_session, replaying
 from halfstep.numerics.sampling import Late, Seen, see, spread
 from halfstep.optim.masters import weight_of
@@ -130,7 +130,7 @@ class Watch:
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
-        self._ends: dict[str, Tensor] = {}
+        self._ends: dict[str, Ends] = {}
         self._slots: dict[str, Slot] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], Seen] = {}
@@ -198,10 +198,13 @@ class Watch:
             return
         weights = [weight_of(p) for p in _updated(optimizer)]
         found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
-        self._gradients = (tuple(found), largest(list(found.values()))) if found else None
+        if not found:
+            return
+        tops = largest(list(found.values()))
+        self._gradients = tuple(found), tops
         if self._sampling:
-            for name, gradient in found.items():
-                self._count("gradient", name, gradient)
+            for (name, gradient), top in zip(found.items(), tops):
+                self._count("gradient", name, gradient, top)
 
     def _on_accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -266,7 +269,8 @@ class Watch:
             if before is None:
                 continue
             name = self._names.get(weight_of(parameter), f"parameter {place}")
-            self._count("update", name, parameter - before)
+            update = parameter.detach() - before
+            self._count("update", name, update)
             gradient, now = parameter.grad, held(optimizer, parameter)
             # Masters that the step itself made have no value from before it.
             if gradient is None or gradient.layout != torch.strided or len(now) != len(held_before):
@@ -281,8 +285,8 @@ class Watch:
         if shares:
             self._late.append(Late.shares(self.step, shares))
 
-    def _count(self, kind: str, name: str, tensor: Tensor) -> None:
-        seen = see(tensor, self.exact)
+    def _count(self, kind: str, name: str, tensor: Tensor, top: Tensor | None = None) -> None:
+        seen = see(tensor, self.exact, top)
         known = self._seen.get((kind, name))
         if known is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
