@@ -1,6 +1,8 @@
 """Run every benchmark of this folder, one process each; each writes its JSON to results/.
 
 python benchmarks/run_all.py [--device cpu|cuda] [NAME ...]
+
+Without names, a CPU runs all but the files ending in _cuda, and CUDA runs those alone.
 """
 
 import argparse
@@ -24,14 +26,16 @@ def main() -> int:
         print(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(known)}", file=sys.stderr)
         return 2
     failed = []
-    for name in arguments.names or known:
+    on_gpu = arguments.device == "cuda"
+    chosen = arguments.names or [name for name in known if name.endswith("_cuda") == on_gpu]
+    for name in chosen:
         print(f"== {name}", flush=True)
         start = time.perf_counter()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HALFSTEP_BENCH_DEVICE": arguments.device}
         code = subprocess.run([sys.executable, str(known[name])], env=env).returncode
         print(f"== {name}: exit {code} after {time.perf_counter() - start:.0f} s", flush=True)
         failed += [name] * (code != 0)
-    print(f"{len(arguments.names or known) - len(failed)} passed, {len(failed)} failed")
+    print(f"{len(chosen) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,20 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def checks(*options: str) -> None:
+    file = ("-m", "pytest", "tests/optim/triton_checks.py", "-p", "no:cacheprovider")
+    done = run(*file, "-x", "--tb=short", *options, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("part", ["update_equals", "not update_equals"])
 def test_in_the_interpreter(part: str):
-    done = run(
-        "-m", "pytest", "tests/optim/triton_checks.py", "-p", "no:cacheprovider", "-x", "--tb=short", "-k", part,
-        TRITON_INTERPRET="1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    checks("-k", part, "-m", "not exhaustive")
+
+
+@pytest.mark.exhaustive
+def test_every_combination_in_the_interpreter():
+    checks("-m", "exhaustive")
 
 
 COMPILE = """
@@ -107,3 +115,11 @@ def test_demanding_triton_on_a_plain_cpu_is_an_error(fresh: None, monkeypatch: p
 def test_triton_is_imported_by_nobody_who_does_not_run_it():
     code = "import sys, halfstep; assert not any(m.split('.')[0] == 'triton' for m in sys.modules)"
     assert run("-c", code).returncode == 0
+
+
+def test_launches_on_cuda_switch_fused_arithmetic_off(monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    kernel = {(3,): lambda *args, **options: seen.append(options)}
+    _triton_backend._launch(kernel, torch.device("cuda"), 3, TILE=1024)
+    assert seen == [{"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}]
