@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.cli import main
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning, UnsupportedError
 from halfstep.recipes.data import Batches
 
 
@@ -236,9 +236,9 @@ class Low(nn.Module):
         self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
 
-def low_masters() -> hs.MasterWeights:
+def low_masters(**given: object) -> hs.MasterWeights:
     model = nn.Linear(4, 2).bfloat16()
-    return hs.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    return hs.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), **{"model": model, **given})
 
 
 def updated(scale: object) -> None:
@@ -276,6 +276,27 @@ PIECES = {
         "level O0 is fp32 throughout, given fp16: choose O1, O2 or O3",
     ),
     "a level by number": (lambda: hs.prepare(*small(), level=2), "did you mean 'O2'"),
+    "a scale in a list": (lambda: hs.prepare(*small(), loss_scale=[2]), r"loss_scale=\[2\]: expected"),
+    "masters of a number": (lambda: low_masters(model=3), "got model=3, expected a torch.nn.Module"),
+    "names of a number": (lambda: low_masters(names=3), "got names=3, expected \\(name, parameter\\) pairs"),
+    "refresh by a list": (lambda: low_masters().refresh([1]), "mapping from names to tensors, got list"),
+    "a plan of words": (lambda: hs.Plan(["a"]), "a plan is a list of PlanRule"),
+    "a pattern of three": (lambda: hs.PlanRule(3, "bf16"), "cannot read plan pattern 3"),
+    "a plan of nothing": (lambda: hs.Plan.from_toml(None), "read from TOML text, got NoneType"),
+    "a plan for nothing": (lambda: hs.Plan.empty().resolve(None), "torch.nn.Module, got NoneType"),
+    "rules of nothing": (lambda: hs.Policy().with_rules(full=None), "full=None: expected a list of ops"),
+    "lr in words": (lambda: hs.optim.AdamW(nn.Linear(2, 2).parameters(), lr="1e-3"), "lr='1e-3': must be"),
+    "betas": (lambda: hs.optim.AdamW(nn.Linear(2, 2).parameters(), betas=3), "betas=3: must be a pair"),
+    "beta": (lambda: hs.optim.AdamW(nn.Linear(2, 2).parameters(), betas="ab"), "betas='ab'"),
+    "a scale kind": (lambda: hs.LossScale.from_state({"kind": []}), r"unknown loss scale kind \[\]"),
+    "a scale count": (
+        lambda: hs.LossScale.from_state({"kind": "DynamicLossScale", "clean": "x"}),
+        "clean must be a count, got 'x'",
+    ),
+    "a scale history": (
+        lambda: hs.LossScale.from_state({"kind": "HeadroomLossScale", "history": ["a"]}),
+        "history must be a tuple of numbers",
+    ),
     "no level": (lambda: hs.prepare(*small(), level=None), "level=None: expected one of O0"),
     "plan text": (lambda: hs.convert(nn.Linear(2, 2), "O2", "bf16", plan="x"), "got str as a plan"),
 }
@@ -286,6 +307,18 @@ def test_the_pieces_refuse_what_they_cannot_use(case):
     call, message = PIECES[case]
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+NO_STATES = [None, [1], "state", 3, {"halfstep": 3}, {"halfstep": {"loss_scale": None}}]
+
+
+@pytest.mark.parametrize("state", NO_STATES)
+def test_what_is_no_state_is_refused(state):
+    session = hs.prepare(*small(), dtype="fp16")
+    masters, scaler = low_masters(), hs.GradScaler()
+    for load in (session.load_state_dict, masters.load_state_dict, scaler.load_state_dict):
+        with pytest.raises(HalfstepError):
+            load(state)
 
 
 def test_a_refused_refresh_changes_no_master():

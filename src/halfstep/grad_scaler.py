@@ -220,7 +220,7 @@ class GradScaler:
         self._require_scaled("update")
         checked, self._checked = list(self._checked), _PerOptimizer()
         if new_scale is not None:
-            self._loss_scale = _with_value(self._loss_scale, new_scale)
+            self._loss_scale = self._loss_scale.with_value(new_scale)
             return
         if not checked:
             raise ScalerStateError("No inf checks were recorded prior to update.")
@@ -413,6 +413,8 @@ class GradScaler:
         """
         if not self.is_enabled():
             return
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"not a GradScaler state but a {type(state_dict).__name__}")
         if not state_dict:
             raise ScalerStateError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of "
@@ -420,8 +422,11 @@ class GradScaler:
             )
         ours = state_dict.get(_OURS)
         if ours is not None:
-            self._loss_scale = LossScale.from_state(ours["loss_scale"])
-            self._skips = replace(self._skips, in_row=int(ours["skips_in_row"]))
+            try:
+                scale, in_row = LossScale.from_state(ours["loss_scale"]), int(ours["skips_in_row"])
+            except (TypeError, KeyError, ValueError) as error:
+                raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
+            self._loss_scale, self._skips = scale, replace(self._skips, in_row=in_row)
             return
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
         if missing:
@@ -489,12 +494,3 @@ def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "Closure use is not currently supported if GradScaler is enabled: the closure would run backward "
             "on an unscaled loss. Run forward and backward yourself, then step(optimizer) without a closure."
         )
-
-
-def _with_value(scale: LossScale, new: float | Tensor) -> LossScale:
-    if isinstance(new, Tensor) and (new.numel() != 1 or new.requires_grad):
-        raise ConfigError(
-            "new_scale should be a float or a 1-element tensor with requires_grad=False, got "
-            f"{tuple(new.shape)} with requires_grad={new.requires_grad}"
-        )
-    return scale.with_value(new)

@@ -56,7 +56,7 @@ class PlanRule:
 
     def __post_init__(self) -> None:
         """Check the pattern and the values; freeze the op edits."""
-        body = self.pattern.removeprefix(_TYPE)
+        body = self.pattern.removeprefix(_TYPE) if isinstance(self.pattern, str) else ""
         if not body or (body == self.pattern and "" in body.split(".")):
             raise PlanError(
                 f"cannot read plan pattern {self.pattern!r}: expected a module path such as 'blocks.*.attn', "
@@ -116,6 +116,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Freeze the rules; refuse a pattern written twice."""
+        if not isinstance(self.rules, list | tuple) or not all(isinstance(r, PlanRule) for r in self.rules):
+            raise PlanError(f"a plan is a list of PlanRule, got {self.rules!r:.60}")
         object.__setattr__(self, "rules", tuple(self.rules))
         seen: set[tuple[str, bool]] = set()
         for rule in self.rules:
@@ -162,6 +164,8 @@ class Plan:
         for a required rule that matches no module, for two rules of equal rank on one module, and for one
         shared under two paths whose rules differ.
         """
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"a plan is resolved for a torch.nn.Module, got {type(model).__name__}")
         modules = dict(model.named_modules(remove_duplicate=False))
         public = canonical_all(modules)
         matched: set[PlanRule] = set()
@@ -198,6 +202,8 @@ class Plan:
     @classmethod
     def from_toml(cls, text: str) -> Plan:
         """Read a plan; PlanError names the rule and key that cannot be read."""
+        if not isinstance(text, str):
+            raise PlanError(f"a plan is read from TOML text, got {type(text).__name__}: read the file first")
         try:
             document = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

@@ -142,6 +142,8 @@ class Policy:
         given = {Rule.LOW: low, Rule.FULL: full, Rule.KEEP: keep, Rule.WIDEST: widest, Rule.BANNED: banned}
         edits: dict[str, Rule] = {}
         for rule, named in given.items():
+            if not isinstance(named, Iterable):
+                raise ConfigError(f"{rule.value}={named!r}: expected a list of ops, by name or function")
             for op_like in [named] if isinstance(named, str) else named:
                 name = _resolve(op_like)
                 if edits.setdefault(name, rule) is not rule:

@@ -178,6 +178,10 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
                 f"unknown loss scale {given!r}: expected a number, 'dynamic', 'headroom', 'none' "
                 "or a LossScale"
             ) from None
+    if not isinstance(given, int | float | torch.Tensor):
+        raise ConfigError(
+            f"loss_scale={given!r}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
+        )
     return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
 
 

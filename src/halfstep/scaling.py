@@ -20,14 +20,18 @@ from torch.utils import _pytree as pytree
 
 from halfstep.errors import ConfigError, LossScaleCollapsed
 from halfstep.formats import FP16
+from halfstep.scale_checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_bounds,
+    check_count,
+    check_one,
+    check_scale,
+    is_number,
+)
 
 T = TypeVar("T")
 L = TypeVar("L", bound="LossScale")
-
-#: The largest power of two in float32: no scale lies above.
-LARGEST_SCALE = 2.0**127
-#: Smallest scale whose reciprocal is a normal float32.
-SMALLEST_SCALE = 2.0**-126
 
 
 def as_float32(x: float) -> float:
@@ -194,7 +198,7 @@ class LossScale:
             raise ConfigError(f"expected the mapping that LossScale.state_dict() returns, got {state!r}")
         kinds = LossScale._kinds
         kind = state.get("kind")
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ConfigError(f"unknown loss scale kind {kind!r}; expected one of {', '.join(sorted(kinds))}")
         try:
             return kinds[kind](**{k: v for k, v in state.items() if k != "kind"})
@@ -244,30 +248,8 @@ class StaticLossScale(LossScale):
 
     def with_value(self, value: float | Tensor) -> StaticLossScale:
         """Return a constant scale of `value` (a tensor is read)."""
+        check_one(value)
         return StaticLossScale(float(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_scale(owner: str, value: Any, low: float, high: float) -> None:
-    """Raise ConfigError unless `value` is a number within [low, high]."""
-    if not (_is_number(value) and low <= value <= high):
-        raise ConfigError(f"{owner}: the scale must be a number in [{low:g}, {high:g}], got {value!r}")
-
-
-def _check_count(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
-
-
-def _check_bounds(owner: str, low: float, high: float) -> None:
-    if not (_is_number(low) and _is_number(high)) or not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
-        raise ConfigError(
-            f"{owner}: expected {SMALLEST_SCALE:g} <= min <= max <= {LARGEST_SCALE:g}, "
-            f"got min={low!r}, max={high!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -295,18 +277,22 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _check_bounds(owner, self.min, self.max)
+        check_bounds(owner, self.min, self.max)
         check_scale(owner, self.init, self.min, self.max)
-        if not _is_number(self.growth) or not 1.0 < self.growth < math.inf:
+        if not is_number(self.growth) or not 1.0 < self.growth < math.inf:
             raise ConfigError(f"{owner}: growth must be a finite number above 1, got {self.growth!r}")
-        if not _is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
+        if not is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
             raise ConfigError(f"{owner}: backoff must be a number between 0 and 1, got {self.backoff!r}")
-        _check_count(owner, "interval", self.interval)
-        _check_count(owner, "hysteresis", self.hysteresis)
+        check_count(owner, "interval", self.interval)
+        check_count(owner, "hysteresis", self.hysteresis)
         if self.current is None:
             object.__setattr__(self, "current", as_float32(self.init))
         elif not isinstance(self.current, Tensor):
             check_scale(owner, self.current, self.min, self.max)
+        for name in ("clean", "overflows"):
+            count = getattr(self, name)
+            if not isinstance(count, Tensor) and (not is_number(count) or count != int(count) or count < 0):
+                raise ConfigError(f"{owner}: {name} must be a count, got {count!r}")
 
     @property
     def value(self) -> float | Tensor:
@@ -317,9 +303,7 @@ class DynamicLossScale(LossScale):
     def with_value(self, value: float | Tensor) -> DynamicLossScale:
         """Return this scale set to `value`, clamped into [min, max]; the counts stay."""
         if isinstance(value, Tensor):
-            if value.numel() != 1 or value.is_complex():
-                given = f"{value.dtype} of shape {tuple(value.shape)}"
-                raise ConfigError(f"a loss scale is one real number, got a tensor {given}")
+            check_one(value)
             kept = value.detach().reshape(()).float().clone().clamp(self.min, self.max)
             if kept.is_cpu and bool(kept.isnan()):  # elsewhere nothing is read: the skipped steps tell
                 raise ConfigError("a loss scale cannot be NaN: give a positive number")
@@ -410,8 +394,8 @@ class HeadroomLossScale(LossScale):
     history: tuple[float, ...] | Tensor = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_count("HeadroomLossScale", "bits", self.bits)
-        _check_count("HeadroomLossScale", "window", self.window)
+        check_count("HeadroomLossScale", "bits", self.bits)
+        check_count("HeadroomLossScale", "window", self.window)
         check_scale("HeadroomLossScale (overflow_at)", self.overflow_at, 1.0, LARGEST_SCALE * 2)
         if isinstance(self.limit, Mapping):
             object.__setattr__(self, "limit", LossScale.from_state(self.limit))
@@ -419,6 +403,9 @@ class HeadroomLossScale(LossScale):
             raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {self.limit!r}")
         if isinstance(self.history, list):
             object.__setattr__(self, "history", tuple(self.history))
+        known = isinstance(self.history, Tensor)
+        if not known and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
+            raise ConfigError(f"HeadroomLossScale: history must be a tuple of numbers, got {self.history!r}")
 
     @property
     def value(self) -> float | Tensor:
@@ -489,7 +476,7 @@ class SkipCount:
     limit: int = 50
 
     def __post_init__(self) -> None:
-        _check_count("SkipCount", "limit", self.limit)
+        check_count("SkipCount", "limit", self.limit)
 
     def after(self, taken: bool, *, scale: float | None = None, first_bad_op: str = "") -> SkipCount:
         """Return the count after one more step.

@@ -429,8 +429,9 @@ class Session:
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
-        if state.get("format") != 1:
-            raise CheckpointError(f"not a session state of format 1: it has the keys {sorted(state)}")
+        if not isinstance(state, Mapping) or state.get("format") != 1:
+            given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
         for what, own in (("level", self.level.name), ("policy", str(self.policy))):
             if state.get(what) != own:
                 raise CheckpointError(

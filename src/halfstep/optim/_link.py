@@ -238,6 +238,8 @@ class Link:
 
     def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The saved masters in our order; CheckpointError where names or shapes do not fit."""
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
         names = self.names(optimizer)
         if set(names) != set(state):
             by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)

@@ -328,11 +328,13 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of shape {list(lr.shape)}; it must have one element")
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ConfigError(f"lr={lr}: must be at least 0")
-    for name in ("eps", "weight_decay", "momentum"):
-        if name in group and not group[name] >= 0:
-            raise ConfigError(f"{name}={group[name]}: must be at least 0")
-    for i, beta in enumerate(group.get("betas", ())):
-        if not 0 <= beta < 1:
-            raise ConfigError(f"betas[{i}]={beta}: must be in [0, 1)")
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        value = group.get(name, 0.0)
+        if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0):
+            raise ConfigError(f"{name}={value!r}: must be a number of at least 0")
+    betas = group.get("betas", ())
+    if not isinstance(betas, list | tuple):
+        raise ConfigError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        if not (isinstance(beta, int | float) and 0 <= beta < 1):
+            raise ConfigError(f"betas[{i}]={beta!r}: must be a number in [0, 1)")

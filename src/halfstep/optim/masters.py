@@ -73,7 +73,7 @@ class MasterWeights:
         _refuse_own_references(optimizer)
         self.optimizer = optimizer
         self._models = _as_models(model)
-        given = {parameter: canonical(name) for name, parameter in names or ()}
+        given = _names_of(names)
         self._link: Link | None = Link(self._models, given)
         self._link.adopt(optimizer, initial or {})
         self._handles = self._register(self._link)
@@ -139,6 +139,8 @@ class MasterWeights:
         if values is None:
             self.link.sync(everything=True)
             return
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
         given = {canonical(name): value for name, value in values.items()}
         if given and not given.keys() & dict(self.named()).keys():
             raise ConfigError(f"refresh got no master's name; expected names such as {self.named()[0][0]!r}")
@@ -215,7 +217,20 @@ def _check_value(name: str, value: Any, master: Tensor | None) -> None:
 def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
     if model is None:
         return []
-    return [model] if isinstance(model, nn.Module) else list(model)
+    models = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(models, list | tuple) or not all(isinstance(one, nn.Module) for one in models):
+        raise ConfigError(f"MasterWeights got model={model!r:.60}, expected a torch.nn.Module or several")
+    return list(models)
+
+
+def _names_of(names: Any) -> dict[Tensor, str]:
+    try:
+        return {parameter: canonical(name) for name, parameter in names or ()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"MasterWeights got names={names!r:.60}, expected (name, parameter) pairs such as "
+            "model.named_parameters()"
+        ) from error
 
 
 def _put(module: nn.Module, key: str, value: Tensor) -> None:
