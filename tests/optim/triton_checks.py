@@ -103,6 +103,7 @@ def awkward() -> Tensor:
         0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF,
         0x7F7F8000, 0x7F800000, 0x7FC00000, 0x00000000, 0x33000000, 0x33000001, 0x387FE000, 0x37800000,
         0x38802000, 0x477FE000, 0x3A83126F, 0x3F801000, 0x3F803000, 0x00018000, 0x2B8CBCCC, 0x36B16000,
+        0x7FFFFFFF, 0x7FFF8000,
     ]  # fmt: skip
     positive = torch.tensor(patterns, dtype=torch.int64)
     return torch.cat([positive, positive - 2**31]).to(torch.int32).view(FP32)
@@ -119,6 +120,23 @@ def test_awkward_values_equal_reference(weights: Any, state_dtype: str):
     grads = [[special.flip(0), special.roll(3)]] * 2
     options = {"lr": 2.0**-12, "master": master, "state_dtype": state_dtype}
     assert_same(*(run(backend, "AdamW", values, grads, **options) for backend in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_weights_that_land_on_ties_and_ends_are_stored_as_the_reference_stores_them(weights: Any):
+    dtype, master = weights
+    goal = awkward()
+    goal = goal[goal.isfinite() & (goal.abs() < (6e4 if dtype == FP16 else 3.3e38))]
+    finals = []
+    for backend in ("triton", "reference"):
+        p = nn.Parameter(goal.to(dtype))
+        optimizer = SGD([p], lr=1.0, master=master, backend=backend)
+        p.grad_dtype, p.grad = None, p.detach().float() - goal  # exact: the two are close
+        optimizer.step()
+        finals.append(([p], optimizer))
+        if master == "fp32" or (master == "exact" and dtype == BF16):
+            assert torch.equal(optimizer.master_of(p), goal)
+    assert_same(*finals)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
