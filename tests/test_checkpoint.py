@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep as hs
 from halfstep import checkpoint
 from halfstep.checkpoint import CheckpointFolder
 from halfstep.errors import CheckpointError
@@ -139,6 +140,56 @@ def test_optimizer_state_is_keyed_by_name_and_survives_another_order():
     checkpoint.load_optimizer_state(turned, checkpoint.parameter_names(model, turned), state)
     for parameter in model.parameters():
         assert torch.equal(turned.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def trained(optimizer, model):
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "message"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW, "of another optimizer: it has no betas, eps, which AdamW needs"),
+        (torch.optim.AdamW, torch.optim.SGD, "it has no dampening, momentum, which SGD needs"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(saved, present, message):
+    model = net()
+    mine = trained(saved(model.parameters(), lr=0.1), model)
+    state = checkpoint.optimizer_state(mine, names := checkpoint.parameter_names(model, mine))
+    other = present(model.parameters(), lr=0.2)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load_optimizer_state(other, names, state)
+    assert (other.param_groups[0]["lr"], len(other.state)) == (0.2, 0)
+
+
+@pytest.mark.parametrize("with_masters", [True, False])
+def test_masters_are_neither_dropped_nor_made_up(with_masters):
+    model = net().bfloat16()
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = checkpoint.parameter_names(model, one)
+    plain = checkpoint.optimizer_state(one, names)
+    kept = hs.MasterWeights(one, model)
+    state = checkpoint.optimizer_state(one, names)
+    assert "masters" in state
+    other = hs.optim.SGD(net().bfloat16().parameters(), lr=0.1)
+    target, given = (other, state) if with_masters else (one, plain)
+    with pytest.raises(CheckpointError, match="fp32 masters from MasterWeights"):
+        checkpoint.load_optimizer_state(target, names, given)
+    kept.revert()
+
+
+def test_a_model_of_another_shape_copies_nothing():
+    model = net()
+    before = checkpoint.model_state(model)
+    before = {name: value.clone() for name, value in before.items()}
+    state = {name: value + 1 for name, value in before.items()} | {"2.bias": torch.ones(7)}
+    with pytest.raises(CheckpointError, match=r"size mismatch for 2.bias, \[7\] and here \[2\]"):
+        checkpoint.load_model_state(model, state)
+    assert all(torch.equal(value, before[name]) for name, value in checkpoint.model_state(model).items())
 
 
 def test_parameters_of_no_model_go_by_place_and_others_are_refused():

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, HalfstepWarning
@@ -94,18 +95,36 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copy a `model_state` into `model`; CheckpointError names what is missing, unexpected or misshapen."""
+    """Copy a `model_state` into `model`, or raise as `check_model_state` does, with nothing copied."""
+    check_model_state(model, state)
     own = {short: name for name, short in canonical_all(model.state_dict()).items()}
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"the checkpoint is of another model: missing {_some(missing)}, unexpected {_some(extra)}"
-        )
     try:
         model.load_state_dict({own[name]: value for name, value in state.items()})
     except RuntimeError as error:
         lines = str(error).strip().splitlines()
         raise CheckpointError(f"the checkpoint is of another model: {lines[-1].strip()}") from error
+
+
+def check_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError that names what is missing, unexpected or misshapen in a `model_state`."""
+    present = model.state_dict()
+    own = {short: name for name, short in canonical_all(present).items()}
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"the checkpoint is of another model: missing {_some(missing)}, unexpected {_some(extra)}"
+        )
+    for name, value in state.items():
+        given, expected = (getattr(t, "shape", None) for t in (value, present[own[name]]))
+        if given != expected and not isinstance(present[own[name]], UninitializedTensorMixin):
+            raise CheckpointError(
+                f"the checkpoint is of another model: size mismatch for {name}, {_shape(given)} "
+                f"and here {_shape(expected)}"
+            )
+
+
+def _shape(shape: Any) -> str:
+    return "none" if shape is None else str(list(shape))
 
 
 def _some(names: list[str]) -> str:
@@ -142,9 +161,20 @@ def _named(key: Any, names: list[str]) -> Any:
 
 
 def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
-    """Put an `optimizer_state` back; CheckpointError when it is of other parameters."""
+    """Put an `optimizer_state` back; or raise as `check_optimizer_state` does."""
+    check_optimizer_state(optimizer, names, state)
     numbers = {name: number for number, name in enumerate(names)}
     own = optimizer.state_dict()["param_groups"]
+    # torch pairs saved and present parameters by place, so the numbers must stand in the present order.
+    groups = [dict(group, params=here["params"]) for group, here in zip(state["param_groups"], own)]
+    numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": numbered, "param_groups": groups})
+
+
+def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an `optimizer_state` of other parameters or of another kind of optimizer."""
+    present = optimizer.state_dict()
+    own = present["param_groups"]
     stored = [set(group["params"]) for group in state["param_groups"]]
     mine = [{names[number] for number in group["params"]} for group in own]
     if stored != mine:
@@ -153,10 +183,24 @@ def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[
             "the checkpoint's optimizer holds other parameters or other groups: missing "
             f"{_some(sorted(known - saved))}, unexpected {_some(sorted(saved - known))}"
         )
-    # torch pairs saved and present parameters by place, so the numbers must stand in the present order.
-    groups = [dict(group, params=here["params"]) for group, here in zip(state["param_groups"], own)]
-    numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": numbered, "param_groups": groups})
+    # Newer versions of an optimizer bring flags that older checkpoints lack; its numbers say what it is.
+    numbers = {key for key, value in optimizer.defaults.items() if _is_numeric(value)}
+    lacking = sorted({key for group in state["param_groups"] for key in numbers - group.keys()})
+    kind = type(optimizer).__name__
+    if lacking:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: it has no {_some(lacking)}, which {kind} needs"
+        )
+    if ("masters" in state) != ("masters" in present):
+        with_it, without = ("checkpoint", kind) if "masters" in state else (kind, "checkpoint")
+        raise CheckpointError(
+            f"the {with_it} has fp32 masters from MasterWeights, the {without} has none: "
+            "resume with the same optimizer and level"
+        )
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
 
 def random_state() -> dict[str, Any]:

@@ -357,6 +357,8 @@ class Trainer:
             raise CheckpointError(
                 f"the {with_it} has a scheduler, the {without} has none: resume with the same"
             )
+        _checkpoint.check_model_state(self.model, state["model"])
+        _checkpoint.check_optimizer_state(self.optimizer, self.names, state["optimizer"])
         self.amp.load_state_dict(state["amp"])
         _checkpoint.load_model_state(self.model, state["model"])
         _checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
