@@ -1,6 +1,8 @@
 """halfstep.compat.apex: options, scaling, several losses, function casts, and taking it all down."""
 
 import copy
+import math
+import pickle
 import types
 
 import pytest
@@ -445,17 +447,91 @@ def test_fused_optimizers_train_at_every_level(level, make_optimizer):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def smooth():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
 @pytest.mark.parametrize(("adam_w", "theirs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_fused_adam_is_torchs(adam_w, theirs):
-    (a, _), (b, _) = make(), make()
+    a, b = smooth(), smooth()
     ours = optimizers.FusedAdam(a.parameters(), lr=0.01, weight_decay=0.1, adam_w_mode=adam_w)
-    other = theirs(b.parameters(), lr=0.01, weight_decay=0.1, fused=True)
-    for m, o in ((a, ours), (b, other)):
-        m(torch.ones(3, 4)).square().mean().backward()
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    other = theirs(b.parameters(), lr=0.01, weight_decay=0.1)
+    for x in torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((a, ours), (b, other)):
+            m(x).square().mean().backward()
+            o.step()
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     ours.zero_grad()
     assert all(p.grad is None for p in a.parameters())
+    ours.zero_grad(set_to_none=False)
+    assert pickle.loads(pickle.dumps(ours)).adam_w_mode == adam_w
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_sgd_is_torchs(nesterov):
+    a, b = smooth(), smooth()
+    options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
+    ours = optimizers.FusedSGD(a.parameters(), 0.01, **options)
+    other = torch.optim.SGD(b.parameters(), 0.01, **options)
+    for x in torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((a, ours), (b, other)):
+            m(x).square().mean().backward()
+            o.step()
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    ours.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in a.parameters())
+
+
+def test_fused_adam_by_apexs_formula_with_its_defaults():
+    """csrc/multi_tensor_adam.cu, ADAM_MODE_1: m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p."""
+    w, m, v, lr, b1, b2, eps = 0.5, 0.0, 0.0, 1e-3, 0.9, 0.999, 1e-8
+    p = nn.Parameter(torch.full((4,), w))
+    optimizer = optimizers.FusedAdam([p])
+    for step, g in enumerate((0.3, -0.1, 2.0, 0.0), start=1):
+        p.grad = torch.full_like(p, g)
+        optimizer.step()
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        w -= lr * (m / (1 - b1**step)) / (math.sqrt(v / (1 - b2**step)) + eps)
+    assert p.tolist() == pytest.approx([w] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_fused_names_are_one_pass_and_keep_what_16_bits_lack(dtype):
+    p = nn.Parameter(torch.ones(8, dtype=dtype))
+    for optimizer in (optimizers.FusedAdam([p], lr=1e-6), optimizers.FusedSGD([p], lr=1e-6)):
+        assert optimizer.one_pass
+        before = optimizer.master_of(p).clone()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert not torch.equal(optimizer.master_of(p), before)
+    bare = optimizers.FusedAdam([p], lr=1e-6, master=None)
+    before = p.detach().clone()
+    bare.step()
+    assert torch.equal(p, before), "as in Apex, an update below the spacing is lost"
+
+
+def test_fp16_optimizer_around_fused_adam_steps_its_masters():
+    torch.manual_seed(0)
+    model, exact = nn.Linear(4, 2).half(), nn.Linear(4, 2)
+    exact.load_state_dict(model.state_dict())
+    optimizer = fp16_utils.FP16_Optimizer(
+        optimizers.FusedAdam(model.parameters(), lr=1e-2), static_loss_scale=128.0, verbose=False
+    )
+    other = torch.optim.AdamW(exact.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        x = torch.randn(5, 4).half()
+        optimizer.zero_grad()
+        optimizer.backward(model(x).float().square().mean())
+        optimizer.step()
+        other.zero_grad()
+        exact(x.float()).square().mean().backward()
+        other.step()
+    assert [m.dtype for m in optimizer.masters.params()] == [F32, F32]
+    for master, twin in zip(optimizer.masters.params(), exact.parameters()):
+        torch.testing.assert_close(master.detach(), twin.detach(), rtol=1e-2, atol=2e-3)
 
 
 def test_lamb_follows_its_paper():

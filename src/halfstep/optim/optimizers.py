@@ -1,7 +1,7 @@
 """The public optimizers: torch's argument names and defaults, plus how weights and states are kept."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -11,12 +11,41 @@ from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.base import OnePassOptimizer
 
 
-class AdamW(OnePassOptimizer):
+class Keeping(TypedDict, total=False):
+    """The options that every optimizer here takes beside its algorithm's."""
+
+    maximize: bool
+    master: str | None
+    state_dtype: str
+    release_gradients: bool
+    accumulate: str | None
+    seed: int
+    backend: str
+
+
+class _Optimizer(OnePassOptimizer):
+    """Puts the options that may differ between groups with the algorithm's own."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        maximize: bool = False,
+        master: str | None = "exact",
+        state_dtype: str = "fp32",
+        **keeping: Any,
+    ) -> None:
+        kept = {"maximize": maximize, "master": master, "state_dtype": state_dtype}
+        super().__init__(params, {**defaults, **kept}, **keeping)
+
+
+class AdamW(_Optimizer):
     """AdamW with 16-bit weights (arXiv 1711.05101), arguments as in `torch.optim.AdamW`.
 
-    `master`: "exact" keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a separate fp32 copy
-    with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing, None rounds it to
-    nearest. `state_dtype`: "fp32", "bf16" or "8bit" moments. `seed` keys the random rounding.
+    `master`: "exact" (the default) keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a
+    separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
+    None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments. `seed` keys the
+    random rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
     """
 
     def __init__(
@@ -26,22 +55,10 @@ class AdamW(OnePassOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        master: str | None = "exact",
-        state_dtype: str = "fp32",
-        **keeping: Any,
+        **options: Unpack[Keeping],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "master": master,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(params, defaults, **keeping)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Decoupled weight decay."""
@@ -58,7 +75,7 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **options: Any,
+        **options: Unpack[Keeping],
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
@@ -67,8 +84,8 @@ class Adam(AdamW):
         return algorithms.ADAM
 
 
-class SGD(OnePassOptimizer):
-    """SGD with momentum and Nesterov, as in `torch.optim.SGD`; `master` and `state_dtype` as in AdamW."""
+class SGD(_Optimizer):
+    """SGD with momentum and Nesterov, as in `torch.optim.SGD`; the options are those of `AdamW`."""
 
     def __init__(
         self,
@@ -78,11 +95,7 @@ class SGD(OnePassOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        master: str | None = "exact",
-        state_dtype: str = "fp32",
-        **keeping: Any,
+        **options: Unpack[Keeping],
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")
@@ -92,11 +105,8 @@ class SGD(OnePassOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "maximize": maximize,
-            "master": master,
-            "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults, **keeping)
+        super().__init__(params, defaults, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Without momentum, with it, or Nesterov's."""
@@ -105,8 +115,11 @@ class SGD(OnePassOptimizer):
         return algorithms.SGD_NESTEROV if group["nesterov"] else algorithms.SGD_MOMENTUM
 
 
-class Lion(OnePassOptimizer):
-    """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors."""
+class Lion(_Optimizer):
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors.
+
+    The options are those of `AdamW`.
+    """
 
     def __init__(
         self,
@@ -114,21 +127,9 @@ class Lion(OnePassOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        master: str | None = "exact",
-        state_dtype: str = "fp32",
-        **keeping: Any,
+        **options: Unpack[Keeping],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "master": master,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(params, defaults, **keeping)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Sign descent."""

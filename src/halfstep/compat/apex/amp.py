@@ -116,6 +116,14 @@ class AmpState:
         if self.verbosity > 0:
             print(text)
 
+    def begin(self, chosen: Properties, models: list[nn.Module]) -> None:
+        """Note the options and the device, and print the options."""
+        self.opt_properties = chosen
+        self.device = next((p.device.type for m in models for p in m.parameters()), "cpu")
+        self.say(f"Selected optimization level {chosen.opt_level}")
+        for name, value in chosen.options.items():
+            self.say(f"{name:22} : {value}")
+
     def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
         """The ledger of an optimizer that went through `initialize`."""
         if optimizer not in self.ledgers:
@@ -145,8 +153,7 @@ def initialize(
     """Prepare models and optimizers for an optimization level; returns them in the form they came in.
 
     Args:
-        models: a module, or a list of them, in fp32 and not yet in DDP.
-        optimizers: one, a list, or None.
+        models, optimizers: one or a list of each; models in fp32 and not yet in DDP.
         enabled: False makes every amp call a no-op.
         opt_level: "O0" to "O3"; the options below override its defaults where they are not None.
         cast_model_type: dtype of weights and inputs (False: no casts). Also bfloat16.
@@ -155,8 +162,7 @@ def initialize(
         master_weights: keep fp32 masters.
         loss_scale: a number, its text, or "dynamic".
         cast_model_outputs: dtype of the models' outputs, whatever the level.
-        num_losses: how many losses get a scale of their own.
-        verbosity: 0 is silent.
+        num_losses: how many losses get a scale of their own. verbosity: 0 is silent.
         min_loss_scale, max_loss_scale: bounds of dynamic scales.
 
     Raises:
@@ -178,14 +184,9 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
     model_list, optimizer_list = _as_models(models), _as_optimizers(optimizers)
     _check(model_list, optimizer_list, state)
-    state.opt_properties = chosen
-    state.say(f"Selected optimization level {opt_level}")
-    for name, value in chosen.options.items():
-        state.say(f"{name:22} : {value}")
-    state.loss_scalers = [
-        LossScaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)
-    ]
-    state.device = next((p.device.type for m in model_list for p in m.parameters()), "cpu")
+    bounds = min_loss_scale, max_loss_scale
+    state.begin(chosen, model_list)
+    state.loss_scalers = [LossScaler(chosen.loss_scale, *bounds) for _ in range(num_losses)]
     before = len(state.conversions), len(state.handles), len(state.ledgers)
     try:
         _apply(model_list, optimizer_list, chosen, cast_model_outputs, state)

@@ -1,20 +1,54 @@
-"""`apex.optimizers`: FusedAdam, FusedSGD and FusedLAMB over torch's kernels, on any device."""
+"""`apex.optimizers`: FusedAdam and FusedSGD as names of `halfstep.optim`'s one-pass steps, and FusedLAMB.
+
+16-bit weights keep the bits they lack of fp32 (`master="exact"`, 2 bytes a parameter), where Apex rounds them
+after each step unless told `master_weights=True`; `master=None` does as Apex does. Every option of
+`halfstep.optim` is taken as well (`state_dtype="8bit"`, say).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import UnsupportedError
+from halfstep.optim import SGD, AdamW, algorithms
+from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.optimizers import Keeping
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 
 
-class FusedAdam(torch.optim.Adam):
-    """Apex's FusedAdam: AdamW by default, Adam with L2 where `adam_w_mode=False`; torch's fused kernel.
+def _refuse(name: str, **unsupported: bool) -> None:
+    for option, given in unsupported.items():
+        if given:
+            value = option != "bias_correction"
+            raise UnsupportedError(
+                f"{name} does not support {option}={value}: use torch.optim or your own step"
+            )
+
+
+class _AsInApex(torch.optim.Optimizer):
+    """`zero_grad` clears to None or to zero as the constructor's `set_grad_none` said.
+
+    `takes_masters`: `amp.initialize` and `FP16_Optimizer` may hand it fp32 masters in the weights' place.
+    """
+
+    takes_masters = True
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; to None or zero as the constructor was told."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_AsInApex, AdamW):
+    """Apex's FusedAdam by `hs.optim`: AdamW by default, Adam with L2 where `adam_w_mode=False`.
+
+    `capturable` and `master_weights` are taken and change nothing: a step reads nothing back from the device,
+    and 16-bit weights have masters unless `master=None`.
 
     Raises:
         UnsupportedError (a RuntimeError): amsgrad, or bias_correction=False.
@@ -23,7 +57,7 @@ class FusedAdam(torch.optim.Adam):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -31,48 +65,52 @@ class FusedAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        **options: Unpack[Keeping],
     ) -> None:
-        if amsgrad or not bias_correction:
-            what = "amsgrad=True" if amsgrad else "bias_correction=False"
-            raise UnsupportedError(
-                f"FusedAdam does not support {what}: use torch.optim.Adam or your own step"
-            )
-        self.set_grad_none = set_grad_none
-        super().__init__(
-            params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adam_w_mode)
-        )
+        _refuse("FusedAdam", amsgrad=amsgrad, bias_correction=not bias_correction)
+        self.adam_w_mode, self.set_grad_none = bool(adam_w_mode), set_grad_none
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; to None or zero as the constructor was told."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """AdamW or Adam."""
+        return algorithms.ADAMW if self.adam_w_mode else algorithms.ADAM
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"adam_w_mode": self.adam_w_mode, "set_grad_none": self.set_grad_none}
+        return {**super().__getstate__(), **own}
 
 
-class FusedSGD(torch.optim.SGD):
-    """Apex's FusedSGD over torch's fused kernel. `materialize_master_grads` is taken and has no effect here.
+class FusedSGD(_AsInApex, SGD):
+    """Apex's FusedSGD by `hs.optim`. `materialize_master_grads` is taken and has no effect here.
 
     Raises:
-        UnsupportedError: wd_after_momentum=True.
+        UnsupportedError: wd_after_momentum=True. ConfigError (a ValueError): values SGD cannot mean.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float | Tensor,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        **options: Unpack[Keeping],
     ) -> None:
-        if wd_after_momentum:
-            raise UnsupportedError(
-                "FusedSGD does not support wd_after_momentum=True: torch decays before momentum"
-            )
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, fused=True)
+        _refuse("FusedSGD", wd_after_momentum=wd_after_momentum)
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
 
-class FusedLAMB(torch.optim.Optimizer):
+class FusedLAMB(_AsInApex, torch.optim.Optimizer):
     """LAMB (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2) with Apex's options, in foreach ops.
 
     m and v are Adam's moments of the gradient, first divided by max(1, global norm / max_grad_norm); the
@@ -98,8 +136,7 @@ class FusedLAMB(torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            raise UnsupportedError("FusedLAMB does not support amsgrad=True")
+        _refuse("FusedLAMB", amsgrad=amsgrad)
         self.adam_w_mode, self.set_grad_none, self.use_nvlamb = adam_w_mode, set_grad_none, use_nvlamb
         defaults = {
             "lr": lr,
@@ -111,10 +148,6 @@ class FusedLAMB(torch.optim.Optimizer):
             "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; to None or zero as the constructor was told."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
