@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +67,14 @@ def parameter_text(parameter: inspect.Parameter) -> str:
     return text
 
 
+def options_of(parameter: inspect.Parameter) -> list[str]:
+    """The keywords that `**options: Unpack[SomeTypedDict]` stands for; none where it is anything else."""
+    given = typing.get_args(parameter.annotation)
+    if parameter.kind is not PARAMETER.VAR_KEYWORD or not given or not typing.is_typeddict(given[0]):
+        return []
+    return [f"{name}: {type_text(kind)} = ..." for name, kind in given[0].__annotations__.items()]
+
+
 def signature_text(thing: Any, *, bound: bool = False) -> str:
     """`(x: int, *, y: str = "a") -> bool`; `bound` drops the first parameter."""
     signature = inspect.signature(thing)
@@ -74,8 +83,9 @@ def signature_text(thing: Any, *, bound: bool = False) -> str:
     for i, parameter in enumerate(given):
         keyword_only = parameter.kind is PARAMETER.KEYWORD_ONLY
         after_star = any(p.kind in (PARAMETER.VAR_POSITIONAL, PARAMETER.KEYWORD_ONLY) for p in given[:i])
-        parts += ["*"] if keyword_only and not after_star else []
-        parts.append(parameter_text(parameter))
+        options = options_of(parameter)
+        parts += ["*"] if (keyword_only or options) and not after_star else []
+        parts += options or [parameter_text(parameter)]
     result = signature.return_annotation
     arrow = "" if result in (inspect.Signature.empty, None, "None") else f" -> {type_text(result)}"
     return f"({', '.join(parts)}){arrow}"
