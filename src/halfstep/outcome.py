@@ -228,6 +228,11 @@ class OutcomeQueue:
         self._late = late
         self._waiting: deque[Outcome] = deque()
 
+    def __copy__(self) -> OutcomeQueue:
+        twin = OutcomeQueue(self._late)
+        twin._waiting.extend(self._waiting)
+        return twin
+
     def push(self, outcome: Outcome) -> list[StepRecord]:
         """Queue one outcome; return, oldest first, the records of those that have arrived."""
         outcome.start_copy()

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
+from halfstep.batches import MicroBatches, Position
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
+from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.trace import Trace
+from halfstep.outcome import Outcome
 from halfstep.session import prepare
 
 _PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
@@ -119,75 +123,23 @@ class ProgressBar(Callback):
         self._bar.stop()
 
 
-class _Position:
-    """Batches without end from a loader, and where in it training stands.
+class _Step:
+    """One step of a Trainer: forward and backward of each of its batches, then the update."""
 
-    A loader with `state_dict` and `load_state_dict` is asked; for any other the random state at the start of
-    the pass is kept, and resuming replays the pass up to the batch.
-    """
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
-    def __init__(self, loader: Iterable[Any], on_epoch_end: Callable[[], None]) -> None:
-        self.loader, self.on_epoch_end = loader, on_epoch_end
-        self.own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.served = 0
-        self.start: dict[str, Any] = {}
-        self._resume: dict[str, Any] | None = None
-
-    def _generator(self) -> torch.Generator | None:
-        return getattr(self.loader, "generator", None)
-
-    def _begin(self) -> Iterator[Any]:
-        if self.own:
-            return iter(self.loader)
-        generator = self._generator()
-        if self._resume is None:
-            self.start = _checkpoint.random_state()
-            if generator is not None:
-                self.start["generator"] = generator.get_state()
-            self.served = 0
-            return iter(self.loader)
-        now, self.start, self.served = (
-            _checkpoint.random_state(),
-            self._resume["start"],
-            self._resume["served"],
-        )
-        self._resume = None
-        _checkpoint.load_random_state(self.start)
-        if generator is not None and "generator" in self.start:
-            generator.set_state(self.start["generator"].cpu())
-        batches = iter(self.loader)
-        for _ in range(self.served):
-            next(batches)
-        _checkpoint.load_random_state(now)
-        return batches
-
-    def __iter__(self) -> Iterator[Any]:
-        empty = 0
-        while True:
-            empty += 1
-            for batch in self._begin():
-                empty = 0
-                self.served += 1
-                yield batch
-            if empty > 1:
-                raise DataError(
-                    "a pass over the loader gave no batches; fit needs at least one in every pass "
-                    "(a generator can be read once only: pass a list or a DataLoader)"
-                )
-            self.on_epoch_end()
-
-    def state_dict(self) -> dict[str, Any]:
-        loader: Any = self.loader
-        return {"loader": loader.state_dict()} if self.own else {"start": self.start, "served": self.served}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loader: Any = self.loader
-        if self.own != ("loader" in state):
-            raise CheckpointError("the checkpoint was written with another kind of loader")
-        if self.own:
-            loader.load_state_dict(state["loader"])
-        else:
-            self._resume = dict(state)
+    def __call__(self, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
+        """Returns the step's loss, unscaled and detached, and its outcome."""
+        own = self._trainer
+        total: Tensor | None = None
+        for x, y in batches:
+            with own.amp.autocast():
+                loss = own.loss_fn(own.model(x), y) / own.accumulate
+            own.amp.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
 
 
 class Trainer:
@@ -197,6 +149,11 @@ class Trainer:
     `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and
     `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
     progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
+
+    With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
+    told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
+    Training goes on as if nothing had been replayed; a range that only a dynamic loss scale's present value
+    exceeds is kept without a warning. A run that goes well pays for noting random state and buffers.
     """
 
     def __init__(
@@ -222,6 +179,7 @@ class Trainer:
         keep: int = 3,
         read_every: int = 50,
         progress: bool | None = None,
+        trace: bool = False,
     ) -> None:
         counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
         _check_options(counts, checkpoints)
@@ -247,13 +205,21 @@ class Trainer:
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
         self.step = self.epoch = 0
         self.history = History()
+        self._step = _Step(self)
+        others = () if scheduler is None else (scheduler,)
+        self._replayable = Replayable(self.amp, others=others) if trace else None
         self._pending: list[tuple[int, Tensor, Any]] = []
-        self._position: _Position | None = None
+        self._position: Position | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the model's parameters are."""
         return next(self.model.parameters()).device
+
+    @property
+    def traces(self) -> Sequence[tuple[int, Trace]]:
+        """Step number and trace of each bad step that was replayed and had a cause of its own."""
+        return [] if self._replayable is None else self._replayable.traces
 
     def fit(
         self,
@@ -269,7 +235,7 @@ class Trainer:
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
         last = self._last_step(loader, steps, epochs)
-        self._position = _Position(loader, self._end_epoch)
+        self._position = Position(loader, self._end_epoch)
         self.history = History()
         if resume:
             self._resume()
@@ -284,6 +250,8 @@ class Trainer:
                     self._read()
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()
+            if self._replayable is not None:
+                self._replayable.settle()
             self._read()
         except HalfstepError:
             with suppress(HalfstepError):
@@ -390,16 +358,15 @@ class Trainer:
         return last
 
     def _train_step(self, batches: Iterator[Any]) -> None:
-        total: Tensor | None = None
-        for _ in range(self.accumulate):
-            x, y = self._move(next(batches))
-            with self.amp.autocast():
-                loss = self.loss_fn(self.model(x), y) / self.accumulate
-            self.amp.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-        outcome = self.amp.step(clip_norm=self.clip_norm, scheduler=self.scheduler)
+        def fetch() -> tuple[Any, Any]:
+            return self._move(next(batches))
+
+        if self._replayable is None:
+            total, outcome = self._step(fetch() for _ in range(self.accumulate))
+        else:
+            self._replayable.steps = self.step
+            total, outcome = self._replayable.run(self._step, MicroBatches(fetch, self.accumulate))
         self.step += 1
-        assert total is not None
         self._pending.append((self.step, total, outcome))
         self._tell("on_step_end")
 

@@ -1,12 +1,17 @@
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep.errors import LossScaleCollapsed
+from halfstep import optim as hs_optim
+from halfstep.batches import MicroBatches
+from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.numerics.replayable import Replayable
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
+from halfstep.trainer import Trainer
 
 
 class Net(nn.Module):
@@ -52,7 +57,7 @@ def test_a_bad_step_is_replayed_and_the_run_goes_on_as_if_not(skip):
     finals = []
     for ready in (False, True):
         model, amp, step = make(skip)
-        replay = Replayable(amp)
+        replay = Replayable(amp, warn=False)
         for batch in batches(bad_at=2):
             replay.run(step, *batch) if ready else step(*batch)
         finals.append([p.detach().clone() for p in (*model.parameters(), *model.buffers())])
@@ -63,12 +68,13 @@ def test_a_bad_step_is_replayed_and_the_run_goes_on_as_if_not(skip):
     assert replay.traces[0][0] == 3
     bad = replay.traces[0][1].bad
     assert (bad.phase, bad.module, bad.op) == ("forward", "", "mul")
-    assert len(replay.traces) == (1 if skip else 3)
+    kinds = [trace.bad.cause.kind for _, trace in replay.traces]
+    assert kinds[1:] == ([] if skip else ["weights"])
 
 
 def test_a_collapse_names_the_first_bad_op():
     _, amp, step = make(skip=True, max_skips=2)
-    replay = Replayable(amp, limit=0)
+    replay = Replayable(amp, limit=0, warn=False)
     with pytest.raises(LossScaleCollapsed, match="first bad op: forward: mul in the root"):
         for _ in range(4):
             replay.run(step, torch.randn(16, 4), torch.randn(16, 1), float("inf"))
@@ -84,7 +90,7 @@ def test_without_a_session():
         optimizer.step()
         optimizer.zero_grad()
 
-    replay = Replayable()
+    replay = Replayable(warn=False)
     replay.run(step, torch.full((2, 4), 100.0) * torch.sign(model.weight.detach()))
     assert replay.last is None
     start = model.weight.detach().clone()
@@ -92,3 +98,108 @@ def test_without_a_session():
     assert replay.last.bad.op == "sqrt"
     assert not model.weight.isfinite().all()
     assert start.isfinite().all()
+
+
+class Faulty(Net):
+    """A batch with large numbers in its first row overflows fp16 at `* factor`; all others are well."""
+
+    def forward(self, x):
+        factor = torch.where(x[0].amax() > 50, 6e4, 1.0).half()
+        return (1 + super().forward(x).abs()) * factor
+
+
+def train(trace, *, accumulate=1, own=False, scale=2.0**10, at=(3, 5), steps=8, **options):
+    torch.manual_seed(0)
+    model = Faulty()
+    make = hs_optim.AdamW if own else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    g = torch.Generator().manual_seed(1)
+    data = [torch.randn(16, 4, generator=g) for _ in range(steps * accumulate)]
+    for i in at:
+        data[i * accumulate + accumulate - 1][0] = 1e3
+
+    def loader():
+        for x in data:
+            x = F.dropout(x, 0.1) + 0 * torch.rand(())  # a loader that draws from the global generator
+            yield x, x[:, 1:2]
+
+    trainer = Trainer(
+        model,
+        optimizer,
+        lambda out, y: F.mse_loss(out.float(), y),
+        dtype="fp16",
+        loss_scale=DynamicLossScale(init=scale, interval=3),
+        scheduler=scheduler,
+        accumulate=accumulate,
+        progress=False,
+        trace=trace,
+        **options,
+    )
+    history = trainer.fit(loader(), steps=steps)
+    values = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    kept = [v.detach().clone() for v in (*values, *state)]
+    return trainer, history, kept, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("accumulate", "own"), [(1, False), (2, False), (1, True)])
+def test_a_trainer_replays_its_bad_steps_and_goes_on_as_if_not(accumulate, own):
+    plain = train(False, accumulate=accumulate, own=own)
+    with pytest.warns(HalfstepWarning, match="step 4: forward: mul in the root module") as told:
+        traced = train(True, accumulate=accumulate, own=own)
+    assert len(told) == 1
+    assert all(torch.equal(a, b) for a, b in zip(plain[2], traced[2], strict=True))
+    assert repr(plain[1].steps) == repr(traced[1].steps)
+    assert plain[3] == traced[3]
+    assert traced[1].skipped == [4, 6]
+    trainer = traced[0]
+    assert [number for number, _ in trainer.traces] == [4]
+    bad = trainer.traces[0][1].bad
+    assert (bad.phase, bad.op, bad.cause.kind, bad.harmless) == ("forward", "mul", "range", False)
+    assert "* factor" in bad.site.code
+    assert plain[0].traces == []
+
+
+def test_the_skips_of_a_scale_that_is_too_high_are_no_fault():
+    trainer, history, _, _ = train(True, scale=2.0**24, at=())
+    assert history.skipped[:2] == [1, 2]
+    assert all(bad.harmless for bad in (trace.bad for _, trace in trainer.traces))
+    assert trainer.traces[0][1].bad.phase == "backward"
+    assert trainer.traces[0][1].bad.cause.kind == "range"
+    replays = trainer._replayable._replays
+    assert replays <= 1 + math.log2(len(history.skipped))
+
+
+def test_a_trainer_s_collapse_names_the_first_bad_op():
+    with (
+        pytest.warns(HalfstepWarning, match="first op that is not finite"),
+        pytest.raises(LossScaleCollapsed, match="first bad op: forward: mul in the root"),
+    ):
+        train(True, at=range(60), steps=60)
+
+
+def test_a_replayed_collapse_is_not_replayed_for_ever():
+    _, amp, step = make(skip=True, max_skips=50)
+    replay = Replayable(amp, limit=1, warn=False)
+    with pytest.raises(LossScaleCollapsed):
+        for batch in (b for _ in range(60) for b in batches(bad_at=0, n=1)):
+            replay.run(step, *batch)
+    assert replay._replays == 2
+    assert len(replay.traces) == 1
+
+
+def test_a_long_history_does_not_hide_a_bad_step():
+    _, amp, step = make(skip=True)
+    amp.history = type(amp.history)(maxlen=2)
+    replay = Replayable(amp, warn=False)
+    for batch in batches(bad_at=4):
+        replay.run(step, *batch)
+    assert [number for number, _ in replay.traces] == [5]
+
+
+def test_a_replay_gives_each_batch_the_random_state_it_had():
+    torch.manual_seed(0)
+    micro = MicroBatches(lambda: torch.rand(2), 3)
+    draws = [[torch.cat([batch, torch.rand(2)]) for batch in micro] for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*draws))

@@ -103,7 +103,7 @@ def _recipe(
     trace = trace_step(step, *first, session=amp, underflow=True, observers=[probe.look])
     findings = [*lint(session=amp), *dict.fromkeys(probe.findings)]
     seen = watch(model, amp, every=max(1, steps // 12))
-    ready = Replayable(amp)
+    ready = Replayable(amp, warn=False)
     losses, error = [], None
     for number in range(steps):
         batch = first if number == 0 else [t.to(where) for t in next(batches)]
@@ -117,7 +117,7 @@ def _recipe(
     seen.close()
     row = level_of(level)[0]
     label = f"{name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
-    traces = [(0, trace), *ready.traces]
+    traces = [(0, trace), *((number - 1, found) for number, found in ready.traces)]
     return document_of(label, seen, traces, findings, losses, error)
 
 
@@ -162,11 +162,10 @@ def document_of(
 
 def _is_harmless(bad: BadOp, seen: Watch | None) -> bool:
     """A backward overflow that a dynamic scale skips over, once the scale has settled, costs nothing."""
-    if bad.phase != "backward" or bad.underflow or bad.spoiled.lasting or seen is None:
+    if not bad.harmless or seen is None:
         return False
-    lowering = any(c.kind == "loss_scale" and c.status == "works" for c in bad.cures)
     skipped = [n for n in seen.notes if not n.taken]
-    return lowering and bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
+    return bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
 
 
 def _bad(number: int, bad: BadOp, harmless: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from halfstep.numerics.cause import Cause
 from halfstep.numerics.replay import Actors
 from halfstep.numerics.sites import Site, look, op_label, run_backward
 from halfstep.numerics.tape import Node
+from halfstep.scaling import NoLossScale, StaticLossScale
 
 Apply = Callable[[], AbstractContextManager[Any]]
 
@@ -168,11 +169,11 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
     """Multiplies the present loss scale by 2**bits for as long as the context is open."""
     session, scaler = actors.session, actors.scaler
     if session is not None:
-        present = session.loss_scale
-        if present.value == 1.0:
+        if isinstance(session.loss_scale, NoLossScale):
             return None
-        lowered = type(present).from_state({**present.state_dict(), **_scaled_state(present, bits)})
-        return lambda: _with_attributes(session, loss_scale=lowered)
+        return lambda: _with_attributes(
+            session, loss_scale=StaticLossScale(session.loss_scale.value * 2.0**bits)
+        )
     if scaler is None or not scaler.is_enabled():
         return None
 
@@ -184,10 +185,6 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
         scaler.update(before)
 
     return change
-
-
-def _scaled_state(present: Any, bits: int) -> dict[str, Any]:
-    return {k: v * 2.0**bits for k, v in present.state_dict().items() if k in ("value", "scale")}
 
 
 def remedy(spec: tuple[Any, ...], actors: Actors) -> Apply | None:

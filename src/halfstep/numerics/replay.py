@@ -127,7 +127,7 @@ def _deep(value: Any) -> Any:
 
 
 # What a halfstep Session counts up during a step.
-_SESSION = ("loss_scale", "steps", "skips", "_pending", "history", "_warned", "policy")
+_SESSION = ("loss_scale", "steps", "skips", "_pending", "_kept", "_queue", "history", "_warned", "policy")
 
 
 class _SessionState:
@@ -230,7 +230,10 @@ class Snapshot:
     def hold_weights(self, actors: Actors) -> None:
         """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""
         self._parts.append(_Tensors(actors.parameters()))
-        self._parts += [_OptimizerState(o) for o in actors.optimizers]
+        for optimizer in actors.optimizers:
+            # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
+            own = getattr(optimizer, "one_pass", False)
+            self._parts.append(_ByStateDict(optimizer) if own else _OptimizerState(optimizer))
         self._parts += [_ByStateDict(t) for t in actors.others]
 
     def restore(self) -> None:

@@ -6,25 +6,52 @@ Weights are copied only once gradients turn out not to be finite and an update i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.errors import LossScaleCollapsed
+from halfstep.distributed import all_ranks, world_size
+from halfstep.errors import HalfstepWarning, LossScaleCollapsed
+from halfstep.numerics.magnitudes import largest
 from halfstep.numerics.replay import Actors, Snapshot
 from halfstep.numerics.tape import is_finite, tensors_in
-from halfstep.numerics.trace import Trace, trace_step
+from halfstep.numerics.trace import BadOp, Trace, trace_step
+
+#: Replays of one run for each new cause that it may find.
+_TRIES = 4
+
+
+@dataclass
+class _Ran:
+    """A step that was run and whose verdict is still to be read."""
+
+    step: Callable[..., Any]
+    batch: tuple[Any, ...]
+    before: Snapshot
+    outcomes: int
+    result: Any = None
+    early: Snapshot | None = None
 
 
 class Replayable:
     """Runs steps of a Session or of a plain model and optimizer; `traces` holds what replays found.
 
+    A step that is skipped, or whose loss is not finite, is replayed if its cause may be new: the first in a
+    row of bad steps, the second, the fourth and so on. Each cause is told once, in a warning; a range that
+    only the present loss scale exceeds is no fault and is kept without one.
+
     Args:
         session: a Session, or None with `model` and `optimizer` given (or found through the step function).
         model, optimizer: what the steps train.
-        limit: how many bad steps are traced (a dynamic loss scale skips some steps for good reasons).
+        others: further things with state_dict that a step changes (schedulers, scalers).
+        limit: how many different causes are kept; at most four times as many steps are replayed.
+        warn: whether each cause is told in a warning.
     """
 
     def __init__(
@@ -33,16 +60,18 @@ class Replayable:
         *,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        others: Iterable[Any] = (),
         limit: int = 3,
+        warn: bool = True,
     ) -> None:
         self.traces: list[tuple[int, Trace]] = []
         self.steps = 0
-        self._given = [x for x in (session, model, optimizer) if x is not None]
-        self._limit = limit
+        self._given = [x for x in (session, model, optimizer, *others) if x is not None]
+        self._limit, self._warn = limit, warn
+        self._replays = self._bad_in_a_row = 0
         self._actors: Actors | None = None
         self._step: Callable[..., Any] | None = None
-        self._waiting: tuple[Any, ...] | None = None
-        self._early: Snapshot | None = None
+        self._ran: _Ran | None = None
 
     @property
     def last(self) -> Trace | None:
@@ -58,76 +87,109 @@ class Replayable:
         Raises:
             LossScaleCollapsed: as the session does, with the first bad op in the message.
         """
-        actors = self._actors_of(step)
         self.settle()
-        before = Snapshot(actors, weights=False)
-        self._early = None
-        hooks = [o.register_step_pre_hook(self._guard) for o in actors.optimizers]
-        marks = self._marks(actors)
+        actors = self._actors_of(step)
+        ran = _Ran(step, batch, Snapshot(actors, weights=False), _outcomes(actors))
+        self.steps += 1
+        hooks = [] if self._never_spoils(actors) else self._guards(actors, ran)
         try:
-            result = step(*batch)
+            ran.result = step(*batch)
         except LossScaleCollapsed as error:
-            self._replay(step, batch, before)
-            bad = self.last.bad if self.last is not None else None
-            raise LossScaleCollapsed(
-                f"{error}; first bad op: {bad.summary()}" if bad else str(error)
-            ) from error
+            raise self._with_origin(error, ran) from error
         finally:
             for hook in hooks:
                 hook.remove()
-        self._waiting = (step, batch, before, marks, result, self._early)
-        self.steps += 1
+        self._ran = ran
         if not any(p.device.type != "cpu" for p in actors.parameters()[:1]):
             self.settle()
-        return result
+        return ran.result
 
     def settle(self) -> None:
-        """Reads the last step's verdict now, and replays it if it was bad."""
-        if self._waiting is None:
+        """Reads the last step's verdict now, and replays it if it was bad and may tell something new."""
+        ran, self._ran = self._ran, None
+        if ran is None:
             return
-        step, batch, before, marks, result, early = self._waiting
-        self._waiting = None
-        actors = self._actors_of(step)
-        bad = early is not None or not all(is_finite(t) for t in tensors_in(result))
-        if actors.session is not None:
-            bad = bad or any(not o.finite for o in list(actors.session.history)[marks:])
-        if bad and len(self.traces) < self._limit:
-            self._replay(step, batch, before, early)
+        try:
+            bad = self._is_bad(ran)
+        except LossScaleCollapsed as error:
+            raise self._with_origin(error, ran) from error
+        bad = self._on_any_rank(bad)
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
+        wanted = bad and power_of_two and self._replays < _TRIES * self._limit
+        if wanted and self._on_any_rank(len(self.traces) < self._limit):
+            self._keep(self._replay(ran))
 
-    def _marks(self, actors: Actors) -> int:
-        """How many outcomes there were, so that a step's own can be told."""
-        return 0 if actors.session is None else len(actors.session.history)
+    def _on_any_rank(self, here: bool) -> bool:
+        """All ranks replay or none does: a replay takes part in their collectives."""
+        if world_size() == 1 or self._actors is None:
+            return here
+        device = next((p.device for p in self._actors.parameters()), torch.device("cpu"))
+        return bool(all_ranks(torch.tensor(here, device=device)))
+
+    def _is_bad(self, ran: _Ran) -> bool:
+        session = self._actors_of(ran.step).session
+        if session is not None:
+            new = session.steps - ran.outcomes
+            if any(not outcome.finite for outcome in islice(reversed(session.history), new)):
+                return True
+        return ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
+
+    def _keep(self, trace: Trace) -> None:
+        """Keeps a trace whose cause is new, and tells it."""
+        bad = trace.bad
+        if bad is None or any(bad.same_as(known.bad) for _, known in self.traces):
+            return
+        self.traces.append((self.steps, trace))
+        if self._warn and not bad.harmless and bad.cause.kind != "rank":
+            warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
+
+    def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
+        trace = self._replay(ran)
+        bad: BadOp | None = trace.bad
+        if bad is not None and not any(bad.same_as(known.bad) for _, known in self.traces):
+            self.traces.append((self.steps, trace))
+        return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
     def _actors_of(self, step: Callable[..., Any]) -> Actors:
         if self._actors is None or self._step is not step:
             self._actors, self._step = Actors(step, self._given), step
         return self._actors
 
-    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before an update on a CPU: if a gradient is not finite, keep the weights it is about to spoil."""
-        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        on_cpu = all(g.device.type == "cpu" for g in gradients)
-        if self._early is None and on_cpu and not all(is_finite(g) for g in gradients):
-            assert self._actors is not None
-            self._early = Snapshot(self._actors)
+    @staticmethod
+    def _never_spoils(actors: Actors) -> bool:
+        return actors.session is not None and actors.session.skip_nonfinite
 
-    def _replay(
-        self,
-        step: Callable[..., Any],
-        batch: tuple[Any, ...],
-        before: Snapshot,
-        early: Snapshot | None = None,
-    ) -> None:
-        actors = self._actors_of(step)
+    def _guards(self, actors: Actors, ran: _Ran) -> list[Any]:
+        """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
+
+        def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            if ran.early is not None or not gradients or any(g.device.type != "cpu" for g in gradients):
+                return
+            if not math.isfinite(float(largest(gradients).max())):
+                ran.early = Snapshot(actors)
+
+        return [o.register_step_pre_hook(guard) for o in actors.optimizers]
+
+    def _replay(self, ran: _Ran) -> Trace:
+        actors = self._actors_of(ran.step)
+        if actors.session is not None:
+            actors.session.sync()
+        self._replays += 1
         after = Snapshot(actors)
-        if early is not None:
-            early.restore()
+        if ran.early is not None:
+            ran.early.restore()
         with torch.no_grad():
             for parameter in actors.parameters():
                 parameter.grad = None
-        before.restore()
+        ran.before.restore()
         try:
-            trace = trace_step(step, *batch, others=[*self._given, *actors.others])
-            self.traces.append((self.steps, trace))
+            return trace_step(ran.step, *ran.batch, others=[*self._given, *actors.others])
         finally:
             after.restore()
+
+
+def _outcomes(actors: Actors) -> int:
+    """How many steps the session has made, so that a step's own outcomes can be told."""
+    return 0 if actors.session is None else actors.session.steps

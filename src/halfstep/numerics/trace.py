@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, explain
-from halfstep.numerics.cures import Cure, propose
+from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.replay import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.sites import Site
@@ -104,6 +104,23 @@ class BadOp:
         """Module and source line in one phrase."""
         module = self.module or f"the root module{f' ({self.module_class})' if self.module_class else ''}"
         return f"{module}{f', {self.site.where}' if self.site.where else ''}"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether only the present loss scale is too large for it: a dynamic one skips and goes on, lower.
+
+        True where a replay with a lower scale was finite (or none could be tried, over several ranks) and
+        nothing spoiled outlives the skipped step.
+        """
+        lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
+        return self.phase == "backward" and lowered and not self.underflow and not self.spoiled.lasting
+
+    def same_as(self, other: BadOp | None) -> bool:
+        """Whether both have one origin: phase, module, op, source line and kind of cause."""
+        return other is not None and self._origin() == other._origin()
+
+    def _origin(self) -> tuple[Any, ...]:
+        return self.phase, self.module, self.op, self.site.where, self.cause.kind
 
     def story(self) -> str:
         """The verdict in a few lines of plain text, without the cures."""
