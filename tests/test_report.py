@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
 from halfstep.report.page import smooth
 from halfstep.report.sentences import sentence
-from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks
+from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
 from halfstep.report.table import cells, columns
 
 BOUND = {
@@ -180,6 +180,19 @@ def test_ticks_are_round_and_inside(low, high):
     assert 1 <= len(ticks) <= 12
     assert power_ticks(1.0, 2.0**40)[0] == 1.0
     assert len(power_ticks(1.0, 2.0**40)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ([125.5, 126.0, 126.5], ["125.5", "126.0", "126.5"]),
+        ([1000.0, 1000.25], ["1,000.0", "1,000.2"]),
+        ([0.0, 5.0, 10.0], ["0", "5", "10"]),
+        ([3.0], ["3"]),
+    ],
+)
+def test_neighbouring_ticks_have_labels_of_their_own(ticks, labels):
+    assert tick_labels(ticks) == labels
 
 
 def test_a_line_breaks_where_the_loss_is_not_finite():

@@ -1,7 +1,12 @@
 """The doctor end to end: recipes and scripts, its exit codes, its JSON and its page."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -238,3 +243,35 @@ def test_the_page_can_be_used_by_keyboard():
         assert key in page
     for control in re.findall(r"<(?:select|input|button) [^>]*>", page):
         assert "id=" in control
+
+
+def test_ctrl_c_in_the_middle_leaves_one_line_and_no_report(tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(
+        "import pathlib, time, torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for i in range(10**6):\n"
+        "    model(torch.ones(2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if i == 3:\n"
+        "        pathlib.Path(__file__).with_name('begun').touch()\n"
+        "        time.sleep(60)\n"
+    )
+    report = tmp_path / "report.html"
+    report.write_text("the report before")
+    command = "import sys, halfstep_command; sys.exit(halfstep_command.main())"
+    run = subprocess.Popen(
+        [sys.executable, "-c", command, "doctor", str(script), "--report", str(report)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (tmp_path / "begun").exists() and run.poll() is None:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert (run.returncode, out, err) == (130, "", "halfstep: interrupted\n")
+    assert report.read_text() == "the report before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["begun", "long.py", "report.html"]

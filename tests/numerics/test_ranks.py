@@ -6,6 +6,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.watch import watch
 from halfstep.session import prepare
@@ -28,18 +29,25 @@ def work(rank, folder):
 
     for _ in range(2):
         step(torch.full((2, 4), 1.0 + 99.0 * rank))
-    worst = seen.worst_over_ranks()
+    worst, headrooms = seen.worst_over_ranks(), seen.headrooms()
     x = torch.full((2, 4), 1e30 if rank else 1.0)
     bad = trace_step(step, x, session=amp).bad
     assert len(seen.notes) == 2
-    torch.save((seen.headrooms(), worst, bad and (bad.phase, bad.module, bad.op)), f"{folder}/rank{rank}")
+    replay = Replayable(amp, warn=False)
+    for value in (1.0, 1e30 if rank else 1.0, 1.0):
+        replay.run(step, torch.full((2, 4), value))
+    found = [(number, t.bad.phase, t.bad.op, t.bad.cause.kind) for number, t in replay.traces]
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    verdict = bad and (bad.phase, bad.module, bad.op)
+    told = (headrooms, worst, verdict, found, replay._replays, weights, len(amp.history))
+    torch.save(told, f"{folder}/rank{rank}")
     seen.close()
     dist.destroy_process_group()
 
 
 def test_the_worst_rank_is_reported_and_all_ranks_trace_together(tmp_path):
     mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
-    (mine, worst, first), (theirs, other, second) = (
+    (mine, worst, first, *rest), (theirs, other, second, *others) = (
         torch.load(tmp_path / f"rank{rank}", weights_only=False) for rank in range(2)
     )
     assert worst == other
@@ -49,3 +57,8 @@ def test_the_worst_rank_is_reported_and_all_ranks_trace_together(tmp_path):
     assert set(worst) == set(mine) | set(theirs)
     assert second == ("forward", "0", "cast")
     assert first == ("backward", "", "all_reduce")
+    assert rest[0] == [(2, "backward", "all_reduce", "rank")]
+    assert others[0] == [(2, "forward", "cast", "range")]
+    assert rest[1] == others[1] == 1
+    assert torch.equal(rest[2], others[2])
+    assert rest[3] == others[3] == 5

@@ -37,7 +37,7 @@ class TensorInfo:
     @classmethod
     def of(cls, t: Tensor) -> TensorInfo:
         """Describes `t`."""
-        top = float(max_abs(t)) if t.is_floating_point() or t.is_complex() else 0.0
+        top = abs(float(max_abs(t))) if t.is_floating_point() or t.is_complex() else 0.0
         return cls(dtype_name(t.dtype), tuple(t.shape), top)
 
     def __str__(self) -> str:

@@ -424,7 +424,8 @@ class Watch:
         if tight:
             bits, (_, path) = min(tight)
             name = self._format_for(self.series["activation", path]).name
-            lines.append(f"least headroom: {path} has {bits:.1f} bits left in {name}")
+            left = f"has {bits:.1f} bits left in {name}" if bits > -math.inf else "is not finite any more"
+            lines.append(f"least headroom: {path} {left}")
         lines += [str(f) for f in self.forecasts()[:3]]
         if self.lost and self.lost[-1].share > 0.01:
             last = self.lost[-1]

@@ -137,6 +137,12 @@
       pen.fillRect(x(first(r) + i) + 0.5, 1.5, Math.max(1, cell - 1), 14);
     });
     pen.fillStyle = colour("--shade");
+    if (!r.counts.some((n) => n)) {
+      pen.fillStyle = colour("--quiet");
+      pen.font = "11px system-ui, sans-serif";
+      pen.fillText(r.bad ? "no finite value but zeros" : "all zeros", 6, 12);
+      return;
+    }
     const begin = Math.max(0, Math.min(width, x(f.low - k)));
     const end = Math.max(0, Math.min(width, x(f.high + 1 - k)));
     pen.fillRect(0, 0, begin, 17);

@@ -181,9 +181,10 @@ def _heat_map(document: Mapping[str, Any]) -> str:
         for name in ("fp16", "bf16", "e4m3fn", "e5m2")
     )
     return (
-        "<p>One row a tensor, one column a power of two; darker means more of its values have that "
-        "magnitude. The bands above are what each format can hold; the part outside the chosen one is "
-        "shaded. Scaling multiplies the values, which moves the windows the other way.</p>"
+        "<p>One row a tensor, one column a power of two; the stronger the colour, the more "
+        "of its values have that magnitude. The bands above are what each format can hold; the part "
+        "outside the chosen one is shaded. Scaling multiplies the values, which moves the windows the "
+        "other way.</p>"
         "<div class='controls'>"
         f"<label>show <select id='kind'>{kinds}</select></label>"
         f"<label>in <select id='format'>{formats}</select></label>"

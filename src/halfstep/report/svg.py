@@ -67,6 +67,16 @@ def power_ticks(low: float, high: float) -> list[float]:
     return [2.0**k for k in range(first, last + 1, stride)]
 
 
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Labels of the fewest digits that tell neighbouring ticks apart."""
+    labels = [number(tick) for tick in ticks]
+    digits = 0
+    while len(set(labels)) < len(set(ticks)) and digits < 12:
+        digits += 1
+        labels = [f"{tick:,.{digits}f}" for tick in ticks]
+    return labels
+
+
 def _power_label(value: float) -> str:
     return f"2<tspan dy='-4' font-size='9'>{round(math.log2(value))}</tspan>"
 
@@ -125,15 +135,15 @@ def _frame(
     powers_of_two: bool,
 ) -> str:
     parts = []
-    for tick in y_ticks:
+    labels = [_power_label(tick) for tick in y_ticks] if powers_of_two else tick_labels(y_ticks)
+    for tick, label in zip(y_ticks, labels):
         y = up(tick)
-        label = _power_label(tick) if powers_of_two else number(tick)
         parts.append(f"<line class='grid' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
         parts.append(f"<text class='tick' x='{_LEFT - 7}' y='{y + 4:.1f}' text-anchor='end'>{label}</text>")
-    for tick in x_ticks:
+    for tick, label in zip(x_ticks, tick_labels(x_ticks)):
         x = across(tick)
         place = f"x='{x:.1f}' y='{HEIGHT - _BOTTOM + 16}' text-anchor='middle'"
-        parts.append(f"<text class='tick' {place}>{number(tick)}</text>")
+        parts.append(f"<text class='tick' {place}>{label}</text>")
     base = HEIGHT - _BOTTOM
     parts.append(f"<line class='axis' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{base}' y2='{base}'/>")
     return "".join(parts)
