@@ -8,6 +8,7 @@ its optimizer alone skips that step.
 """
 
 import argparse
+import re
 import time
 
 import torch
@@ -136,6 +137,10 @@ def main():
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--inject-overflow", nargs="*", default=["G@20", "D@40", "D@60", "D@80"])
     args = parser.parse_args()
+    if args.steps < 1 or args.opt_level not in ("O0", "O1", "O2", "O3"):
+        parser.error("--steps: expected 1 or more; --opt-level: expected O0, O1, O2 or O3")
+    if not all(re.fullmatch(r"[GD]@\d+", word) for word in args.inject_overflow):
+        parser.error("--inject-overflow: expected words such as G@20 and D@40")
     began = time.perf_counter()
     injected = {int(step): name for name, step in (word.split("@") for word in args.inject_overflow)}
     seen = train(args.opt_level, args.steps, inject_overflow=injected)

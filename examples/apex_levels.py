@@ -88,8 +88,13 @@ def main():
     parser.add_argument("--loss-scale", type=str)
     parser.add_argument("--keep-batchnorm-fp32", type=str)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps: expected 1 or more")
     levels = [args.opt_level] if args.opt_level else ["O0", "O1", "O2", "O3"]
-    rows = [train(level, args.steps, args.loss_scale, args.keep_batchnorm_fp32) for level in levels]
+    try:
+        rows = [train(level, args.steps, args.loss_scale, args.keep_batchnorm_fp32) for level in levels]
+    except RuntimeError as error:  # what apex raises for options it does not know
+        parser.error(str(error))
     widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
     print("  ".join(key.ljust(width) for key, width in widths.items()))
     for row in rows:

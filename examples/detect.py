@@ -54,7 +54,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train-images", type=int, default=3072, help="of the bundled digits")
     parser.add_argument("--save", default="", help="write the trained weights here")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, least in (
+        ("epochs", 1),
+        ("batch_size", 1),
+        ("image_size", 16),
+        ("train_images", args.batch_size),
+    ):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected {least} or more")
+    if args.weights and not os.path.isfile(args.weights):
+        parser.error(f"--weights {args.weights}: no such file")
+    if args.save and (os.path.isdir(args.save) or not os.path.isdir(os.path.dirname(args.save) or ".")):
+        parser.error(f"--save {args.save}: expected a file name in a folder that exists")
+    try:
+        hs.devices.resolve(args.device)
+    except hs.errors.HalfstepError as error:
+        parser.error(f"--device: {error}")
+    return args
 
 
 def join_processes(device: str) -> tuple[int, int, torch.device]:
@@ -154,4 +171,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr)  # what detection/data.py could not read
+        sys.exit(2)

@@ -149,6 +149,10 @@ def main():
     parser.add_argument("--epochs", type=int, default=2, help="epochs of Model.train")
     parser.add_argument("--data", help="a folder with MNIST's IDX files, instead of the bundled digits")
     args = parser.parse_args()
+    if min(args.batches, args.epochs) < 1:
+        parser.error("--batches and --epochs: expected 1 or more")
+    if args.data and not Path(args.data).joinpath("train-images-idx3-ubyte").is_file():
+        parser.error(f"--data {args.data}: no train-images-idx3-ubyte there")
 
     torch.set_num_threads(1)
     ms.set_seed(0)

@@ -101,7 +101,13 @@ def main():
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64)
     args = parser.parse_args()
-    bring_up(args.device, args.plugin)
+    if min(args.epochs, args.batch_size) < 1:
+        parser.error("--epochs and --batch-size: expected 1 or more")
+    try:
+        bring_up(args.device, args.plugin)
+        torch.empty(0, device=args.device)
+    except (ImportError, RuntimeError, AssertionError) as error:
+        parser.error(f"--device {args.device}: {str(error).split('. ')[0]}")
     with install() if args.device in ("cpu", "cuda") else nullcontext():
         train(args)
 

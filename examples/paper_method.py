@@ -101,6 +101,8 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--scale", type=float, default=2.0**20, help="the first loss scale")
     args = parser.parse_args()
+    if args.steps < 1 or not 1 <= args.scale <= 2.0**100:
+        parser.error("--steps: expected 1 or more; --scale: expected a number from 1 to 2^100")
     train, test = digits()
     weights = []
     for name, method in (("by hand", by_hand), ("halfstep", by_halfstep)):

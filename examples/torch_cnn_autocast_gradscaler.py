@@ -51,6 +51,8 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--samples", type=int, default=6400, help="digits drawn for one epoch")
     args = parser.parse_args()
+    if min(args.epochs, args.samples) < 1:
+        parser.error("--epochs and --samples: expected 1 or more")
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

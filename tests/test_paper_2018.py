@@ -1,6 +1,7 @@
 """The paper's phenomena show up in short versions of the experiments; exact figures are not tested."""
 
 import json
+import sys
 from concurrent.futures import Executor, Future
 
 import pytest
@@ -66,3 +67,11 @@ def test_the_page_is_written_from_the_numbers_alone(tmp_path):
     assert "http" not in html.replace("http://www.w3.org", "")
     for row in results["parity"]:
         assert row["task"] in html
+
+
+@pytest.mark.parametrize("given", [["--seeds", "0"], ["--effort", "-1"], ["--out", "/no/such/folder/x.html"]])
+def test_wrong_arguments_end_before_any_training(given, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", *given])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert "run.py: error: " in capsys.readouterr().err

@@ -62,6 +62,11 @@ def main() -> None:
     parser.add_argument("--effort", type=float, default=1.0, help="share of the full number of steps")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     given = parser.parse_args()
+    if min(given.seeds, given.workers) < 1 or not 0 < given.effort <= 100:
+        parser.error("--seeds and --workers: expected 1 or more; --effort: expected a positive share")
+    for path in (given.out, given.json):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"{path}: expected a file name in a folder that exists")
     results = run(given.seeds, given.effort, given.workers)
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -34,6 +34,38 @@ def run_apart(name, *arguments):
     return done.stdout
 
 
+WRONG = [
+    ("torch_cnn_autocast_gradscaler.py", "--epochs", "-1"),
+    ("mlu_training_loop.py", "--batch-size", "0"),
+    ("mlu_training_loop.py", "--plugin", "nowhere.at.all"),
+    ("mindspore_tutorial.py", "--data", "/no/such/folder"),
+    ("paper_method.py", "--steps", "0"),
+    ("paper_method.py", "--scale", "nan"),
+    ("apex_dcgan.py", "--inject-overflow", "G20"),
+    ("apex_dcgan.py", "--opt-level", "01"),
+    ("apex_levels.py", "--opt-level", "O7"),
+    ("apex_levels.py", "--steps", "-1"),
+    ("detect.py", "--epochs", "0"),
+    ("detect.py", "--data", "/no/such/folder"),
+    ("detect.py", "--weights", "/no/such/file"),
+    ("detect.py", "--save", "/no/such/folder/x.pt"),
+    ("detect.py", "--device", "nope"),
+    ("detect.py", "--train-images", "0"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=" ".join)
+def test_wrong_arguments_end_in_one_line_and_code_2(case, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [*case])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / case[0]), run_name="__main__")
+    assert end.value.code == 2
+    shown, told = capsys.readouterr()
+    said = [line for line in told.splitlines() if not line.startswith(("usage:", " "))]
+    assert (shown, len(said)) == ("", 1), told
+
+
 def test_the_papers_method_by_hand_gives_the_same_weights(run):
     printed = run("paper_method.py", "--steps", "60")
     hand, ours, difference = printed.splitlines()
