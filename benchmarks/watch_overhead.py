@@ -1,5 +1,7 @@
 """What watching a training run costs: nobody watching, always-on, sampled every 10 steps.
 
+Always-on is a watch without histograms and steps run by `Replayable`, ready to be traced.
+
 Watched and plain run take their steps in turns, each first every other time, in one process, on one thread,
 from the same seed and data; the cost is the median ratio of paired steps, in CPU time of the process, which
 other programs disturb less than wall time. Each way of watching is compared with plain training on its own.
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.watch import watch
 from halfstep.recipes import recipe_of
 from halfstep.session import prepare
@@ -28,18 +31,23 @@ def runner(name, dtype, every):
     recipe = recipe_of(name)
     model, optimizer = recipe.build(0)
     amp = prepare(model, optimizer, level="O1", dtype=dtype)
+    ready = Replayable(amp)
     if every is not None:
         watch(model, amp, every=every)
     batches = iter(recipe.task().train(0))
 
-    def step():
-        x, y = next(batches)
-        began = time.process_time()
+    def train(x, y):
         with amp.autocast():
             loss = recipe.loss(model(x), y)
         amp.backward(loss)
         amp.step(clip_norm=1.0)
-        return time.process_time() - began, float(loss.detach())
+        return loss.detach()
+
+    def step():
+        batch = next(batches)
+        began = time.process_time()
+        loss = ready.run(train, *batch) if every == 0 else train(*batch)
+        return time.process_time() - began, float(loss)
 
     return step
 

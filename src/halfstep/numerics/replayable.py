@@ -71,6 +71,7 @@ class Replayable:
         self._replays = self._bad_in_a_row = 0
         self._actors: Actors | None = None
         self._step: Callable[..., Any] | None = None
+        self._device = torch.device("cpu")
         self._ran: _Ran | None = None
 
     @property
@@ -100,7 +101,7 @@ class Replayable:
             for hook in hooks:
                 hook.remove()
         self._ran = ran
-        if not any(p.device.type != "cpu" for p in actors.parameters()[:1]):
+        if self._device.type == "cpu":
             self.settle()
         return ran.result
 
@@ -122,10 +123,7 @@ class Replayable:
 
     def _on_any_rank(self, here: bool) -> bool:
         """All ranks replay or none does: a replay takes part in their collectives."""
-        if world_size() == 1 or self._actors is None:
-            return here
-        device = next((p.device for p in self._actors.parameters()), torch.device("cpu"))
-        return bool(all_ranks(torch.tensor(here, device=device)))
+        return here if world_size() == 1 else bool(all_ranks(torch.tensor(here, device=self._device)))
 
     def _is_bad(self, ran: _Ran) -> bool:
         session = self._actors_of(ran.step).session
@@ -154,6 +152,7 @@ class Replayable:
     def _actors_of(self, step: Callable[..., Any]) -> Actors:
         if self._actors is None or self._step is not step:
             self._actors, self._step = Actors(step, self._given), step
+            self._device = next((p.device for p in self._actors.parameters()), torch.device("cpu"))
         return self._actors
 
     @staticmethod

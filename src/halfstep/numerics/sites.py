@@ -111,11 +111,7 @@ def look() -> tuple[str, str, int]:
         code = frame.f_code
         if code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH):
             return "backward", file, line
-        if code.co_filename.endswith("checkpoint.py") and code.co_name in (
-            "recompute_fn",
-            "unpack_hook",
-            "backward",
-        ):
+        if code.co_filename.endswith("checkpoint.py") and code.co_name in _RECOMPUTES:
             return "recompute", file, line
         if not file and is_users(code.co_filename):
             file, line = code.co_filename, frame.f_lineno
