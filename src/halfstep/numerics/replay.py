@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -87,16 +87,18 @@ def _copied(t: Tensor | None) -> Tensor | None:
 class _Buffers:
     """Buffers may be rebound by forward, so the binding is restored as well as the value."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        modules = [m for model in models for m in model.modules()]
-        self._bound = [(m, dict(m._buffers), m.training) for m in modules]
-        self._values = _Tensors({id(b): b for m in modules for b in m.buffers(recurse=False)}.values())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._training = [(m, m.training) for m in modules]
+        self._bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
+        buffers = {id(b): b for _, own in self._bound for b in own.values() if b is not None}
+        self._values = _Tensors(buffers.values())
 
     def restore(self) -> None:
-        for module, buffers, training in self._bound:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, training in self._training:
             module.training = training
+            module._buffers.clear()
+        for module, buffers in self._bound:
+            module._buffers.update(buffers)
         self._values.restore()
 
 
@@ -131,9 +133,10 @@ _SESSION = ("loss_scale", "steps", "skips", "_pending", "_kept", "_queue", "hist
 
 
 class _SessionState:
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, history: bool) -> None:
         self._session = session
-        self._saved = {k: copy.copy(session.__dict__[k]) for k in _SESSION if k in session.__dict__}
+        kept = [k for k in _SESSION if k in session.__dict__ and (history or k != "history")]
+        self._saved = {k: copy.copy(session.__dict__[k]) for k in kept}
 
     def restore(self) -> None:
         self._session.__dict__.update({k: copy.copy(v) for k, v in self._saved.items()})
@@ -172,6 +175,7 @@ class Actors:
         inner = {id(c) for m in self.models for c in m.modules() if c is not m}
         self.models = [m for m in self.models if id(m) not in inner]
         self.models.sort(key=lambda m: next(m.parameters(), None) is None)
+        self.modules = [m for model in self.models for m in model.modules()]
         self.optimizers = [t for t in unique if isinstance(t, torch.optim.Optimizer)]
         others = (*self.models, *self.optimizers, self.session)
         self.others = [t for t in unique if all(t is not o for o in others) and _keeps_state(t)]
@@ -217,15 +221,18 @@ def _reachable(step: Callable[..., Any]) -> list[Any]:
 
 
 class Snapshot:
-    """The state before a step. `restore()` may be called any number of times."""
+    """The state before a step. `restore()` may be called any number of times.
+
+    Without `weights` it is cheap enough for every step: no weights, optimizer states or history of outcomes.
+    """
 
     def __init__(self, actors: Actors, weights: bool = True) -> None:
         self._random = random_state()
-        self._parts: list[Any] = [_Buffers(actors.models)]
+        self._parts: list[Any] = [_Buffers(actors.modules)]
         if weights:
             self.hold_weights(actors)
         if actors.session is not None:
-            self._parts.append(_SessionState(actors.session))
+            self._parts.append(_SessionState(actors.session, history=weights))
 
     def hold_weights(self, actors: Actors) -> None:
         """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""

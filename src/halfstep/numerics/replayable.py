@@ -163,11 +163,10 @@ class Replayable:
         """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-            if ran.early is not None or not gradients or any(g.device.type != "cpu" for g in gradients):
-                return
-            if not math.isfinite(float(largest(gradients).max())):
-                ran.early = Snapshot(actors)
+            if ran.early is None and self._device.type == "cpu":
+                known = getattr(actors.session, "found_inf", None)  # it has looked already, as a rule
+                bad = _holds_nonfinite(optimizer) if known is None else bool(known)
+                ran.early = Snapshot(actors) if bad else None
 
         return [o.register_step_pre_hook(guard) for o in actors.optimizers]
 
@@ -187,6 +186,11 @@ class Replayable:
             return trace_step(ran.step, *ran.batch, others=[*self._given, *actors.others])
         finally:
             after.restore()
+
+
+def _holds_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    return bool(gradients) and not math.isfinite(float(largest(gradients).max()))
 
 
 def _outcomes(actors: Actors) -> int:
