@@ -4,8 +4,9 @@ One thread, 50M parameters, each contestant interleaved with torch's fused fp32 
 Targets: the bare update with exact masters at most 1.0 of torch's fused AdamW with fp32 states and 1.2 with
 8-bit ones; the whole step (unscale, finite check, clip, update, 16-bit weights) at most 0.5 of
 GradScaler.unscale_ + clip_grad_norm_ + fused AdamW; 14.3, 10.3 and 8.4 bytes a parameter; a weight of 1.0 at
-learning rate 1e-6 within 2 % of fp32. torch-optimi and torchao take part where they are installed. `floor_ms`
-is no contestant: the time of a loop that reads and writes the same bytes and does no arithmetic to speak of.
+learning rate 1e-6 within 2 % of fp32. torch-optimi and torchao take part where they are installed.
+`bytes_alone_ms` is no contestant: the time of the simplest loop that reads and writes the same bytes; what
+fetches ahead can beat it.
 `--only TEXT` runs the contestants with TEXT in their name and leaves the other rows of the file as they are.
 """
 
@@ -119,7 +120,7 @@ def _touch(a: Any, b: Any, c: Any, d: Any, grad: Any) -> None:
             block[i] += one[2]
 
 
-def floor_ms(name: str, count: int, rounds: int) -> float | None:
+def bytes_alone_ms(name: str, count: int, rounds: int) -> float | None:
     """Milliseconds to read, add to and write what the update of this contestant reads and writes."""
     if name not in TRAFFIC:
         return None
@@ -168,7 +169,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def run(entry: contest.Entry, result: contest.Result, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One contestant's row: its times and bytes, the floor under them, its movement, what it missed."""
+    """One contestant's row: its times and bytes, the time of its bytes alone, its movement, what it missed."""
     try:
         moved: dict[str, Any] = movement(entry, arguments.steps)
     except (HalfstepError, RuntimeError) as error:
@@ -177,10 +178,10 @@ def run(entry: contest.Entry, result: contest.Result, arguments: argparse.Namesp
     missed = [key for key, limit in target.items() if getattr(result, key) > limit]
     if entry.name.startswith("hs.") and " None " not in entry.name:
         missed += [] if abs(moved.get("1 at 1e-06", 0.0) - 1) <= 0.02 else ["movement"]
-    floor = floor_ms(entry.name, int(arguments.parameters), arguments.rounds)
+    alone = bytes_alone_ms(entry.name, int(arguments.parameters), arguments.rounds)
     print(f"{entry.name:36} update {result.update_share:5.2f}  step {result.step_share:5.2f}  "
           f"{result.bytes_per_param:5.2f} bytes  missed: {missed}", flush=True)  # fmt: skip
-    added = {"floor_ms": floor, "movement": moved, "targets": target, "missed": missed}
+    added = {"bytes_alone_ms": alone, "movement": moved, "targets": target, "missed": missed}
     return {**asdict(result), **added, "note": NOTES.get(entry.name)}
 
 
@@ -202,9 +203,9 @@ def main() -> int:
     if arguments.only:
         rows = {row["name"]: row for row in json.loads(arguments.out.read_text())["results"]} | rows
     for row in rows.values():
-        if row["floor_ms"] is not None:
+        if row.get("bytes_alone_ms") is not None:
             print(
-                f"floor: {row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['floor_ms']:6.1f}"
+                f"bytes: {row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}"
             )
     isa = torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread"
