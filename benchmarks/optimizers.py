@@ -169,7 +169,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def run(entry: contest.Entry, result: contest.Result, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One contestant's row: its times and bytes, the time of its bytes alone, its movement, what it missed."""
+    """One contestant's row: times, bytes, the time of its bytes alone, movement, what it missed."""
     try:
         moved: dict[str, Any] = movement(entry, arguments.steps)
     except (HalfstepError, RuntimeError) as error:
@@ -205,7 +205,7 @@ def main() -> int:
     for row in rows.values():
         if row.get("bytes_alone_ms") is not None:
             print(
-                f"bytes: {row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}"
+                f"{row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}"
             )
     isa = torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread"
