@@ -134,11 +134,7 @@ def _weight_gradients(rows: Sequence[Mapping[str, Any]]) -> str:
         "Figure 2b: in the Mandarin speech model about 5 % of weight gradients have an exponent below -24 and would "
         "become zero in fp16."
     )
-    drawing = _histogram(
-        shown["lowest"], shown["exponents"], shown["total"], -24, "weight gradients by exponent"
-    )
-    note = "<figcaption>counts by exponent, logarithmic; red: below 2^-24</figcaption>"
-    return _section("Weight gradients (figure 2b)", paper, ours, drawing + note)
+    return _section("Weight gradients (figure 2b)", paper, ours, _by_exponent(shown, "weight gradients"))
 
 
 def _activation_gradients(result: Mapping[str, Any]) -> str:
@@ -156,11 +152,13 @@ def _activation_gradients(result: Mapping[str, Any]) -> str:
         "Figure 3: the activation gradients of Multibox SSD use little of fp16's range; much of what lies below it "
         "matters. Training diverges in fp16 without a scale and matches fp32 once gradients are multiplied by 8."
     )
-    drawing = _histogram(
-        result["lowest"], result["exponents"], result["total"], -24, "activation gradients by exponent"
-    )
-    note = "<figcaption>counts by exponent, logarithmic; red: below 2^-24</figcaption>"
-    return _section("Activation gradients and the loss scale (figure 3)", paper, ours, drawing + note)
+    drawing = _by_exponent(result, "activation gradients")
+    return _section("Activation gradients and the loss scale (figure 3)", paper, ours, drawing)
+
+
+def _by_exponent(found: Mapping[str, Any], what: str) -> str:
+    drawing = _histogram(found["lowest"], found["exponents"], found["total"], -24, f"{what} by exponent")
+    return drawing + "<figcaption>counts by exponent, logarithmic; red: below 2^-24</figcaption>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

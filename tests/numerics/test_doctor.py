@@ -65,7 +65,7 @@ def write(folder, text, fault=-1):
 @pytest.fixture
 def here(monkeypatch):
     """Scripts run in this process: what is tested is what the hooks see, not that a process starts."""
-    monkeypatch.setattr(_script, "_child", lambda *order: run_order(_script.order_for(*order)))
+    monkeypatch.setattr(_script, "_child", run_order)
 
 
 def test_a_script_with_a_fault(tmp_path, here, capsys):

@@ -32,7 +32,7 @@ def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> di
         findings = lint_source(path.read_text(encoding="utf-8"), path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
-    watched = _child(path, args, steps, seed, None)
+    watched = _child(order_for(path, args, steps, seed, None))
     if watched["steps"] == 0:
         why = watched["error"] or "it ended without stepping an optimizer, GradScaler or Session"
         raise ConfigError(f"{path} took no training step: {why}")
@@ -40,7 +40,7 @@ def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> di
     notes = []
     if armed is None:
         armed = min(1, watched["steps"] - 1)
-    traced = _child(path, args, armed + 1, seed, armed)
+    traced = _child(order_for(path, args, armed + 1, seed, armed))
     document = traced["document"] or watched["document"]
     for bad in document["bad"][:1]:
         _try_cures(bad, path, args, armed, seed)
@@ -78,7 +78,7 @@ def _try_cures(bad: dict[str, Any], path: Path, args: Sequence[str], armed: int,
     """Runs the script again with each cure in place for the bad step, and writes down whether it helped."""
     for cure in bad["cures"]:
         for spec in cure["specs"]:
-            cured = _child(path, args, armed + 1, seed, armed, tuple(spec))
+            cured = _child(order_for(path, args, armed + 1, seed, armed, tuple(spec)))
             helped = cured["document"] is not None and not cured["document"]["bad"] and not cured["error"]
             if cured["applied"]:
                 cure["status"] = "works" if helped else "does not help"
@@ -106,25 +106,17 @@ def order_for(
     return order | {"armed": armed, "cure": cure}
 
 
-def _child(
-    path: Path,
-    args: Sequence[str],
-    steps: int,
-    seed: int,
-    armed: int | None,
-    cure: tuple[Any, ...] | None = None,
-) -> dict[str, Any]:
+def _child(order: dict[str, Any]) -> dict[str, Any]:
     """One run of the script in a process of its own; what it found comes back through a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found"
-        order = order_for(path, args, steps, seed, armed, cure) | {"result": str(result)}
         orders = Path(folder) / "orders"
-        orders.write_bytes(pickle.dumps(order))
+        orders.write_bytes(pickle.dumps(order | {"result": str(result)}))
         command = [sys.executable, "-m", "halfstep.cli._in_script", str(orders)]
         done = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ, text=True
         )
         if not result.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(f"{path} could not be run: {last}")
+            raise ConfigError(f"{order['script']} could not be run: {last}")
         return pickle.loads(result.read_bytes())

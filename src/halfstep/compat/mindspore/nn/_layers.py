@@ -168,56 +168,8 @@ def _same_padding(sizes: Sequence[int], kernel: Any, stride: Any, dilation: Any)
     return pads
 
 
-class _Conv:
-    """What the convolutions share: MindSpore's arguments, and padding done before torch's layer."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        pad_mode: str = "same",
-        padding: Any = 0,
-        dilation: Any = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Init = None,
-        bias_init: Init = None,
-        dtype: torch.dtype = float32,
-    ) -> None:
-        _check_pad_mode(self, pad_mode)
-        inside = padding if pad_mode == "pad" else 0
-        base: Any = super()
-        base.__init__(
-            in_channels, out_channels, kernel_size, stride, inside, dilation, group, has_bias, dtype=dtype
-        )
-        self.pad_mode = pad_mode
-        _initialize(self.weight, weight_init)  # type: ignore[attr-defined]
-        _initialize(self.bias, bias_init)  # type: ignore[attr-defined]
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """[N, C, ...] to [N, out_channels, ...]."""
-        if self.pad_mode == "same":
-            x = F.pad(x, _same_padding(x.shape[2:], self.kernel_size, self.stride, self.dilation))
-        with in_dtype_of(x, self.weight):
-            return super().forward(x)  # type: ignore[misc]
-
-
-class Conv1d(_Conv, torch.nn.Conv1d, Cell):
-    """Convolution over [N, C, L]; `pad_mode` "same" (the default), "valid" or "pad"."""
-
-
-class Conv2d(_Conv, torch.nn.Conv2d, Cell):
-    """Convolution over [N, C, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
-
-
-class Conv3d(_Conv, torch.nn.Conv3d, Cell):
-    """Convolution over [N, C, D, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
-
-
-class _ConvTranspose:
-    """What the transposed convolutions share: with "same" the output is stride times as long as the input."""
+class _Padded:
+    """What all convolutions share: MindSpore's arguments; only "pad" leaves the padding to torch's layer."""
 
     def __init__(
         self,
@@ -243,14 +195,41 @@ class _ConvTranspose:
             kernel_size,
             stride,
             inside,
+            dilation=dilation,
             groups=group,
             bias=has_bias,
-            dilation=dilation,
             dtype=dtype,
         )
         self.pad_mode = pad_mode
         _initialize(self.weight, weight_init)  # type: ignore[attr-defined]
         _initialize(self.bias, bias_init)  # type: ignore[attr-defined]
+
+
+class _Conv(_Padded):
+    """What the convolutions share: for "same" the input is padded before torch's layer sees it."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """[N, C, ...] to [N, out_channels, ...]."""
+        if self.pad_mode == "same":
+            x = F.pad(x, _same_padding(x.shape[2:], self.kernel_size, self.stride, self.dilation))
+        with in_dtype_of(x, self.weight):
+            return super().forward(x)  # type: ignore[misc]
+
+
+class Conv1d(_Conv, torch.nn.Conv1d, Cell):
+    """Convolution over [N, C, L]; `pad_mode` "same" (the default), "valid" or "pad"."""
+
+
+class Conv2d(_Conv, torch.nn.Conv2d, Cell):
+    """Convolution over [N, C, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
+
+
+class Conv3d(_Conv, torch.nn.Conv3d, Cell):
+    """Convolution over [N, C, D, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
+
+
+class _ConvTranspose(_Padded):
+    """What the transposed convolutions share: with "same" the output is stride times as long as the input."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """[N, C, ...] to [N, out_channels, ...]."""
