@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -148,6 +148,7 @@ class Session:
         self.level, self.policy, self.device = level, policy, device
         self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
         self.conversions, self.masters = conversions, masters
+        self._region = policy, autocast(device.type, policy=policy)
         self.steps = 0
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
@@ -156,6 +157,8 @@ class Session:
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
         self._warned = False
+        self.found_inf: bool | Tensor | None = None
+        """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
         self._steppers: list[Stepper] = [
             OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, masters.get(i))
@@ -172,6 +175,10 @@ class Session:
 
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
+        if enabled and not torch.compiler.is_compiling():
+            if self._region[0] is not self.policy:  # a replay tries another one
+                self._region = self.policy, autocast(self.device.type, policy=self.policy)
+            return self._region[1]
         return autocast(self.device.type, policy=self.policy, enabled=enabled)
 
     def backward(
@@ -201,8 +208,9 @@ class Session:
                 "reduce it (loss.mean()) or pass gradient="
             )
         indices = self._indices(optimizer)
-        with ExitStack() as stack:
+        with ExitStack() if self._releasing else nullcontext() as stack:
             for index, stepper in self._releasing:
+                assert stack is not None
                 inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             self._open(indices)
@@ -276,12 +284,17 @@ class Session:
         scaled = not isinstance(pending.scale, NoLossScale)
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
-        measured = stepper.measure(
-            pending.scale.inverse(self.device) if scaled else None, self.loss_scale.needs_max_abs
-        )
-        first = pending.found_inf is None
-        found = self._found_inf(index, pending, measured.finite)
-        stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
+        inv_scale = pending.scale.inverse(self.device) if scaled else None
+        first, wants_max = pending.found_inf is None, self.loss_scale.needs_max_abs
+        if clip_norm is None and not self.skip_nonfinite:
+            measured = stepper.look_and_update(inv_scale, wants_max)
+            found = self._found_inf(index, pending, measured.finite)
+        else:
+            measured = stepper.measure(inv_scale, wants_max)
+            found = self._found_inf(index, pending, measured.finite)
+            self.found_inf = found
+            stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
+            self.found_inf = None
         if first:
             self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
         if zero_grad:

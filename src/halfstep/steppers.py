@@ -52,6 +52,10 @@ class Stepper(Protocol):
         """Unscale, clip and update, or skip where `found_inf` is set."""
         ...
 
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
+        ...
+
     def clear(self) -> None:
         """Drop the gradients."""
         ...
@@ -99,6 +103,9 @@ class OnePassStepper:
     def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
+        known = self.optimizer.measure_on_host(inv_scale)
+        if known is not None:
+            return Measured(*known)
         return _on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
@@ -106,6 +113,16 @@ class OnePassStepper:
         clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
         self._clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
+
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """One pass over gradients, weights and states, where the optimizer has one."""
+        if not self.optimizer.planned:
+            measured = self.measure(inv_scale, needs_max_abs)
+            self.update(measured, None, False)
+            return measured
+        self.optimizer.step(inv_scale=inv_scale, look=True)
+        looked = self.optimizer.looked
+        return self.measure(inv_scale, needs_max_abs) if looked is None else Measured(*looked)
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -157,6 +174,12 @@ class TorchStepper:
         if clip_norm is not None:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
+
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """`measure`, then `update`."""
+        measured = self.measure(inv_scale, needs_max_abs)
+        self.update(measured, None, False)
+        return measured
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
         gradients = self.gradients()

@@ -21,6 +21,7 @@ from halfstep.optim.slots import Slot
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
+DTYPES = {code: dtype for dtype, code in GRADS.items()}
 
 
 @cache
@@ -40,65 +41,107 @@ def kernels() -> Any:
 
 
 @cache
+def fused() -> Any:
+    """The module of the kernels that measure and update in one call."""
+    from halfstep.optim import _numba_fused
+
+    return _numba_fused
+
+
+@cache
 def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
     rows = [(p, s, min(ITEM, n - s)) for p, n in enumerate(sizes) for s in range(0, n, ITEM)]
     return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
 
 
 Variant = tuple[int, int, int]
-
-
-class Table:
-    """What the kernel of one variant is called with; kept while it works on the same slots."""
-
-    def __init__(self, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
-        self.slots = slots
-        self.kernel = kernels().updater(algorithm.code, *variant)
-        self.addresses = np.array([slot.row for slot in slots], np.int64)
-        self.items, self.sizes = _items(tuple(slot.weight.numel() for slot in slots))
-
-
-Tables = dict[tuple[int, Variant, int], Table]
+Look = tuple[bool, float, float]
+"""Finite flag, norm and largest magnitude, of gradients that were multiplied by the inverse scale."""
 Work = Sequence[tuple[Slot, Tensor, Row, int]]
 
 
-def update(algorithm: Algorithm, work: Work, factor: float, tables: Tables) -> bool:
-    """`reference.update` for CPU slots; true where a weight left the range of its master.
+def variant_of(slot: Slot, grad: torch.dtype) -> Variant:
+    """Which kernel updates a slot whose gradient has this dtype, within one algorithm."""
+    return slot.kind, GRADS[grad], slot.state_kind if slot.states else L.STATE_FP32
 
-    `tables` keeps between steps what does not change from one to the next.
-    """
+
+class Table:
+    """What the kernels of one variant are called with; column 2 of `addresses` is the caller's to fill."""
+
+    def __init__(self, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
+        self._kernel = algorithm.code, *variant
+        self._grad = variant[1]
+        self.addresses = np.array([slot.row for slot in slots], np.int64)
+        self.scalars = np.zeros((len(slots), 8), np.float32)
+        self.keys = np.zeros(len(slots), np.uint32)
+        self._items, self._sizes = _items(tuple(slot.weight.numel() for slot in slots))
+        self._status = np.zeros(1, np.int64)
+        self._found = np.empty(len(self._sizes)), np.empty(len(self._sizes), np.float32)
+
+    def update(self, look: bool = False) -> bool:
+        """Update every slot, with `look` measuring on the way; true where one left its master's range."""
+        given = (self._items, self.addresses, self.scalars, self.keys, self._status)
+        if look:
+            run_ranges(fused().measuring_updater(*self._kernel), self._sizes, *given, *self._found)
+        else:
+            run_ranges(kernels().updater(*self._kernel), self._sizes, *given)
+        over = bool(self._status[0])
+        self._status[0] = 0
+        return over
+
+    def measure(self) -> None:
+        """Measure the gradients."""
+        run_ranges(
+            kernels().measurer(self._grad, False), self._sizes, self._items, self.addresses, *self._found
+        )
+
+    def totals(self) -> tuple[float, float]:
+        """Sum of squares and largest magnitude that the last look found."""
+        return _totals(self._grad, self._sizes, self._items, self.addresses, *self._found)
+
+
+def update(algorithm: Algorithm, work: Work, factor: float) -> bool:
+    """`reference.update` for CPU slots; true where a weight left the range of its master."""
     variants: dict[Variant, list[tuple[Slot, Tensor, Row, int]]] = {}
     for entry in work:
-        slot, grad = entry[0], entry[1]
-        state = slot.state_kind if slot.states else L.STATE_FP32
-        variants.setdefault((slot.kind, GRADS[grad.dtype], state), []).append(entry)
-    status = np.zeros(1, np.int64)
+        variants.setdefault(variant_of(entry[0], entry[1].dtype), []).append(entry)
+    over = False
     for variant, entries in variants.items():
-        slots = [slot for slot, *_ in entries]
-        key = (algorithm.code, variant, id(slots[0]))
-        table = tables.get(key)
-        if table is None or table.slots != slots:
-            table = tables[key] = Table(algorithm, variant, slots)
+        table = Table(algorithm, variant, [slot for slot, *_ in entries])
         table.addresses[:, 2] = [grad.data_ptr() for _, grad, _, _ in entries]
-        scalars = np.array([(factor, *row) for _, _, row, _ in entries], np.float32)
-        keys = np.array([key for _, _, _, key in entries], np.uint32)
-        run_ranges(table.kernel, table.sizes, table.items, table.addresses, scalars, keys, status)
-    return bool(status[0])
+        table.scalars[:] = [(factor, *row) for _, _, row, _ in entries]
+        table.keys[:] = [key for _, _, _, key in entries]
+        over |= table.update()
+    return over
 
 
-def measure(grads: Sequence[Tensor], inv_scale: float) -> tuple[bool, float, float]:
+def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
     """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each."""
-    total, top = 0.0, 0.0
-    for dtype in {g.dtype for g in grads}:
+    found: list[tuple[float, float]] = []
+    for dtype in dict.fromkeys(g.dtype for g in grads):
         code, same = GRADS[dtype], [g for g in grads if g.dtype is dtype]
         items, sizes = _items(tuple(g.numel() for g in same))
         table = np.zeros((len(same), 7), np.int64)
         table[:, 2] = [g.data_ptr() for g in same]
         squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
         run_ranges(kernels().measurer(code, False), sizes, items, table, squares, peaks)
-        peak = float(peaks.max(initial=0.0))
-        if 0 < peak < TINY or HUGE < peak < np.inf:  # fp32 squares may have vanished or overflowed
-            run_ranges(kernels().measurer(code, True), sizes, items, table, squares, peaks)
-        total += float(squares.sum())
-        top = float(np.maximum(top, peak))
+        found.append(_totals(code, sizes, items, table, squares, peaks))
+    return combined(found, inv_scale)
+
+
+def _totals(
+    code: int, sizes: tuple[int, ...], items: Any, table: Any, squares: Any, peaks: Any
+) -> tuple[float, float]:
+    """Sum of squares and largest magnitude; squares that fp32 may have lost are taken again in float64."""
+    peak = peaks.max(initial=0.0).item()
+    if 0 < peak < TINY or HUGE < peak < math.inf:
+        run_ranges(kernels().measurer(code, True), sizes, items, table, squares, peaks)
+    return squares.sum().item(), peak
+
+
+def combined(found: list[tuple[float, float]], inv_scale: float) -> Look:
+    """The answer for several sets of gradients; NaN wins over inf."""
+    total, top = found[0] if found else (0.0, 0.0)
+    for squares, peak in found[1:]:
+        total, top = total + squares, float(np.maximum(top, peak))
     return math.isfinite(top), c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value

@@ -6,15 +6,21 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import _numba_backend, _triton_backend, launch, portable, slots
 from halfstep.optim._gradients import GradStats
 from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.host_plan import HostPlan
 from halfstep.optim.launch import Scalar
 from halfstep.optim.release import GradientRelease
 
@@ -59,7 +65,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> None:
         self._slots: dict[Tensor, slots.Slot] = {}
         self._index: dict[Tensor, Place] = {}
-        self._tables: launch.Tables = {}
+        self._plan: HostPlan | None = None
+        self.looked: tuple[bool, float, float] | None = None
         self._late = launch.LateErrors()
         self._plans = _triton_backend.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
@@ -114,7 +121,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if slot is not None and value is None and slot.fits():
             return slot
         algorithm, kind, state_kind = self._formats(p, group)
-        state = cast("dict[str, Any]", self.state[p])
+        state, self._plan = cast("dict[str, Any]", self.state[p]), None
         slots.fill_state(state, p, algorithm, kind, state_kind, value)
         slot = slots.make_slot(p, state, algorithm, kind, state_kind, self._base_key(group, place))
         self._slots[p] = slot
@@ -148,10 +155,24 @@ class OnePassOptimizer(torch.optim.Optimizer):
         assert self.release is not None
         return self.release.stats(rest) or seen
 
-    @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> tuple[bool, float, float] | None:
-        """`measure` as Python numbers, a little faster; None where the CPU kernels did not see everything."""
-        return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
+        """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
+        if self._planned():
+            assert self._plan is not None
+            return self._plan.measure(launch.number(inv_scale))
+        with torch.no_grad():
+            return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the last step left a plan, by which the next can measure and update in one pass."""
+        return self._plan is not None
+
+    def _planned(self) -> bool:
+        """Whether the plan of an earlier step holds; one that does not is forgotten."""
+        if self._plan is not None and not self._plan.ready(self.param_groups):
+            self._plan = None
+        return self._plan is not None
 
     def _gradients(self) -> list[Tensor]:
         return [g for group in self.param_groups for p in group["params"] if (g := dense_grad(p)) is not None]
@@ -168,7 +189,6 @@ class OnePassOptimizer(torch.optim.Optimizer):
         finite, norm, max_abs = known
         return GradStats(torch.tensor(finite), torch.tensor(norm), torch.tensor(max_abs))
 
-    @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         closure: Callable[[], Any] | None = None,
@@ -176,6 +196,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         inv_scale: Scalar = None,
         clip_coef: Scalar = None,
         found_inf: bool | Tensor | None = None,
+        look: bool = False,
     ) -> Any:
         """Update every parameter that has a gradient, in one pass.
 
@@ -184,16 +205,54 @@ class OnePassOptimizer(torch.optim.Optimizer):
         may be a device tensor and nothing is read back. Returns what `closure` returns. Raises
         MasterRangeError when a weight outgrew an exact fp16 master (it stays at 65504; on an accelerator the
         error comes up to two steps late).
+
+        With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
+        no further pass; None where `planned` was false.
         """
+        run = self._checked_step
+        if any(_step_hooks(self)) or torch.autograd._profiler_enabled():  # pyright: ignore
+            run = partial(_hooked_step, self)
+        return run(closure, inv_scale=inv_scale, clip_coef=clip_coef, found_inf=found_inf, look=look)
+
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _checked_step(
+        self,
+        closure: Callable[[], Any] | None,
+        *,
+        inv_scale: Scalar,
+        clip_coef: Scalar,
+        found_inf: bool | Tensor | None,
+        look: bool,
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._late.check()
-        self._step(self._places(), inv_scale, clip_coef, found_inf)
+        if self._plan is not None and not found_inf and self._planned():
+            scale = launch.number(inv_scale)
+            launch.check_range(self._run_plan(scale, scale * launch.number(clip_coef), look))
+            return loss
+        self.looked = None
+        with torch.no_grad():
+            self._step(self._places(), inv_scale, clip_coef, found_inf)
         if self.release is not None:
             self.release.finish()
+        elif not (isinstance(found_inf, Tensor) and not found_inf.is_cpu) and not found_inf:
+            self._plan = self._new_plan()
         return loss
+
+    def _run_plan(self, inv_scale: float, factor: float, look: bool) -> bool:
+        assert self._plan is not None
+        over, self.looked = self._plan.update(factor, inv_scale if look else None)
+        return over
+
+    def _new_plan(self) -> HostPlan | None:
+        params = [p for p, _, _ in self._places()]
+        if any(not HostPlan.fits(p) or self._runner(p.device) != "numba" for p in params):
+            return None
+        return HostPlan(self.param_groups, self.algorithm, self._slots)
 
     def _step(
         self,
@@ -222,7 +281,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             if name == "triton":
                 self._late.add(launch.on_device(job, device, found_inf, self._plans))
             elif device.type == "cpu":
-                launch.on_host(job, self._tables.setdefault(g, {}) if name == "numba" else None)
+                launch.on_host(job, name == "numba")
             else:
                 self._late.add(launch.on_device(job, device, found_inf))
 
@@ -306,9 +365,22 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(restored)
         self._slots.clear()
-        self._tables.clear()
+        self._plan = None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+
+def _step_hooks(optimizer: OnePassOptimizer) -> Iterator[Any]:
+    """The registries of hooks that run around a step."""
+    yield optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    yield optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
+    yield _global_optimizer_pre_hooks
+    yield _global_optimizer_post_hooks
+
+
+# What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
+# a profiler is there to see it, for it takes 15 us.
+_hooked_step = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
 
 
 def dense_grad(p: Tensor) -> Tensor | None:
