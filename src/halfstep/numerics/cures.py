@@ -171,9 +171,12 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
     if session is not None:
         if isinstance(session.loss_scale, NoLossScale):
             return None
-        return lambda: _with_attributes(
-            session, loss_scale=StaticLossScale(session.loss_scale.value * 2.0**bits)
-        )
+
+        def constant() -> AbstractContextManager[None]:
+            scale = StaticLossScale(float(session.loss_scale.value) * 2.0**bits)
+            return _with_attributes(session, loss_scale=scale)
+
+        return constant
     if scaler is None or not scaler.is_enabled():
         return None
 
