@@ -19,6 +19,7 @@ from halfstep.optim.algorithms import Algorithm, Row
 from halfstep.optim.slots import Slot
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
+SMALL_ITEM = 8192  # of one that is measured and then updated: its gradients stay in the first cache
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 DTYPES = {code: dtype for dtype, code in GRADS.items()}
@@ -49,8 +50,8 @@ def fused() -> Any:
 
 
 @cache
-def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    rows = [(p, s, min(ITEM, n - s)) for p, n in enumerate(sizes) for s in range(0, n, ITEM)]
+def _items(sizes: tuple[int, ...], most: int = ITEM) -> tuple[Any, tuple[int, ...]]:
+    rows = [(p, s, min(most, n - s)) for p, n in enumerate(sizes) for s in range(0, n, most)]
     return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
 
 
@@ -69,35 +70,54 @@ class Table:
     """What the kernels of one variant are called with; column 2 of `addresses` is the caller's to fill."""
 
     def __init__(self, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
-        self._kernel = algorithm.code, *variant
-        self._grad = variant[1]
+        self._variant, self._grad = (algorithm.code, *variant), variant[1]
+        self._kernel, self._looking = kernels().updater(*self._variant), None
         self.addresses = np.array([slot.row for slot in slots], np.int64)
         self.scalars = np.zeros((len(slots), 8), np.float32)
         self.keys = np.zeros(len(slots), np.uint32)
-        self._items, self._sizes = _items(tuple(slot.weight.numel() for slot in slots))
+        self._elements = tuple(slot.weight.numel() for slot in slots)
+        self._work = _Work(self._elements, ITEM)
+        self._looked = self._work
         self._status = np.zeros(1, np.int64)
-        self._found = np.empty(len(self._sizes)), np.empty(len(self._sizes), np.float32)
 
     def update(self, look: bool = False) -> bool:
         """Update every slot, with `look` measuring on the way; true where one left its master's range."""
-        given = (self._items, self.addresses, self.scalars, self.keys, self._status)
+        given = (self.addresses, self.scalars, self.keys, self._status)
         if look:
-            run_ranges(fused().measuring_updater(*self._kernel), self._sizes, *given, *self._found)
+            if self._looking is None:
+                self._looking = fused().measuring_updater(*self._variant), _Work(self._elements, SMALL_ITEM)
+            kernel, self._looked = self._looking
+            run_ranges(kernel, self._looked.sizes, self._looked.items, *given, *self._looked.found)
         else:
-            run_ranges(kernels().updater(*self._kernel), self._sizes, *given)
+            run_ranges(self._kernel, self._work.sizes, self._work.items, *given)
         over = bool(self._status[0])
         self._status[0] = 0
         return over
 
     def measure(self) -> None:
         """Measure the gradients."""
-        run_ranges(
-            kernels().measurer(self._grad, False), self._sizes, self._items, self.addresses, *self._found
-        )
+        self._looked = work = self._work
+        run_ranges(kernels().measurer(self._grad, False), work.sizes, work.items, self.addresses, *work.found)
 
     def totals(self) -> tuple[float, float]:
         """Sum of squares and largest magnitude that the last look found."""
-        return _totals(self._grad, self._sizes, self._items, self.addresses, *self._found)
+        return self._looked.totals(self._grad, self.addresses)
+
+
+class _Work:
+    """Work items of at most `most` elements, with room for what measuring each one finds."""
+
+    def __init__(self, elements: tuple[int, ...], most: int) -> None:
+        self.items, self.sizes = _items(elements, most)
+        self.found = np.empty(len(self.sizes)), np.empty(len(self.sizes), np.float32)
+
+    def totals(self, grad: int, addresses: Any) -> tuple[float, float]:
+        """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
+        squares, peaks = self.found
+        peak = peaks.max(initial=0.0).item()
+        if 0 < peak < TINY or HUGE < peak < math.inf:
+            run_ranges(kernels().measurer(grad, True), self.sizes, self.items, addresses, *self.found)
+        return squares.sum().item(), peak
 
 
 def update(algorithm: Algorithm, work: Work, factor: float) -> bool:
@@ -120,23 +140,12 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
     found: list[tuple[float, float]] = []
     for dtype in dict.fromkeys(g.dtype for g in grads):
         code, same = GRADS[dtype], [g for g in grads if g.dtype is dtype]
-        items, sizes = _items(tuple(g.numel() for g in same))
-        table = np.zeros((len(same), 7), np.int64)
-        table[:, 2] = [g.data_ptr() for g in same]
-        squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
-        run_ranges(kernels().measurer(code, False), sizes, items, table, squares, peaks)
-        found.append(_totals(code, sizes, items, table, squares, peaks))
+        work = _Work(tuple(g.numel() for g in same), ITEM)
+        addresses = np.zeros((len(same), 7), np.int64)
+        addresses[:, 2] = [g.data_ptr() for g in same]
+        run_ranges(kernels().measurer(code, False), work.sizes, work.items, addresses, *work.found)
+        found.append(work.totals(code, addresses))
     return combined(found, inv_scale)
-
-
-def _totals(
-    code: int, sizes: tuple[int, ...], items: Any, table: Any, squares: Any, peaks: Any
-) -> tuple[float, float]:
-    """Sum of squares and largest magnitude; squares that fp32 may have lost are taken again in float64."""
-    peak = peaks.max(initial=0.0).item()
-    if 0 < peak < TINY or HUGE < peak < math.inf:
-        run_ranges(kernels().measurer(code, True), sizes, items, table, squares, peaks)
-    return squares.sum().item(), peak
 
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> Look:

@@ -193,6 +193,8 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     """
     one = element(algorithm, weight, grad, state)
     wide = widths(algorithm, weight, grad, state)
+    if not {1, 2} & set(wide):
+        return fp32_core(one, wide)
     ask = asker(*wide)
     pair_w, pair_x, pair_g, pair_m, pair_v = (PAIR[n] for n in wide)
     put_w, put_x, _, put_m, put_v = (PUT_PAIR[n] for n in wide)
@@ -232,6 +234,24 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
             set_v(v, i, v0)
         if bad != i32(0):
             status[0] = 1
+
+    return compiled()(run)
+
+
+def fp32_core(one: Any, wide: tuple[int, ...]) -> Any:
+    """`core` where every stream holds fp32: pairs would keep the compiler from whole vectors."""
+    get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
+    set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
+
+    def run(n, w, x, g, m, v, s, tops, key, start, status):
+        for i in range(n):
+            h, x0, m0, v0, _ = one(
+                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, tops, u32(0), key
+            )
+            set_w(w, i, h)
+            set_x(x, i, x0)
+            set_m(m, i, m0)
+            set_v(v, i, v0)
 
     return compiled()(run)
 

@@ -6,7 +6,6 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -209,17 +208,14 @@ class OnePassOptimizer(torch.optim.Optimizer):
         With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
         no further pass; None where `planned` was false.
         """
-        run = self._checked_step
-        if any(_step_hooks(self)) or torch.autograd._profiler_enabled():  # pyright: ignore
-            run = partial(_hooked_step, self)
-        return run(closure, inv_scale=inv_scale, clip_coef=clip_coef, found_inf=found_inf, look=look)
+        run = _hooked_step if _is_watched(self) else OnePassOptimizer._checked_step
+        return run(self, closure, inv_scale, clip_coef, found_inf, look)
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _checked_step(
         self,
         closure: Callable[[], Any] | None,
-        *,
         inv_scale: Scalar,
         clip_coef: Scalar,
         found_inf: bool | Tensor | None,
@@ -370,12 +366,15 @@ class OnePassOptimizer(torch.optim.Optimizer):
             hook(self)
 
 
-def _step_hooks(optimizer: OnePassOptimizer) -> Iterator[Any]:
-    """The registries of hooks that run around a step."""
-    yield optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    yield optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
-    yield _global_optimizer_pre_hooks
-    yield _global_optimizer_post_hooks
+def _is_watched(optimizer: OnePassOptimizer) -> bool:
+    """Whether a hook runs around the step, or a profiler."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()  # pyright: ignore
+    )
 
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
