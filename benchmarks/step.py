@@ -8,6 +8,7 @@ an op that the policy does not touch at most 0.1 us more.
 """
 
 import argparse
+import inspect
 import json
 import platform
 import statistics
@@ -86,13 +87,15 @@ def steps_of(
 ) -> tuple[Step, Step]:
     """Whole steps (forward, loss, backward, update, zero), ours at `level` and torch.autocast's, bf16.
 
-    `one_pass` gives our side halfstep's AdamW, with the arguments of torch's.
+    `one_pass` gives our side halfstep's optimizer of the same kind, with the arguments of torch's.
     """
     x, y = batch
     model, optimizer = build()
     if one_pass:
-        given = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        optimizer = hs.optim.AdamW(model.parameters(), **given)
+        same = {torch.optim.AdamW: hs.optim.AdamW, torch.optim.SGD: hs.optim.SGD}[type(optimizer)]
+        known = set(inspect.signature(same).parameters) & set(inspect.signature(type(optimizer)).parameters)
+        given = {name: optimizer.defaults[name] for name in known & set(optimizer.defaults)}
+        optimizer = same(model.parameters(), **given)
     amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
     theirs, their_optimizer = build()
 
@@ -171,14 +174,9 @@ def measure(count: int) -> list[Result]:
 
     for recipe in RECIPES.values():
         batch = next(iter(recipe.task().train(0)))
-        add(
-            ratio(
-                f"O1 bf16 {recipe.name}",
-                *steps_of(lambda r=recipe: r.build(0), recipe.loss, batch, "O1"),
-                1.02,
-                count,
-            )
-        )
+        for one_pass, suffix in ((False, ""), (True, ", hs.optim")):
+            steps = steps_of(lambda r=recipe: r.build(0), recipe.loss, batch, "O1", one_pass)
+            add(ratio(f"O1 bf16 {recipe.name}{suffix}", *steps, 1.02, count))
     gpt = RECIPES["text-gpt"]
     batch = next(iter(gpt.task().train(0)))
     add(ratio("O2 bf16 text-gpt", *steps_of(lambda: gpt.build(0), gpt.loss, batch, "O2"), 1.05, count))

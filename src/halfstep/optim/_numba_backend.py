@@ -20,6 +20,7 @@ from halfstep.optim.slots import Slot
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
 SMALL_ITEM = 8192  # of one that is measured and then updated: its gradients stay in the first cache
+TOGETHER = 1 << 22  # with more elements, two streams through memory are faster than one that stops and goes
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 DTYPES = {code: dtype for dtype, code in GRADS.items()}
@@ -83,6 +84,9 @@ class Table:
     def update(self, look: bool = False) -> bool:
         """Update every slot, with `look` measuring on the way; true where one left its master's range."""
         given = (self.addresses, self.scalars, self.keys, self._status)
+        if look and sum(self._elements) > TOGETHER:
+            self.measure()
+            look = False
         if look:
             if self._looking is None:
                 self._looking = fused().measuring_updater(*self._variant), _Work(self._elements, SMALL_ITEM)
