@@ -164,6 +164,11 @@ def test_own_functions_can_be_given_rules() -> None:
     assert ops.canonical_op(scaled) == name
 
 
+def test_only_functions_become_own_ops() -> None:
+    with pytest.raises(ConfigError, match="not int"):
+        op(3)  # type: ignore[arg-type]
+
+
 def test_own_functions_go_through_the_installed_caller(plain_caller: None) -> None:
     seen = []
 

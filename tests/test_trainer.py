@@ -178,6 +178,8 @@ def test_skipped_steps_are_in_the_history():
         ({"steps": 3, "epochs": 1}, "give exactly one"),
         ({"steps": 0}, "at least 1"),
         ({"epochs": 0}, "at least 1"),
+        ({"steps": "a"}, "steps='a'.*whole number"),
+        ({"steps": 1.5}, "steps=1.5.*whole number"),
     ],
 )
 def test_how_long_must_be_said_once(options, message):
@@ -192,6 +194,10 @@ def test_how_long_must_be_said_once(options, message):
         ({"read_every": 0}, "read_every=0"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
         ({"checkpoint_every": 5}, "without a folder"),
+        ({"checkpoint_every": "a"}, "checkpoint_every='a'"),
+        ({"checkpoints": 3}, "checkpoints=3.*path"),
+        ({"callbacks": 3}, "callbacks=3.*list"),
+        ({"metrics": [1]}, "metrics=.*functions"),
         ({"level": "O9"}, "O9"),
         ({"dtype": "int8"}, "int8"),
     ],
@@ -211,6 +217,10 @@ def test_wrong_models_optimizers_and_loaders_are_refused():
         make().fit([], steps=3)
     with pytest.raises(ConfigError, match="has no length"):
         make().fit(iter([(X, Y)]), epochs=1)
+    with pytest.raises(ConfigError, match="NoneType as a loader"):
+        make().fit(None, steps=1)
+    with pytest.raises(ConfigError, match="loss_fn=None"):
+        Trainer(nn.Linear(2, 2), stranger, None)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="expected a pair"):
         make().fit([X], steps=1)
 

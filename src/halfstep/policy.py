@@ -236,8 +236,10 @@ def op(fn: Callable[P, R]) -> Callable[P, R]:
     """Register an own Python function as an op, so that `Policy.with_rules` can give it a rule.
 
     In an active region its floating tensor arguments are cast as its rule says; elsewhere, and without a
-    rule, it runs as written. Its name is "module.qualname".
+    rule, it runs as written. Its name is "module.qualname". ConfigError for anything but a function.
     """
+    if not hasattr(fn, "__qualname__"):
+        raise ConfigError(f"op decorates functions, not {type(fn).__name__}")
     name = f"{fn.__module__}.{fn.__qualname__}"
 
     @functools.wraps(fn)

@@ -182,7 +182,8 @@ class Trainer:
         trace: bool = False,
     ) -> None:
         counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
-        _check_options(counts, checkpoints)
+        _check_options({**counts, "keep": keep}, checkpoints)
+        _check_callables(loss_fn, metrics, callbacks, loggers)
         if device is not None:
             model.to(device)
         self.names = _checkpoint.parameter_names(model, optimizer)
@@ -347,6 +348,11 @@ class Trainer:
     def _last_step(self, loader: Iterable[Any], steps: int | None, epochs: int | None) -> int:
         if (steps is None) == (epochs is None):
             raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
+        for name, value in (("steps", steps), ("epochs", epochs)):
+            if value is not None and not _is_count(value):
+                raise ConfigError(f"fit got {name}={value!r}; expected a whole number")
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
         if steps is not None:
             last = steps
         elif hasattr(loader, "__len__"):
@@ -434,8 +440,24 @@ def _require_finite(value: Tensor, part: str, step: int) -> None:
 def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) -> None:
     for name, value in counts.items():
         least = 0 if name == "checkpoint_every" else 1
-        if value < least:
-            raise ConfigError(f"{name}={value}; expected {least} or more")
+        if not _is_count(value) or value < least:
+            raise ConfigError(f"{name}={value!r}; expected a whole number, {least} or more")
     every = counts["checkpoint_every"]
     if every and checkpoints is None:
         raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
+    if checkpoints is not None and not isinstance(checkpoints, str | Path):
+        raise ConfigError(f"checkpoints={checkpoints!r}; expected a folder's path")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_callables(loss_fn: Any, metrics: Any, callbacks: Any, loggers: Any) -> None:
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn={loss_fn!r}; expected a function (output, target) -> loss")
+    if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
+        raise ConfigError(f"metrics={metrics!r}; expected names and functions (output, target) -> value")
+    for name, given in (("callbacks", callbacks), ("loggers", loggers)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise ConfigError(f"{name}={given!r}; expected a list")

@@ -313,6 +313,8 @@ def test_a_compiled_model_is_watched_as_far_as_it_can_be():
 
 
 def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ConfigError, match="watch got a NoneType"):
+        watch(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="without parameters"):
         watch(nn.Identity())
 

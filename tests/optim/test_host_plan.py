@@ -111,14 +111,15 @@ def test_hooks_and_schedulers_see_every_step():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_pre_hook(lambda _, args, given: seen.append(f"{len(args)}, {given['clip_coef']}"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append("global"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's, where a scheduler steps before its optimizer
-        optimizer.step()
+        optimizer.step(clip_coef=0.5)
         scheduler.step()
     handle.remove()
-    assert seen == ["global", "before", "after"]
+    assert seen == ["global", "before", "1, 0.5", "after"]
 
 
 def test_a_profiler_sees_the_step():

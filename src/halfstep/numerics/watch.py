@@ -86,8 +86,10 @@ def watch(
             over it. Largest magnitudes are of all elements either way.
 
     Raises:
-        ConfigError: a model without parameters.
+        ConfigError: no model, or one without parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"watch got a {type(model).__name__}, expected the torch.nn.Module that is trained")
     return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
 
 

@@ -208,18 +208,20 @@ class OnePassOptimizer(torch.optim.Optimizer):
         With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
         no further pass; None where `planned` was false.
         """
-        run = _hooked_step if _is_watched(self) else OnePassOptimizer._checked_step
-        return run(self, closure, inv_scale, clip_coef, found_inf, look)
+        if not _is_watched(self):
+            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look)
+        given = {"inv_scale": inv_scale, "clip_coef": clip_coef, "found_inf": found_inf, "look": look}
+        return _hooked_step(self, *(() if closure is None else (closure,)), **given)
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _checked_step(
         self,
-        closure: Callable[[], Any] | None,
-        inv_scale: Scalar,
-        clip_coef: Scalar,
-        found_inf: bool | Tensor | None,
-        look: bool,
+        closure: Callable[[], Any] | None = None,
+        inv_scale: Scalar = None,
+        clip_coef: Scalar = None,
+        found_inf: bool | Tensor | None = None,
+        look: bool = False,
     ) -> Any:
         loss = None
         if closure is not None:
@@ -379,7 +381,7 @@ def _is_watched(optimizer: OnePassOptimizer) -> bool:
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
 # a profiler is there to see it, for it takes 15 us.
-_hooked_step = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
+_hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
 
 
 def dense_grad(p: Tensor) -> Tensor | None:
