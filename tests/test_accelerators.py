@@ -130,7 +130,7 @@ def test_the_cpu_passes_the_battery():
     [
         (
             ("--module", "no.such.module"),
-            "--module 'no.such.module' cannot be imported: No module named 'no'",
+            "--module 'no.such.module' cannot be imported: ModuleNotFoundError: No module named 'no'",
         ),
         (("--module", "nowhere.py"), "--module 'nowhere.py': no such file"),
         ((), "unknown device 'pydev'; expected one of cpu"),

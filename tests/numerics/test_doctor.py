@@ -260,7 +260,12 @@ def test_ctrl_c_in_the_middle_leaves_one_line_and_no_report(tmp_path):
     )
     report = tmp_path / "report.html"
     report.write_text("the report before")
-    command = "import sys, halfstep_command; sys.exit(halfstep_command.main())"
+    # A job that was started in the background ignores SIGINT, and so do its children: as at a terminal, then.
+    command = (
+        "import signal, sys, halfstep_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(halfstep_command.main())"
+    )
     run = subprocess.Popen(
         [sys.executable, "-c", command, "doctor", str(script), "--report", str(report)],
         stdout=subprocess.PIPE,

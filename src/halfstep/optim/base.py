@@ -210,7 +210,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """
         if not _is_watched(self):
             return self._checked_step(closure, inv_scale, clip_coef, found_inf, look)
-        given = {"inv_scale": inv_scale, "clip_coef": clip_coef, "found_inf": found_inf, "look": look}
+        options = {
+            "inv_scale": inv_scale,
+            "clip_coef": clip_coef,
+            "found_inf": found_inf,
+            "look": look or None,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
         return _hooked_step(self, *(() if closure is None else (closure,)), **given)
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
