@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from halfstep.errors import UnsupportedError
 from halfstep.optim import SGD, AdamW, Lion
 from halfstep.optim.base import OnePassOptimizer
 
@@ -101,6 +102,17 @@ def test_looking_on_the_way_says_what_measuring_says():
         else:
             assert expected is not None
             assert str(optimizer.looked) == str(expected)
+
+
+def test_a_sparse_gradient_is_refused_by_name_after_planned_steps_too():
+    p = nn.Parameter(torch.ones(5, 2))
+    optimizer = SGD([p], lr=0.1)
+    p.grad = torch.ones(5, 2)
+    optimizer.step()
+    assert optimizer.planned
+    p.grad = torch.eye(5)[:, :2].to_sparse()
+    with pytest.raises(UnsupportedError, match="dense gradients"):
+        optimizer.step()
 
 
 def test_hooks_and_schedulers_see_every_step():

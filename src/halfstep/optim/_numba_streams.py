@@ -135,7 +135,6 @@ def put_0(a, i, x):
 
 PAIR = {4: pair_4, 2: pair_2, 1: pair_1, 0: pair_0}
 PUT_PAIR = {4: put_pair_4, 2: put_pair_2, 1: put_pair_1, 0: put_pair_0}
-# Functions, not intrinsics: these have another name in each process, and the disk cache would never hit.
 GET = {4: get_4, 2: get_2, 1: get_1, 0: get_0}
 PUT = {4: put_4, 2: put_2, 1: put_1, 0: put_0}
 
