@@ -19,8 +19,6 @@ from halfstep.optim.algorithms import Algorithm, Row
 from halfstep.optim.slots import Slot
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
-SMALL_ITEM = 8192  # of one that is measured and then updated: its gradients stay in the first cache
-TOGETHER = 1 << 22  # with more elements, two streams through memory are faster than one that stops and goes
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 DTYPES = {code: dtype for dtype, code in GRADS.items()}
@@ -43,16 +41,8 @@ def kernels() -> Any:
 
 
 @cache
-def fused() -> Any:
-    """The module of the kernels that measure and update in one call."""
-    from halfstep.optim import _numba_fused
-
-    return _numba_fused
-
-
-@cache
-def _items(sizes: tuple[int, ...], most: int = ITEM) -> tuple[Any, tuple[int, ...]]:
-    rows = [(p, s, min(most, n - s)) for p, n in enumerate(sizes) for s in range(0, n, most)]
+def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    rows = [(p, s, min(ITEM, n - s)) for p, n in enumerate(sizes) for s in range(0, n, ITEM)]
     return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
 
 
@@ -72,47 +62,40 @@ class Table:
 
     def __init__(self, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
         self._variant, self._grad = (algorithm.code, *variant), variant[1]
-        self._kernel, self._looking = kernels().updater(*self._variant), None
+        self._kernels: dict[bool, Any] = {}
         self.addresses = np.array([slot.row for slot in slots], np.int64)
         self.scalars = np.zeros((len(slots), 8), np.float32)
         self.keys = np.zeros(len(slots), np.uint32)
-        self._elements = tuple(slot.weight.numel() for slot in slots)
-        self._work = _Work(self._elements, ITEM)
-        self._looked = self._work
+        self._work = _Work(tuple(slot.weight.numel() for slot in slots))
         self._status = np.zeros(1, np.int64)
 
     def update(self, look: bool = False) -> bool:
         """Update every slot, with `look` measuring on the way; true where one left its master's range."""
-        given = (self.addresses, self.scalars, self.keys, self._status)
-        if look and sum(self._elements) > TOGETHER:
-            self.measure()
-            look = False
-        if look:
-            if self._looking is None:
-                self._looking = fused().measuring_updater(*self._variant), _Work(self._elements, SMALL_ITEM)
-            kernel, self._looked = self._looking
-            run_ranges(kernel, self._looked.sizes, self._looked.items, *given, *self._looked.found)
-        else:
-            run_ranges(self._kernel, self._work.sizes, self._work.items, *given)
+        kernel = self._kernels.get(look)
+        if kernel is None:
+            kernel = self._kernels[look] = kernels().updater(*self._variant, look)
+        work = self._work
+        given = (self.addresses, self.scalars, self.keys, self._status, *work.found)
+        run_ranges(kernel, work.sizes, work.items, *given)
         over = bool(self._status[0])
         self._status[0] = 0
         return over
 
     def measure(self) -> None:
         """Measure the gradients."""
-        self._looked = work = self._work
+        work = self._work
         run_ranges(kernels().measurer(self._grad, False), work.sizes, work.items, self.addresses, *work.found)
 
     def totals(self) -> tuple[float, float]:
         """Sum of squares and largest magnitude that the last look found."""
-        return self._looked.totals(self._grad, self.addresses)
+        return self._work.totals(self._grad, self.addresses)
 
 
 class _Work:
-    """Work items of at most `most` elements, with room for what measuring each one finds."""
+    """Work items, with room for what measuring each one finds."""
 
-    def __init__(self, elements: tuple[int, ...], most: int) -> None:
-        self.items, self.sizes = _items(elements, most)
+    def __init__(self, elements: tuple[int, ...]) -> None:
+        self.items, self.sizes = _items(elements)
         self.found = np.empty(len(self.sizes)), np.empty(len(self.sizes), np.float32)
 
     def totals(self, grad: int, addresses: Any) -> tuple[float, float]:
@@ -144,7 +127,7 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
     found: list[tuple[float, float]] = []
     for dtype in dict.fromkeys(g.dtype for g in grads):
         code, same = GRADS[dtype], [g for g in grads if g.dtype is dtype]
-        work = _Work(tuple(g.numel() for g in same), ITEM)
+        work = _Work(tuple(g.numel() for g in same))
         addresses = np.zeros((len(same), 7), np.int64)
         addresses[:, 2] = [g.data_ptr() for g in same]
         run_ranges(kernels().measurer(code, False), work.sizes, work.items, addresses, *work.found)

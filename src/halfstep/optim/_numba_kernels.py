@@ -61,7 +61,7 @@ from halfstep.optim._numba_streams import (
     widths,
 )
 
-FLUSH = 4096  # gradients whose squares are added in fp32 before float64 takes over
+FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over; fewer than AHEAD
 
 
 # ---- algorithms: algorithms.py in scalars ------------------------------------------------------------------
@@ -341,27 +341,51 @@ def exponents(algorithm: int) -> Any:
 
 
 @cache
-def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
+def looker(grad: int, wide: bool) -> Any:
+    """Sum of squares and largest magnitude of `n` gradients, in fp32, or in float64 where `wide`.
+
+    The order of the sum is left to the compiler: it is the same at any number of threads.
+    """
+    kind = np.float64 if wide else np.float32
+
+    def look(address, n):
+        g16, g32 = carray(at(address), n, np.int16), carray(at(address), n, np.float32)
+        total = kind(0)
+        top = i32(0)
+        for i in range(n):
+            x = read_grad(grad, g16, g32, i)
+            top = max(top, i32(bits_of(x) & MASK))
+            total += kind(x) * kind(x)
+        return np.float64(total), top
+
+    return compiled(fastmath={"reassoc"})(look)
+
+
+@cache
+def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
     """The update of work items first..last: items (parameter, start, count), one address row a parameter.
 
     Columns of the address table: weight, master or lacking bits, gradient, first and second state, and the
-    block exponents of these two.
+    block exponents of these two. With `look` it fills `squares` and `peaks` as `measurer` does, by turns with
+    the update, which has asked for those gradients already.
     """
     update = core(algorithm, weight, grad, state)
     wide_w, wide_x, wide_g, wide_m, wide_v = widths(algorithm, weight, grad, state)
     blocks = state == L.STATE_8BIT
     largest = peak(algorithm, weight, grad)
     tops_of = exponents(algorithm)
-    stride = L.BLOCK if blocks else 1 << 30
+    seen = looker(grad, False)
+    stride = L.BLOCK if blocks else FLUSH if look else 1 << 30
     sources = SOURCES
 
-    def run(first, last, items, table, scalars, keys, status):
+    def run(first, last, items, table, scalars, keys, status, squares, peaks):
         _ = sources
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
             c = scalars[p]
             s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
             row = table[p]
+            total, top = 0.0, i32(0)
             for j in range(start, start + count, stride):
                 n = min(stride, start + count - j)
                 w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
@@ -369,9 +393,19 @@ def updater(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 tops = (i32(0), i32(0), i32(0), i32(0))
                 if blocks:
                     tops = tops_of(m, v, row[5], row[6], j // L.BLOCK, n, largest(w, x, g, n, s), s)
+                if look:
+                    squared, largest_bits = seen(g, n)
+                    total += squared
+                    top = max(top, largest_bits)
                 update(n, w, x, g, m, v, s, tops, keys[p], j, status)
+            if look:
+                squares[k] = total
+                peaks[k] = float_of(top)
 
-    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1])"
+    signature = (
+        "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1],"
+        "float64[::1],float32[::1])"
+    )
     return compiled(signature)(run)
 
 
@@ -380,35 +414,19 @@ def measurer(grad: int, wide: bool) -> Any:
     """Sum of squares and largest magnitude of each work item; NaN and inf show in the latter.
 
     Squares are taken in fp32 and added up in float64 every `FLUSH` elements, or all in float64 where `wide`.
-    The order within such a run is left to the compiler: it is the same at any number of threads.
     """
     size = 4 if grad == L.FP32 else 2
-    kind = np.float64 if wide else np.float32
-
-    def part(g16, g32):
-        total = kind(0)
-        top = i32(0)
-        for i in range(g16.shape[0]):
-            x = read_grad(grad, g16, g32, i)
-            top = max(top, i32(bits_of(x) & MASK))
-            total += kind(x) * kind(x)
-        return np.float64(total), float_of(top)
-
-    measure = compiled(fastmath={"reassoc"})(part)
+    seen = looker(grad, wide)
 
     def run(first, last, items, table, squares, peaks):
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            total = 0.0
-            top = f32(0)
+            total, top = 0.0, i32(0)
             for j in range(start, start + count, FLUSH):
-                n = min(FLUSH, start + count - j)
-                g16 = carray(at(table[p, 2] + size * j), n, np.int16)
-                g32 = carray(at(table[p, 2] + size * j), n, np.float32)
-                squared, peak = measure(g16, g32)
+                squared, largest = seen(table[p, 2] + size * j, min(FLUSH, start + count - j))
                 total += squared
-                top = float_of(max(bits_of(top), bits_of(peak)))
+                top = max(top, largest)
             squares[k] = total
-            peaks[k] = top
+            peaks[k] = float_of(top)
 
     return compiled("void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])")(run)
