@@ -157,7 +157,7 @@ _ALL = (
         batch_size=64,
         model=_models.ink_autoencoder,
         # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
-        optimizer=lambda parameters: SGD(parameters, lr=784 * 4.0),
+        optimizer=lambda parameters: SGD(parameters, lr=784 * 0.4, momentum=0.9),
         loss=_mean_divergence,
         data=_ink,
         scales=("dynamic", "none"),
