@@ -9,6 +9,7 @@ from halfstep import optim as hs_optim
 from halfstep.batches import MicroBatches
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.trace import trace_step
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
 from halfstep.trainer import Trainer
@@ -70,6 +71,38 @@ def test_a_bad_step_is_replayed_and_the_run_goes_on_as_if_not(skip):
     assert (bad.phase, bad.module, bad.op) == ("forward", "", "mul")
     kinds = [trace.bad.cause.kind for _, trace in replay.traces]
     assert kinds[1:] == ([] if skip else ["weights"])
+
+
+def release_run(trace):
+    """Four steps with released gradients, clipped; step 3 leaves the range unless its loss scale is lower."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = hs_optim.AdamW(model.parameters(), lr=1e-2, release_gradients=True)
+    amp = prepare(model, optimizer, dtype="fp16", loss_scale=DynamicLossScale(init=2.0**10))
+
+    def step(x, factor, clip_norm):
+        with amp.autocast():
+            loss = model(x).float().square().mean() * factor
+        amp.backward(loss)
+        amp.step(clip_norm=clip_norm)
+
+    replay = Replayable(amp, warn=False)
+    for (x, _, _), factor, clip_norm in zip(batches(0), (1.0, 5.0, 1e4, 1.0), (0.02, 0.01, 0.02, 0.01)):
+        if trace == "healthy":
+            trace_step(step, 3.0 * x, 2.0, 0.5, session=amp)
+        replay.run(step, x, factor, clip_norm) if trace == "bad" else step(x, factor, clip_norm)
+    return replay, model, optimizer.release._last_norm
+
+
+@pytest.mark.parametrize("trace", ["healthy", "bad"])
+def test_released_gradients_are_clipped_as_if_nothing_had_been_traced(trace):
+    _, plain, norm = release_run("")
+    replay, traced, traced_norm = release_run(trace)
+    assert [c.status for _, t in replay.traces for c in t.bad.cures if c.kind == "loss_scale"] == (
+        ["works"] if trace == "bad" else []
+    )
+    assert torch.equal(norm, traced_norm)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), traced.parameters()))
 
 
 def test_a_collapse_names_the_first_bad_op():

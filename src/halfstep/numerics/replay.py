@@ -137,9 +137,20 @@ class _SessionState:
         self._session = session
         kept = [k for k in _SESSION if k in session.__dict__ and (history or k != "history")]
         self._saved = {k: copy.copy(session.__dict__[k]) for k in kept}
+        # A stepper knows the last clip norm, and whether backward has updated weights already.
+        self._steppers = [(s, dict(vars(s))) for s in getattr(session, "_steppers", ())]
 
     def restore(self) -> None:
         self._session.__dict__.update({k: copy.copy(v) for k, v in self._saved.items()})
+        for stepper, saved in self._steppers:
+            vars(stepper).update(saved)
+
+
+class _Released:
+    """What an optimizer that releases gradients keeps from one step to the next."""
+
+    def __init__(self, release: Any) -> None:
+        self.restore: Callable[[], None] = release.memory()
 
 
 class _ByStateDict:
@@ -233,6 +244,7 @@ class Snapshot:
             self.hold_weights(actors)
         if actors.session is not None:
             self._parts.append(_SessionState(actors.session, history=weights))
+        self._parts += [_Released(o.release) for o in actors.optimizers if getattr(o, "release", None)]
 
     def hold_weights(self, actors: Actors) -> None:
         """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""

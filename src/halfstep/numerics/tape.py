@@ -223,6 +223,13 @@ class Tape:
             if parameter.is_leaf and parameter.requires_grad:
                 hook = _gradient_hook(self, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                # It must come before the hook of an optimizer that uses each gradient up at once, and the
+                # engine reads the dict in the order of insertion, whatever move_to_end says.
+                hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks  # pyright: ignore
+                others = list(hooks.items())[:-1]
+                for key, _ in others:
+                    del hooks[key]
+                hooks.update(others)
 
     def check(self, kind: str, name: str, value: Tensor) -> bool:
         """Notes `value` as an end of the step; returns whether it is finite."""

@@ -6,7 +6,7 @@ clipping uses the norm of the previous step, since this step's is not known befo
 """
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,16 @@ class GradientRelease:
             yield
         finally:
             self._holding = before
+
+    def memory(self) -> Callable[[], None]:
+        """Note the scale and the norms that the next backward uses; the result puts them back."""
+        seen, rest = list(self._seen), (self._inv_scale, self._clip_norm, self._last_norm)
+
+        def restore() -> None:
+            self._seen = list(seen)
+            self._inv_scale, self._clip_norm, self._last_norm = rest
+
+        return restore
 
     def _reached(self, p: Tensor) -> None:
         optimizer = self._optimizer()
