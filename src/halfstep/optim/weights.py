@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
 from halfstep.optim import slots
+from halfstep.optim._link import Master, weight_of
 from halfstep.optim.base import OnePassOptimizer
 
 
@@ -16,8 +17,8 @@ def fp32_state_dict(
 ) -> dict[str, Tensor]:
     """The model's `state_dict` in fp32: parameters from their masters, exactly; 16-bit buffers widened.
 
-    `optimizer` is one or several; parameters that no `halfstep.optim` optimizer holds are cast from what the
-    model has. New, detached tensors; integer and fp64 entries are copied as they are.
+    `optimizer` is one or several, of `halfstep.optim` or with `MasterWeights`; parameters without a master
+    are cast from what the model has. New, detached tensors; integer and fp64 entries are copied as they are.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if any(not isinstance(o, torch.optim.Optimizer) for o in optimizers):
@@ -26,6 +27,8 @@ def fp32_state_dict(
     for each in optimizers:
         if isinstance(each, OnePassOptimizer):
             masters.update(each.masters())
+        else:
+            masters.update(_masters_of(each))
     named = dict(model.named_parameters(remove_duplicate=False))
     out: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
@@ -39,3 +42,11 @@ def fp32_state_dict(
         else:
             out[key] = value.detach().clone()
     return out
+
+
+def _masters_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    """Copies of a torch optimizer's masters by their 16-bit weight; empty where it has none."""
+    masters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Master)]
+    for link in {owner for master in masters if (owner := master._owner()) is not None}:
+        link.sync()
+    return {weight_of(master): master.detach().clone() for master in masters}
