@@ -101,7 +101,7 @@ def test_a_slow_dtype_is_rounded_around_fp32(registered):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("other", "a process has one PrivateUse1 device and it is 'pydev'"),
+        ("other", "a process has one PrivateUse1 device, 'pydev'"),
         ("cuda", "cannot name a device"),
         ("My Chip", "cannot name a device"),
         ("Pydev", "cannot name a device"),

@@ -183,7 +183,7 @@ def test_wrappers_do_not_count_in_patterns() -> None:
         ({"pattern": "a..b"}, "cannot read plan pattern"),
         ({"pattern": "head", "dtype": None}, "sets nothing"),
         ({"pattern": "head", "dtype": "fp99"}, "unknown number format"),
-        ({"pattern": "head", "rule": Rule.BANNED}, "full, low or keep, not banned"),
+        ({"pattern": "head", "rule": Rule.BANNED}, "Rule.KEEP, given <Rule.BANNED"),
         ({"pattern": "head", "ops": {"expp": Rule.FULL}}, "unknown op 'expp'"),
     ],
 )

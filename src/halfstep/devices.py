@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 
 Status = Literal["native", "slow", "absent"]
+Dtypes = Sequence[str | torch.dtype]
 
 # Rounding inputs and outputs around fp32 arithmetic costs well under one more fp32 matmul, so a native
 # kernel beyond twice fp32 is not worth running.
@@ -73,19 +75,29 @@ _declared: dict[str, Declared] = {}
 _known: dict[tuple[str, torch.dtype], Capability] = {}
 
 
-def declare(name: str, dtypes: tuple[torch.dtype, ...], slow: tuple[torch.dtype, ...] = ()) -> Declared:
+def declare(name: str, dtypes: Dtypes, slow: Dtypes = ()) -> Declared:
     """Take a vendor's word for what device type `name` computes in, in place of measuring it.
 
     Raises:
         ConfigError: a dtype is not floating point, or `slow` names one that `dtypes` lacks.
     """
-    wanted = tuple(parse_dtype(d) for d in dtypes)
-    if stray := [dtype_name(d) for d in slow if d not in wanted]:
+    if not isinstance(name, str):
+        raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")
+    row = Declared(name, _listed("dtypes", dtypes), _listed("slow", slow))
+    if stray := [dtype_name(d) for d in row.slow if d not in row.dtypes]:
         raise ConfigError(f"slow={stray} is not among the dtypes of {name!r}; list every dtype in dtypes=")
-    _declared[name] = Declared(name, wanted, tuple(slow))
-    for key in [k for k in _known if torch.device(k[0]).type == name]:
+    _declared[name] = row
+    # A question without a device may have another answer now.
+    for key in [k for k, c in _known.items() if k[0] == "None" or c.device.partition(":")[0] == name]:
         del _known[key]
-    return _declared[name]
+    return row
+
+
+def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:
+    """The dtypes of a list of names; a bare name is no list of them."""
+    if not isinstance(dtypes, list | tuple | set | frozenset):
+        raise ConfigError(f"{option}={dtypes!r:.60}: expected a list of dtypes, such as ('bf16', 'fp16')")
+    return tuple(parse_dtype(d) for d in cast("Dtypes", dtypes))
 
 
 def resolve(device: str | torch.device | None = None) -> torch.device:
@@ -287,8 +299,9 @@ def _cpu_facts() -> Mapping[str, Any]:
     return ask() if ask is not None else {}
 
 
-def machine(device: torch.device) -> Mapping[str, str]:
+def machine(device: str | torch.device | None) -> Mapping[str, str]:
     """What the speed of a dtype depends on: part of the cache key, and shown to people."""
+    device = resolve(device)
     facts = {"torch": torch.__version__, "device": device.type, "system": platform.machine()}
     if device.type == "cpu":
         facts["cpu"] = str(_cpu_facts().get("cpu_name", platform.processor()))
@@ -302,11 +315,12 @@ def machine(device: torch.device) -> Mapping[str, str]:
     return facts
 
 
-def cache_file(device: torch.device) -> Path:
+def cache_file(device: str | torch.device | None) -> Path:
     """Where measurements of this machine and torch are kept (`$XDG_CACHE_HOME/halfstep`)."""
+    facts = machine(device)
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(machine(device), sort_keys=True).encode()).hexdigest()[:16]
-    return Path(root) / "halfstep" / f"devices-{device.type}-{digest}.json"
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(root) / "halfstep" / f"devices-{facts['device']}-{digest}.json"
 
 
 def _read_cache(file: Path) -> dict[str, dict[str, object]]:
@@ -403,8 +417,8 @@ def on_register(follower: Callable[[Accelerator], None]) -> None:
 def register(
     name: str,
     *,
-    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
-    slow: Sequence[str | torch.dtype] = (),
+    dtypes: Dtypes = ("bf16", "fp16"),
+    slow: Dtypes = (),
     finite_check: Callable[..., None] | None = None,
     update_scale: Callable[..., None] | None = None,
     collective: str | Callable[..., Any] | None = None,
@@ -428,26 +442,21 @@ def register(
             `f(store, rank, size, timeout)` that makes a process group.
 
     Raises:
-        ConfigError: a name that cannot be used, unknown dtypes, or another device already took PrivateUse1.
+        ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, or another
+            device already took PrivateUse1.
     """
     taken = torch._C._get_privateuse1_backend_name()
-    if not name.isidentifier() or name != name.lower() or name in _TORCH_DEVICES:
+    if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
         raise ConfigError(
-            f"{name!r} cannot name a device: expected a lower-case word that torch does not use"
+            f"{name!r:.60} cannot name a device: expected lower-case letters, a word torch does not use"
         )
     if taken not in (name, "privateuseone"):
-        raise ConfigError(
-            f"a process has one PrivateUse1 device and it is {taken!r}; register {name!r} elsewhere"
-        )
-    row = Accelerator(
-        name,
-        tuple(parse_dtype(d) for d in dtypes),
-        tuple(parse_dtype(d) for d in slow),
-        finite_check,
-        update_scale,
-        collective,
-    )
-    declare(name, row.dtypes, row.slow)
+        raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
+    brought = finite_check, update_scale, None if isinstance(collective, str) else collective
+    if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
+        raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
+    said = declare(name, dtypes, slow)
+    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective)
     if taken != name:
         backend_registration.rename_privateuse1_backend(name)
     for follower in _followers:

@@ -7,9 +7,11 @@ definition of rounding and `round_to` its fast twin on tensors. Nothing here kno
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal
 
@@ -140,9 +142,29 @@ def parse_dtype(x: str | torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype: `"bf16"`; dtypes without a row keep torch's name (`"int64"`)."""
+    """Short name of a dtype: `"bf16"`; dtypes without a row keep torch's name (`"int64"`).
+
+    Raises:
+        ConfigError: it is no torch dtype.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"expected a torch dtype such as torch.bfloat16, given {dtype!r:.60}")
     fmt = _BY_DTYPE.get(dtype)
     return fmt.name if fmt is not None else str(dtype).removeprefix("torch.")
+
+
+def _number(x: object) -> float | Fraction:
+    """`x` itself where it is a float or a Fraction; other real numbers as one of these, exactly."""
+    if isinstance(x, float | Fraction):
+        return x
+    if isinstance(x, Integral):
+        return Fraction(int(x))
+    if isinstance(x, Real):  # numpy's narrow floats
+        return float(x)
+    raise ConfigError(
+        f"expected a number (float, int or Fraction), given {x!r:.60}; "
+        "turn text into one with float(), a tensor with .item()"
+    )
 
 
 def _floor_log2(x: Fraction) -> int:
@@ -157,8 +179,11 @@ def round_reference(x: float | Fraction, fmt: str | torch.dtype | Format, satura
     What lies beyond the largest finite number after rounding becomes infinity, or NaN in a format without
     infinities; with `saturate` it, and infinity itself, becomes the largest finite number (OCP FP8, 5.2).
     A Fraction is rounded once, as if it were a float of unlimited precision.
+
+    Raises:
+        ConfigError: `x` is no number.
     """
-    fmt = format_of(fmt)
+    fmt, x = format_of(fmt), _number(x)
     if isinstance(x, float) and math.isnan(x):
         return x
     sign = math.copysign(1.0, x) if isinstance(x, float) else (-1.0 if x < 0 else 1.0)
@@ -190,9 +215,14 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
         saturate: largest finite number in place of infinity or NaN on overflow.
 
     Raises:
-        ConfigError: `t` is not fp32 or fp64.
+        ConfigError: `t` is not an fp32 or fp64 tensor.
     """
     fmt = format_of(fmt)
+    if not isinstance(t, Tensor):
+        raise ConfigError(
+            f"round_to takes an fp32 or fp64 tensor, was given {t!r:.60}; "
+            "make it one with torch.tensor(), or round a number with formats.round_reference"
+        )
     if t.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"round_to takes an fp32 or fp64 tensor, was given {dtype_name(t.dtype)}; cast it first"
@@ -238,16 +268,17 @@ def encode(value: float, fmt: str | torch.dtype | Format) -> int:
     """The bit pattern of a number that `fmt` holds exactly; NaN gives the canonical quiet one.
 
     Raises:
-        ConfigError: `fmt` does not hold `value`.
+        ConfigError: `fmt` does not hold `value`, or it is no number.
     """
-    fmt = format_of(fmt)
+    fmt, given = format_of(fmt), _number(value)
+    value = round_reference(given, fmt)
+    if value != given and given == given:
+        raise ConfigError(f"{given!s:.60} is not a number of {fmt}; round it first")
     sign = int(math.copysign(1.0, value) < 0) << (fmt.bits - 1)
     top = (2**fmt.exponent_bits - 1) << fmt.mantissa_bits
     if math.isnan(value):
         quiet = 2 ** (fmt.mantissa_bits - 1) if fmt.has_inf else 2**fmt.mantissa_bits - 1
         return sign | top | quiet
-    if round_reference(value, fmt) != value:
-        raise ConfigError(f"{value!r} is not a number of {fmt}; round it first")
     if math.isinf(value):
         return sign | top
     if value == 0:
@@ -262,9 +293,13 @@ def decode(bits: int, fmt: str | torch.dtype | Format) -> float:
     """The number that a bit pattern of `fmt` stands for.
 
     Raises:
-        ConfigError: the pattern has more bits than the format.
+        ConfigError: the pattern has more bits than the format, or is no whole number.
     """
     fmt = format_of(fmt)
+    try:
+        bits = operator.index(bits)
+    except TypeError:
+        raise ConfigError(f"expected a bit pattern as an int, 0x3C00 say, given {bits!r:.60}") from None
     if not 0 <= bits < 2**fmt.bits:
         raise ConfigError(f"{bits:#x} is not a pattern of the {fmt.bits} bits of {fmt}")
     sign = -1.0 if bits >> (fmt.bits - 1) else 1.0
@@ -322,8 +357,11 @@ def describe(x: float | Fraction, fmt: str | torch.dtype | Format) -> Stored:
 
     `status` says `underflow` for a number that became zero, `overflow` for one that became infinite (NaN
     without infinities), `subnormal` for one stored with fewer bits, rounded or not.
+
+    Raises:
+        ConfigError: `x` is no number.
     """
-    fmt = format_of(fmt)
+    fmt, x = format_of(fmt), _number(x)
     value = round_reference(x, fmt)
     bits = encode(value, fmt)
     text = f"{bits:0{fmt.bits}b}"

@@ -69,7 +69,7 @@ class Level:
             param_dtype=low if self.param_role == "low" else torch.float32,
             compute_dtype=low,
             output_dtype=outputs[self.output_role],
-            table=table or ("halfstep" if lifts else "low"),
+            table=table if table is not None else ("halfstep" if lifts else "low"),
         )
 
     def needs_scale(self, dtype: str | torch.dtype | None) -> bool:

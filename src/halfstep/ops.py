@@ -125,8 +125,8 @@ def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
     Only the table "torch" differs by device: it mirrors torch's CPU list on "cpu", its CUDA list elsewhere.
     Raises ConfigError for an unknown table.
     """
-    if table not in TABLES:
-        raise ConfigError(f"unknown op table {table!r}: expected one of {', '.join(TABLES)}")
+    if not isinstance(table, str) or table not in TABLES:
+        raise ConfigError(f"unknown op table {table!r:.60}: expected one of {', '.join(TABLES)}")
     if table == "torch" and device_type is not None:
         return _mirror(device_type if device_type in _TORCH_BY_DEVICE else "cuda")
     return TABLES[table]

@@ -23,7 +23,7 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.levels import Level, level_of
 from halfstep.names import canonical_all
 from halfstep.ops import Rule
-from halfstep.policy import Policy
+from halfstep.policy import Policy, checked_edits
 
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
@@ -65,11 +65,15 @@ class PlanRule:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.rule is not None and self.rule not in _MODULE_RULES:
-            given = self.rule.value
-            raise PlanError(f"plan rule {self.pattern!r}: a module can be full, low or keep, not {given}")
-        named = {rule.value: [op for op, given in self.ops.items() if given is rule] for rule in Rule}
-        edits = Policy().with_rules(**named)
-        object.__setattr__(self, "ops", edits.edits)
+            given = f"given {self.rule!r:.60}"
+            raise PlanError(
+                f"plan rule {self.pattern!r}: a module can be Rule.FULL, Rule.LOW or Rule.KEEP, {given}"
+            )
+        if not isinstance(self.reason, str):
+            raise PlanError(f"plan rule {self.pattern!r}: reason={self.reason!r:.60}: expected a text")
+        edits = checked_edits(self.ops)
+        named = {rule.value: [op for op, given in edits.items() if given is rule] for rule in Rule}
+        object.__setattr__(self, "ops", Policy().with_rules(**named).edits)
         if self.dtype is None and self.rule is None and not self.ops:
             raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, a rule or ops")
 
@@ -149,6 +153,8 @@ class Plan:
         return Plan((*self.rules, *rules))
 
     def __add__(self, other: Plan) -> Plan:
+        if not isinstance(other, Plan):
+            raise PlanError(f"a plan adds a plan, got {other!r:.60}: give single rules to with_rules()")
         return self.with_rules(*other.rules)
 
     def __bool__(self) -> bool:

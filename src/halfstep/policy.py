@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -62,7 +62,7 @@ class Policy:
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", parse_dtype(self.output_dtype))
         ops.rows(self.table)
-        object.__setattr__(self, "edits", MappingProxyType(dict(sorted(self.edits.items()))))
+        object.__setattr__(self, "edits", MappingProxyType(dict(sorted(checked_edits(self.edits).items()))))
 
     def __hash__(self) -> int:
         roles = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
@@ -152,13 +152,20 @@ class Policy:
                     )
         return replace(self, edits={**self.edits, **edits})
 
-    def rule_of(self, op_name: str, device_type: str | None = None) -> Rule | None:
-        """Return the rule of an op, or None for an op that runs in whatever it is given."""
-        row = self.rows(device_type).get(op_name)
+    def rule_of(self, op_name: OpLike, device_type: str | None = None) -> Rule | None:
+        """Return the rule of an op by name or function, None for one that runs in whatever it is given.
+
+        ConfigError for an op that does not exist.
+        """
+        rows = self.rows(device_type)
+        known = isinstance(op_name, str) and op_name in rows
+        row = rows.get(cast("str", op_name) if known else _resolve(op_name))
         return None if row is None else row.rule
 
     def rows(self, device_type: str | None = None) -> Mapping[str, OpRow]:
         """Return the rows in force by op name: the table, resolved for the compute dtype, then the edits."""
+        if device_type is not None and not isinstance(device_type, str):
+            raise ConfigError(f"a device type is a word such as 'cpu' or 'cuda', got {device_type!r:.60}")
         return _rows_in_force(self, device_type)
 
     def cast_to_param(self, tree: Any) -> Any:
@@ -174,6 +181,16 @@ class Policy:
         return tree if self.output_dtype is None else _cast_tree(tree, self.output_dtype)
 
 
+def checked_edits(edits: Any) -> Mapping[str, Rule]:
+    """Edits to an op table as they were given; ConfigError unless they map op names to rules."""
+    if not isinstance(edits, Mapping):
+        raise ConfigError(f"edits of ops map names to rules, such as {{'exp': Rule.FULL}}, got {edits!r:.60}")
+    for name, rule in cast("Mapping[object, object]", edits).items():
+        if not isinstance(name, str) or not isinstance(rule, Rule):
+            raise ConfigError(f"edit {name!r}: {rule!r:.60}: expected an op's name and a Rule, Rule.FULL say")
+    return cast("Mapping[str, Rule]", edits)
+
+
 @functools.lru_cache(maxsize=256)
 def _rows_in_force(policy: Policy, device_type: str | None) -> Mapping[str, OpRow]:
     in_force: dict[str, OpRow] = {}
@@ -185,6 +202,8 @@ def _rows_in_force(policy: Policy, device_type: str | None) -> Mapping[str, OpRo
 
 
 def _resolve(op_like: OpLike) -> str:
+    if not isinstance(op_like, str) and not callable(op_like):
+        raise ConfigError(f"got {op_like!r:.60} for an op: expected its name or function")
     name = canonical_op(op_like)
     if name is not None:
         return name
