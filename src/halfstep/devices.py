@@ -32,7 +32,6 @@ from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 
 Status = Literal["native", "slow", "absent"]
-Dtypes = Sequence[str | torch.dtype]
 
 # Rounding inputs and outputs around fp32 arithmetic costs well under one more fp32 matmul, so a native
 # kernel beyond twice fp32 is not worth running.
@@ -75,7 +74,9 @@ _declared: dict[str, Declared] = {}
 _known: dict[tuple[str, torch.dtype], Capability] = {}
 
 
-def declare(name: str, dtypes: Dtypes, slow: Dtypes = ()) -> Declared:
+def declare(
+    name: str, dtypes: Sequence[str | torch.dtype], slow: Sequence[str | torch.dtype] = ()
+) -> Declared:
     """Take a vendor's word for what device type `name` computes in, in place of measuring it.
 
     Raises:
@@ -97,7 +98,7 @@ def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:
     """The dtypes of a list of names; a bare name is no list of them."""
     if not isinstance(dtypes, list | tuple | set | frozenset):
         raise ConfigError(f"{option}={dtypes!r:.60}: expected a list of dtypes, such as ('bf16', 'fp16')")
-    return tuple(parse_dtype(d) for d in cast("Dtypes", dtypes))
+    return tuple(parse_dtype(d) for d in cast("Sequence[str | torch.dtype]", dtypes))
 
 
 def resolve(device: str | torch.device | None = None) -> torch.device:
@@ -417,8 +418,8 @@ def on_register(follower: Callable[[Accelerator], None]) -> None:
 def register(
     name: str,
     *,
-    dtypes: Dtypes = ("bf16", "fp16"),
-    slow: Dtypes = (),
+    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
+    slow: Sequence[str | torch.dtype] = (),
     finite_check: Callable[..., None] | None = None,
     update_scale: Callable[..., None] | None = None,
     collective: str | Callable[..., Any] | None = None,
@@ -448,7 +449,7 @@ def register(
     taken = torch._C._get_privateuse1_backend_name()
     if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
         raise ConfigError(
-            f"{name!r:.60} cannot name a device: expected lower-case letters, a word torch does not use"
+            f"{name!r:.60} cannot name a device: expected lower-case letters, no word of torch's"
         )
     if taken not in (name, "privateuseone"):
         raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
