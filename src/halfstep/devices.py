@@ -448,9 +448,7 @@ def register(
     """
     taken = torch._C._get_privateuse1_backend_name()
     if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
-        raise ConfigError(
-            f"{name!r:.60} cannot name a device: expected lower-case letters, no word of torch's"
-        )
+        raise ConfigError(f"{name!r:.60} cannot name a device: expected lower-case letters, new to torch")
     if taken not in (name, "privateuseone"):
         raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
     brought = finite_check, update_scale, None if isinstance(collective, str) else collective
