@@ -76,11 +76,11 @@ def test_all_patterns_bf16(part: int):
 
 @pytest.mark.exhaustive
 def test_all_patterns_bf16_in_the_compiled_kernels():
-    k = pytest.importorskip("halfstep.optim._numba_kernels")
+    k = pytest.importorskip("halfstep.optim._numba_bits")
     away, residual, rejoin, as_float = k.bf16_away, k.residual_bf16, k.join_bf16, k.float_of
     bits_of, magnitude, inf, i32 = k.bits_of, k.MASK, k.INF_BITS, np.int32
 
-    @k.compiled("int64(int64,int64)")
+    @k.compiled("int64(int64,int64)", "mismatches")
     def mismatches(first: int, last: int) -> int:
         found = 0
         for pattern in range(first, last):

@@ -1,7 +1,10 @@
 """The compiled CPU kernels equal the plain torch reference bit for bit, random rounding included."""
 
 import math
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,8 +122,8 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
     expected, _ = run("reference", AdamW, {}, BF16, BF16)
-    monkeypatch.setitem(sys.modules, "halfstep.optim._numba_kernels", None)
-    monkeypatch.delattr("halfstep.optim._numba_kernels")
+    monkeypatch.setitem(sys.modules, "halfstep.optim._numba_models", None)
+    monkeypatch.delattr("halfstep.optim._numba_models")
     _numba_backend.kernels.cache_clear()
     try:
         with pytest.warns(HalfstepWarning, match="pip install numba") as said:
@@ -130,3 +133,27 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
         _numba_backend.kernels.cache_clear()
     for p, q in zip(params, expected):
         assert torch.equal(bits(p), bits(q))
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path):
+    """What one process compiled the next finds on disk: updates with a look and without, and looks alone."""
+    script = (
+        "import torch, halfstep as hs\n"
+        "p = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))\n"
+        "p.grad = torch.ones_like(p)\n"
+        "optimizer = hs.optim.SGD([p])\n"
+        "optimizer.step(); optimizer.step(look=True); optimizer.measure_on_host(None)\n"
+    )
+    said: list[str] = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_DEBUG_CACHE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.append(done.stdout)
+    assert said[0].count("data saved") == 3
+    assert said[1].count("data loaded") == 3
+    assert "saved" not in said[1]

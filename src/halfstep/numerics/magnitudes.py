@@ -95,10 +95,10 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
 @cache
 def _kernels() -> Any:
     try:
-        from halfstep.optim import _numba_kernels
+        from halfstep.optim import _numba_models
     except ImportError:  # torch gives the same values, slower
         return None
-    return _numba_kernels
+    return _numba_models
 
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
     table = np.zeros((len(tensors), 7), np.int64)
     table[:, 2] = [t.data_ptr() for t in tensors]
     squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
-    run_ranges(kernels.measurer(GRADS[tensors[0].dtype], False), sizes, items, table, squares, peaks)
+    run_ranges(kernels.measurer(GRADS[tensors[0].dtype]), sizes, items, table, squares, peaks)
     found = np.zeros(len(tensors), np.float32)
     # As integers: magnitudes keep their order, and NaN lies above infinity.
     np.maximum.at(found.view(np.int32), items[:, 0], peaks.view(np.int32))

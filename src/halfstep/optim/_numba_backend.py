@@ -28,7 +28,7 @@ DTYPES = {code: dtype for dtype, code in GRADS.items()}
 def kernels() -> Any:
     """The compiled kernels' module, or None (said once) where Numba cannot be used."""
     try:
-        from halfstep.optim import _numba_kernels
+        from halfstep.optim import _numba_models
     except ImportError as error:
         warnings.warn(
             f"Numba cannot be imported ({error}); hs.optim runs its plain torch reference on the CPU, "
@@ -37,7 +37,7 @@ def kernels() -> Any:
             stacklevel=4,
         )
         return None
-    return _numba_kernels
+    return _numba_models
 
 
 @cache
@@ -84,7 +84,7 @@ class Table:
     def measure(self) -> None:
         """Measure the gradients."""
         work = self._work
-        run_ranges(kernels().measurer(self._grad, False), work.sizes, work.items, self.addresses, *work.found)
+        run_ranges(kernels().measurer(self._grad), work.sizes, work.items, self.addresses, *work.found)
 
     def totals(self) -> tuple[float, float]:
         """Sum of squares and largest magnitude that the last look found."""
@@ -103,7 +103,9 @@ class _Work:
         squares, peaks = self.found
         peak = peaks.max(initial=0.0).item()
         if 0 < peak < TINY or HUGE < peak < math.inf:
-            run_ranges(kernels().measurer(grad, True), self.sizes, self.items, addresses, *self.found)
+            run_ranges(
+                kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, addresses, *self.found
+            )
         return squares.sum().item(), peak
 
 
@@ -130,7 +132,7 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
         work = _Work(tuple(g.numel() for g in same))
         addresses = np.zeros((len(same), 7), np.int64)
         addresses[:, 2] = [g.data_ptr() for g in same]
-        run_ranges(kernels().measurer(code, False), work.sizes, work.items, addresses, *work.found)
+        run_ranges(kernels().measurer(code), work.sizes, work.items, addresses, *work.found)
         found.append(work.totals(code, addresses))
     return combined(found, inv_scale)
 

@@ -94,18 +94,29 @@ peek_u16, poke_u16 = memory(types.uint16, ir.IntType(16))
 peek_u8, poke_u8 = memory(types.uint8, ir.IntType(8))
 
 
-def compiled(signature: str | None = None, **more: Any) -> Any:
-    """njit as every kernel here wants it; without the disk cache where no directory can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
-    given = () if signature is None else (signature,)
+OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
+    """njit as every kernel here wants it; with a signature, kept on disk where that can be.
+
+    What a function closes over belongs into its `name`. Numba tells functions apart by name and by a number
+    that every process counts anew, so that code from disk would call whatever function of its name, number
+    and types came first; and two processes that write to the files of one name may mix them up.
+    """
+    options: dict[str, Any] = {**OPTIONS, **more}
 
     def decorate(function: Any) -> Any:
+        assert name or not function.__closure__, f"{function.__qualname__} closes over its variant"
+        function.__qualname__ = name or function.__qualname__
+        if signature is None:
+            return njit(**options)(function)
         try:
-            return njit(*given, cache=True, **options)(function)
+            return njit(signature, cache=True, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            return njit(*given, **options)(function)
+            return njit(signature, **options)(function)
 
     return decorate
 

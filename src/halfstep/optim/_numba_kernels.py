@@ -1,22 +1,17 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
-"""CPU kernels: the one-pass update and the gradient measurement as Numba loops, equal to reference.py.
+"""CPU kernels: the one-pass update of a run of elements as Numba loops, equal to reference.py.
 
-Each kernel walks a table of addresses, so that one call serves a whole model. The update handles elements in
-pairs, 32 at a time, and prefetches: whole cache lines of every stream are then read and written at once, and
-16-bit values are unpacked by a shift and a mask (measured: 13 % and more of the time). No fast-math in the
-update: reassociation and fused multiply-add would break equality with the reference.
+The update handles elements in pairs, 32 at a time, and prefetches: whole cache lines of every stream are then
+read and written at once, and 16-bit values are unpacked by a shift and a mask (measured: 13 % and more of the
+time). No fast-math in the update: reassociation and fused multiply-add would break equality with the
+reference.
 """
 
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numba import carray
-
 from halfstep.optim import _layout as L
-from halfstep.optim import _numba_bits, _numba_streams
 from halfstep.optim._numba_bits import (  # noqa: F401
     INF_BITS,
     MASK,
@@ -60,9 +55,6 @@ from halfstep.optim._numba_streams import (
     moments_of,
     widths,
 )
-
-FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over; fewer than AHEAD
-
 
 # ---- algorithms: algorithms.py in scalars ------------------------------------------------------------------
 
@@ -155,14 +147,12 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
         h, x, bad = weight_out(w, random, key)
         return h, x, m_out(m, tops[2], random), v_out(v, tops[3], random), bad
 
-    return compiled()(one)
+    return compiled(name=f"one_{algorithm}_{weight}_{grad}_{state}")(one)
 
 
 AHEAD = 2048  # elements between the one worked on and the one asked for from memory
 PAIRS = 16  # pairs in a panel: a cache line of 16-bit values
 WEYL = 0x9E3779B1
-# Numba's disk cache looks at the file of a kernel only: the sources of what it calls belong to its key.
-SOURCES = tuple(Path(m.__file__).stat().st_mtime_ns for m in (_numba_bits, _numba_streams))
 
 
 @cache
@@ -182,7 +172,7 @@ def asker(*wide: int) -> Any:
         for q in range(0, 2 * PAIRS * v_, 64):
             prefetch(v + v_ * (j + AHEAD) + q)
 
-    return compiled()(ask)
+    return compiled(name=f"ask_{wide}")(ask)
 
 
 @cache
@@ -191,10 +181,11 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
 
     8-bit states are read under the block exponents tops[0:2] and written under tops[2:4].
     """
+    name = f"core_{algorithm}_{weight}_{grad}_{state}"
     one = element(algorithm, weight, grad, state)
     wide = widths(algorithm, weight, grad, state)
     if not {1, 2} & set(wide):
-        return fp32_core(one, wide)
+        return fp32_core(name, one, wide)
     ask = asker(*wide)
     pair_w, pair_x, pair_g, pair_m, pair_v = (PAIR[n] for n in wide)
     put_w, put_x, _, put_m, put_v = (PUT_PAIR[n] for n in wide)
@@ -235,10 +226,10 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
         if bad != i32(0):
             status[0] = 1
 
-    return compiled()(run)
+    return compiled(name=name)(run)
 
 
-def fp32_core(one: Any, wide: tuple[int, ...]) -> Any:
+def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
     """`core` where every stream holds fp32: pairs would keep the compiler from whole vectors."""
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
@@ -253,7 +244,7 @@ def fp32_core(one: Any, wide: tuple[int, ...]) -> Any:
             set_m(m, i, m0)
             set_v(v, i, v0)
 
-    return compiled()(run)
+    return compiled(name=name)(run)
 
 
 # ---- exponents of 8-bit blocks --------------------------------------------------------------------------
@@ -267,7 +258,7 @@ def largest_code(mask: int) -> Any:
             top = max(top, u8(peek_u8(a, i) & u8(mask)))
         return i32(top)
 
-    return compiled()(largest)
+    return compiled(name=f"largest_{mask}")(largest)
 
 
 @cache
@@ -297,7 +288,7 @@ def peak(algorithm: int, weight: int, grad: int) -> Any:
         return float_of(i32(bits_of(f32(float_of(top) * s[0])) & MASK))
 
     chosen = coupled if algorithm not in (L.ADAMW, L.LION) else plain if grad == L.FP32 else narrow
-    return compiled()(chosen)
+    return compiled(name=f"peak_{algorithm}_{weight}_{grad}")(chosen)
 
 
 @compiled()
@@ -334,99 +325,4 @@ def exponents(algorithm: int) -> Any:
             poke_u8(v_tops, b, u8(v_new))
         return m_old, v_old, m_new, v_new
 
-    return compiled()(found)
-
-
-# ---- whole models ---------------------------------------------------------------------------------------
-
-
-@cache
-def looker(grad: int, wide: bool) -> Any:
-    """Sum of squares and largest magnitude of `n` gradients, in fp32, or in float64 where `wide`.
-
-    The order of the sum is left to the compiler: it is the same at any number of threads.
-    """
-    kind = np.float64 if wide else np.float32
-
-    def look(address, n):
-        g16, g32 = carray(at(address), n, np.int16), carray(at(address), n, np.float32)
-        total = kind(0)
-        top = i32(0)
-        for i in range(n):
-            x = read_grad(grad, g16, g32, i)
-            top = max(top, i32(bits_of(x) & MASK))
-            total += kind(x) * kind(x)
-        return np.float64(total), top
-
-    return compiled(fastmath={"reassoc"})(look)
-
-
-@cache
-def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
-    """The update of work items first..last: items (parameter, start, count), one address row a parameter.
-
-    Columns of the address table: weight, master or lacking bits, gradient, first and second state, and the
-    block exponents of these two. With `look` it fills `squares` and `peaks` as `measurer` does, by turns with
-    the update, which has asked for those gradients already.
-    """
-    update = core(algorithm, weight, grad, state)
-    wide_w, wide_x, wide_g, wide_m, wide_v = widths(algorithm, weight, grad, state)
-    blocks = state == L.STATE_8BIT
-    largest = peak(algorithm, weight, grad)
-    tops_of = exponents(algorithm)
-    seen = looker(grad, False)
-    stride = L.BLOCK if blocks else FLUSH if look else 1 << 30
-    sources = SOURCES
-
-    def run(first, last, items, table, scalars, keys, status, squares, peaks):
-        _ = sources
-        for k in range(first, last):
-            p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            c = scalars[p]
-            s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
-            row = table[p]
-            total, top = 0.0, i32(0)
-            for j in range(start, start + count, stride):
-                n = min(stride, start + count - j)
-                w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
-                m, v = row[3] + wide_m * j, row[4] + wide_v * j
-                tops = (i32(0), i32(0), i32(0), i32(0))
-                if blocks:
-                    tops = tops_of(m, v, row[5], row[6], j // L.BLOCK, n, largest(w, x, g, n, s), s)
-                if look:
-                    squared, largest_bits = seen(g, n)
-                    total += squared
-                    top = max(top, largest_bits)
-                update(n, w, x, g, m, v, s, tops, keys[p], j, status)
-            if look:
-                squares[k] = total
-                peaks[k] = float_of(top)
-
-    signature = (
-        "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1],"
-        "float64[::1],float32[::1])"
-    )
-    return compiled(signature)(run)
-
-
-@cache
-def measurer(grad: int, wide: bool) -> Any:
-    """Sum of squares and largest magnitude of each work item; NaN and inf show in the latter.
-
-    Squares are taken in fp32 and added up in float64 every `FLUSH` elements, or all in float64 where `wide`.
-    """
-    size = 4 if grad == L.FP32 else 2
-    seen = looker(grad, wide)
-
-    def run(first, last, items, table, squares, peaks):
-        for k in range(first, last):
-            p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            total, top = 0.0, i32(0)
-            for j in range(start, start + count, FLUSH):
-                squared, largest = seen(table[p, 2] + size * j, min(FLUSH, start + count - j))
-                total += squared
-                top = max(top, largest)
-            squares[k] = total
-            peaks[k] = float_of(top)
-
-    return compiled("void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])")(run)
+    return compiled(name=f"exponents_{algorithm}")(found)

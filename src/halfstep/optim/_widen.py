@@ -53,7 +53,7 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], Widened | None]:
     total, top = 0.0, 0.0
     for dtype in dict.fromkeys(g.dtype for g in grads):
         pairs = [(g, w) for g, w in zip(grads, wide) if g.dtype == dtype]
-        squares, peak = _run(kernels.widener(GRADS[dtype]), pairs)
+        squares, peak = _run(kernels.measurer(GRADS[dtype], kernels.WIDEN), pairs)
         total, top = total + squares, float(np.maximum(top, peak))
     sound = top == 0 or TINY < top < HUGE
     return wide, Widened(wide, total, top) if sound else None
@@ -75,7 +75,7 @@ def _fit(grads: Sequence[Tensor]) -> bool:
 @cache
 def _kernels() -> Any:
     try:
-        from halfstep.optim import _widen_kernels
+        from halfstep.optim import _numba_models
     except ImportError:  # the copy is torch's then, with the same bits
         return None
-    return _widen_kernels
+    return _numba_models
