@@ -485,17 +485,69 @@ def test_fused_sgd_is_torchs(nesterov):
     assert all(p.grad is not None and not p.grad.any() for p in a.parameters())
 
 
-def test_fused_adam_by_apexs_formula_with_its_defaults():
-    """csrc/multi_tensor_adam.cu, ADAM_MODE_1: m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p."""
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("adam_w", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_fused_adam_by_apexs_formula(decay, adam_w, bias_correction):
+    """csrc/multi_tensor_adam.cu: m / c1 / (sqrt(v / c2) + eps), decay * w there (AdamW) or in g (Adam)."""
     w, m, v, lr, b1, b2, eps = 0.5, 0.0, 0.0, 1e-3, 0.9, 0.999, 1e-8
     p = nn.Parameter(torch.full((4,), w))
-    optimizer = optimizers.FusedAdam([p])
-    for step, g in enumerate((0.3, -0.1, 2.0, 0.0), start=1):
-        p.grad = torch.full_like(p, g)
+    options = {"bias_correction": bias_correction, "adam_w_mode": adam_w, "weight_decay": decay}
+    optimizer = optimizers.FusedAdam([p], **options)
+    for step, grad in enumerate((0.3, -0.1, 2.0, 0.0, 1e-3, -0.7), start=1):
+        p.grad = torch.full_like(p, grad)
         optimizer.step()
+        g = grad if adam_w else grad + decay * w
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        w -= lr * (m / (1 - b1**step)) / (math.sqrt(v / (1 - b2**step)) + eps)
-    assert p.tolist() == pytest.approx([w] * 4, rel=1e-6)
+        c1, c2 = (1 - b1**step, 1 - b2**step) if bias_correction else (1.0, 1.0)
+        w -= lr * ((m / c1) / (math.sqrt(v / c2) + eps) + (decay * w if adam_w else 0.0))
+        assert p.tolist() == pytest.approx([w] * 4, rel=1e-6)
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+        (p,) = optimizer.param_groups[0]["params"]
+    (state,) = optimizer.state_dict()["state"].values()
+    assert state["exp_avg"].tolist() == pytest.approx([m] * 4, rel=1e-5)
+    assert state["exp_avg_sq"].tolist() == pytest.approx([v] * 4, rel=1e-5)
+
+
+def test_fused_adams_defaults_are_apexs():
+    group = optimizers.FusedAdam([nn.Parameter(torch.ones(1))]).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]) == (
+        *(1e-3, (0.9, 0.999), 1e-8, 0.0, True),
+    )
+
+
+def test_a_state_dict_carries_bias_correction_as_in_apex():
+    a, b = smooth(), smooth()
+    first = optimizers.FusedAdam(a.parameters(), bias_correction=False)
+    second = optimizers.FusedAdam(b.parameters())
+    second.load_state_dict(first.state_dict())
+    for x in torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((a, first), (b, second)):
+            m(x).square().mean().backward()
+            o.step()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"momentum": 0.9}])
+def test_decay_after_momentum_is_taken_where_the_order_does_not_matter(options):
+    a, b = smooth(), smooth()
+    after = optimizers.FusedSGD(a.parameters(), 0.1, wd_after_momentum=True, **options)
+    before = torch.optim.SGD(b.parameters(), 0.1, **options)
+    for x in torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((a, after), (b, before)):
+            m(x).square().mean().backward()
+            o.step()
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    both = {"params": [nn.Parameter(torch.ones(2))], "momentum": 0.9, "weight_decay": 0.1}
+    with pytest.raises(RuntimeError, match="wd_after_momentum"):
+        after.add_param_group(both)
+    assert len(after.param_groups) == 1
+    again = pickle.loads(pickle.dumps(after))
+    again.param_groups[0].update(momentum=0.9, weight_decay=0.1)
+    again.param_groups[0]["params"][0].grad = torch.ones(8, 4)
+    with pytest.raises(RuntimeError, match="wd_after_momentum"):
+        again.step()
 
 
 @pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
@@ -546,18 +598,33 @@ def test_lamb_follows_its_paper():
     assert torch.allclose(p, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+REFUSED = {
+    "amsgrad of Adam": (
         lambda p: optimizers.FusedAdam(p, amsgrad=True),
-        lambda p: optimizers.FusedAdam(p, bias_correction=False),
+        r"torch\.optim\.AdamW\(params, amsgrad",
+    ),
+    "amsgrad of LAMB": (
         lambda p: optimizers.FusedLAMB(p, amsgrad=True),
-        lambda p: optimizers.FusedSGD(p, lr=0.1, wd_after_momentum=True),
-    ],
-)
-def test_what_the_fused_optimizers_refuse(wrong):
-    with pytest.raises(RuntimeError, match="does not support"):
+        "FusedLAMB does not support amsgrad",
+    ),
+    "late decay": (
+        lambda p: optimizers.FusedSGD(p, 0.1, 0.9, weight_decay=0.1, wd_after_momentum=True),
+        "does not support wd_after_momentum=True with momentum and weight decay: .* leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_fused_optimizers_refuse(case):
+    wrong, says = REFUSED[case]
+    with pytest.raises(RuntimeError, match=says):
         wrong(make()[0].parameters())
+
+
+def test_masters_are_wanted_or_not():
+    with pytest.raises(ValueError, match="master_weights=True and master=None contradict"):
+        optimizers.FusedAdam(make()[0].parameters(), master_weights=True, master=None)
+    assert optimizers.FusedAdam(make()[0].parameters(), master_weights=True, capturable=True).one_pass
 
 
 # --- FP16_Optimizer ---------------------------------------------------------------------------------------

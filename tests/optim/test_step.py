@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,70 @@ def test_fp32_weights_follow_torch(ours: Any, peer: Any, options: dict[str, Any]
     for p, q, start in zip(mine, theirs, values):
         moved = (q - start).abs().max()
         assert (p - q).abs().max() < 1e-5 * moved + 2.0**-23 * q.abs().max() * 20
+
+
+def adam_in_float64(w: Tensor, grads: list[Tensor], lr: float, decay: float, decoupled: bool) -> Tensor:
+    """Adam without the bias corrections, by the formula."""
+    w = w.double()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for grad in grads:
+        g = grad.double() if decoupled else grad.double() + decay * w
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = (w * (1 - lr * decay) if decoupled else w) - lr * m / (v.sqrt() + 1e-8)
+    return w
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("cls", "decoupled"), [(AdamW, True), (Adam, False)])
+def test_without_bias_correction_the_moments_are_taken_as_they_are(cls: Any, decoupled: bool, backend: str):
+    values, grads = params_and_grads()
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "backend": backend}
+    mine = run(lambda p: cls(p, bias_correction=False, **options), values, grads)
+    corrected = run(lambda p: cls(p, **options), values, grads)
+    for index, (p, q, start) in enumerate(zip(mine, corrected, values)):
+        exact = adam_in_float64(start, [now[index] for now in grads], 1e-3, 0.1, decoupled)
+        moved = (exact - start).abs().max()
+        assert (p - exact).abs().max() < 1e-5 * moved + 2.0**-23 * exact.abs().max() * 20
+        assert (p - q).abs().max() > 0.1 * moved
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("cls", [AdamW, Adam])
+def test_without_bias_correction_kernels_equal_the_reference(cls: Any, state_dtype: str):
+    values, grads = params_and_grads(BF16, steps=5)
+    options: dict[str, Any] = {"bias_correction": False, "state_dtype": state_dtype, "weight_decay": 0.1}
+    results = [
+        run(partial(cls, backend=backend, **options), values, grads, inv_scale=0.5)
+        for backend in ("auto", "reference")
+    ]
+    for p, q in zip(*results):
+        assert torch.equal(p, q)
+
+
+def test_groups_may_differ_in_bias_correction_and_checkpoints_keep_it():
+    values, grads = params_and_grads()
+
+    def of(params: list[nn.Parameter]) -> AdamW:
+        return AdamW([{"params": params[:1], "bias_correction": False}, {"params": params[1:]}], lr=1e-3)
+
+    mixed = run(of, values, grads)
+    plain = run(lambda p: AdamW(p, lr=1e-3, bias_correction=False), values, grads)
+    corrected = run(lambda p: AdamW(p, lr=1e-3), values, grads)
+    assert torch.equal(mixed[0], plain[0])
+    assert torch.equal(mixed[1], corrected[1])
+    params = [nn.Parameter(v.clone()) for v in values]
+    first = of(params)
+    for half in (grads[:10], grads[10:]):
+        second = AdamW([{"params": params[:1]}, {"params": params[1:]}])
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        first = pickle.loads(pickle.dumps(second))
+        params = [p for group in first.param_groups for p in group["params"]]
+        for now in half:
+            for p, g in zip(params, now):
+                p.grad = g.clone()
+            first.step()
+    for p, q in zip(params, mixed):
+        assert torch.equal(p, q)
 
 
 def test_defaults_are_torch_s():
@@ -244,6 +309,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (AdamW, {"betas": (0.9, 1.0)}, r"betas\[1\]"),
     (AdamW, {"eps": -1e-8}, "eps"),
     (AdamW, {"backend": "cuda"}, "backend='cuda'"),
+    (Adam, {"bias_correction": "no"}, "bias_correction='no': expected True or False"),
     (AdamW, {"accumulate": "fp64"}, "accumulate='fp64'"),
     (SGD, {"nesterov": True}, "nesterov"),
     (Lion, {"lr": torch.ones(2)}, "shape"),

@@ -135,7 +135,7 @@ class UpdatePlan:
         self.table = _upload(rows, torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
         self.grads = Table(torch.int64, len(slots), device)
-        self.hyper = Table(torch.float64, 5, device)
+        self.hyper = Table(torch.float64, 6, device)
         self.rows = torch.empty(len(slots) * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(len(slots), dtype=torch.int32, device=device)
         held = any(slot.kind == L.FP16_EXACT for slot in slots)

@@ -74,7 +74,8 @@ def scalars(
 ):  # fmt: skip
     """Advance step counts (unless `skip` is set) and write each parameter's scalars and random key.
 
-    `hyper` (float64): learning rate, weight decay, then beta1, beta2, eps or momentum, dampening.
+    `hyper` (float64): learning rate, weight decay, then beta1, beta2, eps or momentum, dampening; last, 1
+    where moments are corrected for their bias, else 0.
     """
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = lane < count
@@ -100,8 +101,9 @@ def scalars(
         if ALGORITHM == ADAMW:
             c0 = 1 - rate * decay
         c1, c2, c3, c5 = 1 - first, second, 1 - second, eps
-        c4 = 1 / tl.sqrt(1 - power(second, step))
-        c6 = rate / (1 - power(first, step))
+        corrected = tl.load(hyper + 5)
+        c4 = 1 / tl.sqrt(1 - corrected * power(second, step))
+        c6 = rate / (1 - corrected * power(first, step))
     elif ALGORITHM == LION:
         c0 = 1 - rate * decay
         c1, c2, c3, c4, c5 = first, 1 - first, second, 1 - second, rate

@@ -37,8 +37,9 @@ class Algorithm:
 
 def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Row:
     beta1, beta2 = group["betas"]
-    unbias = 1 / (1 - beta2**step) ** 0.5
-    return (decay, 1 - beta1, beta2, 1 - beta2, unbias, group["eps"], group["lr"] / (1 - beta1**step))
+    corrected = group.get("bias_correction", True)
+    first, second = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
+    return (decay, 1 - beta1, beta2, 1 - beta2, 1 / second**0.5, group["eps"], group["lr"] / first)
 
 
 def _adamw_scalars(group: Mapping[str, Any], step: Number) -> Row:
@@ -55,7 +56,7 @@ def _root(v: Tensor) -> Tensor:
 
 
 def _moments(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
-    """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them."""
+    """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them, or none."""
     _, c2, c3, c4, unbias, eps, step_size = s
     m, v = states
     m = m + (g - m) * c2

@@ -174,7 +174,8 @@ def _by_kernels(
     away = cast(Tensor, lr).detach().to(device) if there else None
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
     rate = 0.0 if away is not None else float(lr)
-    hyper = (rate, float(group["weight_decay"]), *map(float, pair), float(group.get("eps", 0.0)))
+    rest = (group.get("eps", 0.0), group.get("bias_correction", True))
+    hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
     factors, sign = [job.inv_scale, job.clip_coef], -1.0 if group["maximize"] else 1.0
     return plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
 

@@ -46,6 +46,7 @@ class AdamW(_Optimizer):
     separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
     None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments. `seed` keys the
     random rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
+    `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
     """
 
     def __init__(
@@ -55,10 +56,14 @@ class AdamW(_Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        bias_correction: bool = True,
         **options: Unpack[Keeping],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **options)
+        if not isinstance(bias_correction, bool):
+            raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
+        moments = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        super().__init__(params, {"lr": lr, **moments, "weight_decay": weight_decay}, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Decoupled weight decay."""
@@ -75,9 +80,11 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
         **options: Unpack[Keeping],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """L2 weight decay."""

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from halfstep.errors import UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.optimizers import Keeping
@@ -21,13 +21,11 @@ from halfstep.optim.optimizers import Keeping
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 
 
-def _refuse(name: str, **unsupported: bool) -> None:
-    for option, given in unsupported.items():
-        if given:
-            value = option != "bias_correction"
-            raise UnsupportedError(
-                f"{name} does not support {option}={value}: use torch.optim or your own step"
-            )
+def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise UnsupportedError(
+            f"{name} does not support amsgrad=True, as in Apex: use torch.optim.AdamW(params, amsgrad=True)"
+        )
 
 
 class _AsInApex(torch.optim.Optimizer):
@@ -48,10 +46,11 @@ class FusedAdam(_AsInApex, AdamW):
     """Apex's FusedAdam by `hs.optim`: AdamW by default, Adam with L2 where `adam_w_mode=False`.
 
     `capturable` and `master_weights` are taken and change nothing: a step reads nothing back from the device,
-    and 16-bit weights have masters unless `master=None`.
+    and 16-bit weights have masters unless `master=None`. Without `bias_correction` the moments are used as
+    they are.
 
     Raises:
-        UnsupportedError (a RuntimeError): amsgrad, or bias_correction=False.
+        UnsupportedError (a RuntimeError): amsgrad. ConfigError: master_weights=True beside master=None.
     """
 
     def __init__(
@@ -69,9 +68,12 @@ class FusedAdam(_AsInApex, AdamW):
         master_weights: bool = False,
         **options: Unpack[Keeping],
     ) -> None:
-        _refuse("FusedAdam", amsgrad=amsgrad, bias_correction=not bias_correction)
+        _refuse_amsgrad("FusedAdam", amsgrad)
+        if master_weights and options.get("master", "exact") is None:
+            raise ConfigError("master_weights=True and master=None contradict each other: leave one out")
         self.adam_w_mode, self.set_grad_none = bool(adam_w_mode), set_grad_none
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        corrected = bool(bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=corrected, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """AdamW or Adam."""
@@ -85,8 +87,11 @@ class FusedAdam(_AsInApex, AdamW):
 class FusedSGD(_AsInApex, SGD):
     """Apex's FusedSGD by `hs.optim`. `materialize_master_grads` is taken and has no effect here.
 
+    Weight decay enters the gradient before momentum does. `wd_after_momentum=True` is taken where that is the
+    same: without momentum or without weight decay.
+
     Raises:
-        UnsupportedError: wd_after_momentum=True. ConfigError (a ValueError): values SGD cannot mean.
+        UnsupportedError: wd_after_momentum=True with both. ConfigError: values SGD cannot mean.
     """
 
     def __init__(
@@ -102,12 +107,26 @@ class FusedSGD(_AsInApex, SGD):
         set_grad_none: bool = False,
         **options: Unpack[Keeping],
     ) -> None:
-        _refuse("FusedSGD", wd_after_momentum=wd_after_momentum)
-        self.set_grad_none = set_grad_none
+        self.set_grad_none, self.wd_after_momentum = set_grad_none, bool(wd_after_momentum)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; see the class for weight decay after momentum."""
+        self.algorithm({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """SGD's, where weight decay may come first."""
+        if self.wd_after_momentum and group["momentum"] and group["weight_decay"]:
+            raise UnsupportedError(
+                "FusedSGD does not support wd_after_momentum=True with momentum and weight decay: here decay "
+                "enters the gradient, as in torch.optim.SGD; leave it out, or use AdamW's decoupled decay"
+            )
+        return super().algorithm(group)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+        own = {"set_grad_none": self.set_grad_none, "wd_after_momentum": self.wd_after_momentum}
+        return {**super().__getstate__(), **own}
 
 
 class FusedLAMB(_AsInApex, torch.optim.Optimizer):
@@ -136,7 +155,7 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        _refuse("FusedLAMB", amsgrad=amsgrad)
+        _refuse_amsgrad("FusedLAMB", amsgrad)
         self.adam_w_mode, self.set_grad_none, self.use_nvlamb = adam_w_mode, set_grad_none, use_nvlamb
         defaults = {
             "lr": lr,
