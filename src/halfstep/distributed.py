@@ -1,7 +1,7 @@
 """Reductions over ranks: the finite flag, norms of sharded gradients, and gradients that travel in 16 bits.
 
 Every function is a no-op where torch.distributed is absent, not initialised, or has one rank. Nothing here
-reads a value back to the host.
+but `gather` reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -71,6 +71,18 @@ def global_max(value: Tensor, group: Group | None = None) -> Tensor:
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     pair = pair.to(value.device, non_blocking=True)
     return torch.where(pair[1] > 0, torch.full_like(pair[0], torch.nan), pair[0])
+
+
+def gather(value: Any, group: Group | None = None) -> list[Any]:
+    """Return every rank's `value` (anything that pickles), in the order of ranks.
+
+    Every rank of the group must call it, or those that do wait for ever.
+    """
+    if world_size(group) == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def shard_groups(t: Tensor) -> tuple[Group, ...]:

@@ -24,7 +24,8 @@ _DEPTH = 48
 
 @dataclass(frozen=True)
 class Cause:
-    """`kind`: range, precision, mathematics, data, weights, machine or unknown; `text` says it in words.
+    """`kind`: range, precision, mathematics, data, weights, machine, rank (another rank's step) or unknown;
+    `text` says it in words.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it.
     `culprit`: the earlier op at fault, where it is not the origin itself.

@@ -33,7 +33,8 @@ UNTRIED, WORKS, FAILS = "untried", "works", "does not help"
 class Cure:
     """`kind`: full, scale, epsilon, clamp, loss_scale, bf16, data, masters or advice.
 
-    `status`: "works" or "does not help" where a replay tried it, else "untried". `apply` opens the context in
+    `status`: "works" or "does not help" where a replay tried it (over several ranks: a replay of all of them
+    together), else "untried". `apply` opens the context in
     which steps run with the cure in place; None where it cannot be applied from outside. `variants` are
     stronger doses, tried in turn until one works. `spec` says the same as plain values, so that `remedy` can
     rebuild `apply` in another process.
@@ -46,10 +47,6 @@ class Cure:
     apply: Apply | None = None
     variants: tuple[Cure, ...] = ()
     spec: tuple[Any, ...] = ()
-
-    def tried(self, worked: bool) -> Cure:
-        """The same cure with the replay's answer."""
-        return replace(self, status=WORKS if worked else FAILS)
 
 
 class _AtSite(TorchFunctionMode):
@@ -123,7 +120,8 @@ def _clamped_at(site: Site, op: str, value: float) -> Apply:
 
 
 @contextmanager
-def _with_attributes(thing: Any, **values: Any) -> Iterator[None]:
+def with_attributes(thing: Any, **values: Any) -> Iterator[None]:
+    """Within, `thing` has these values as attributes."""
     before = {k: getattr(thing, k) for k in values}
     for k, v in values.items():
         setattr(thing, k, v)
@@ -138,7 +136,7 @@ def _full_by_policy(actors: Actors, op: str) -> Apply | None:
     session = actors.session
     if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
         return None
-    return lambda: _with_attributes(session, policy=session.policy.with_rules(full=[op]))
+    return lambda: with_attributes(session, policy=session.policy.with_rules(full=[op]))
 
 
 @contextmanager
@@ -149,7 +147,7 @@ def _bf16_autocast() -> Iterator[None]:
     def swapped(device_type: str, dtype: torch.dtype) -> None:
         set_dtype(device_type, torch.bfloat16 if dtype == torch.float16 else dtype)
 
-    with _with_attributes(torch, set_autocast_dtype=swapped):
+    with with_attributes(torch, set_autocast_dtype=swapped):
         yield
 
 
@@ -159,7 +157,7 @@ def _bf16(actors: Actors) -> Apply | None:
         if session.policy.compute_dtype != torch.float16:
             return None
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
-        return lambda: _with_attributes(session, policy=policy)
+        return lambda: with_attributes(session, policy=policy)
     if any(p.dtype == torch.float16 for p in actors.parameters()):
         return None
     return _bf16_autocast
@@ -174,7 +172,7 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
 
         def constant() -> AbstractContextManager[None]:
             scale = StaticLossScale(float(session.loss_scale.value) * 2.0**bits)
-            return _with_attributes(session, loss_scale=scale)
+            return with_attributes(session, loss_scale=scale)
 
         return constant
     if scaler is None or not scaler.is_enabled():

@@ -174,6 +174,8 @@ class Tape:
         self.candidates: dict[int, Node] = {}
         self.ends: list[End] = []
         self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self._received: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.passed: list[Node] = []
         self.swallowed: list[tuple[Node, frozenset[int]]] = []
@@ -297,6 +299,8 @@ class Tape:
         """Runs one kernel and records it."""
         if self._busy or func.namespace == "profiler":
             return func(*args, **kwargs)
+        if "c10d" in func.namespace:
+            return self._collective(func, args, kwargs)
         phase, site = self._locate(func)
         node = Node(len(self.nodes), func, phase, site)
         written = written_by(func, args, kwargs)
@@ -323,6 +327,25 @@ class Tape:
             self._made[key_of(t)] = (node, place)
         self._keep(node, bad)
         return out
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """No op of this rank's: it may be under way still, and a re-run would wait for the other ranks.
+
+        What this rank gave it is followed through; what others gave shows when somebody reads the result.
+        """
+        self.collectives[func._schema.name] += 1
+        out = func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        known = [self._bad[_storage(t)][0] for t in given if _storage(t) in self._bad]
+        for t in (*given, *tensors_in(out)):
+            self._received[_storage(t)] = t
+            if known:
+                self._bad.setdefault(_storage(t), (frozenset().union(*known), t))
+        return out
+
+    def was_received(self, t: Tensor) -> bool:
+        """Whether a collective had to do with the memory of `t`."""
+        return _storage(t) in self._received
 
     def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
         if node.func.is_view or node.base in _UNCOUNTED:

@@ -7,13 +7,15 @@ training run. `first_bad_op` is its short form.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed import gather, world_size
+from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, explain
 from halfstep.numerics.cures import FAILS, Cure, propose
@@ -21,9 +23,12 @@ from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.replay import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.sites import Site
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
+from halfstep.numerics.trials import Told, Trials, TrialsTogether, can_rehearse, judge, plain, try_alone
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
 
 Observer = Callable[[Node, bool], None]
+
+_ELSEWHERE = "another rank's gradients were not finite: see that rank's verdict"
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ class BadOp:
     def harmless(self) -> bool:
         """Whether only the present loss scale is too large for it: a dynamic one skips and goes on, lower.
 
-        True where a replay with a lower scale was finite (or none could be tried, over several ranks) and
-        nothing spoiled outlives the skipped step.
+        True where a replay with a lower scale was finite (or could not be tried) and nothing spoiled outlives
+        the skipped step.
         """
         lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
         return self.phase == "backward" and lowered and not self.underflow and not self.spoiled.lasting
@@ -143,7 +148,9 @@ class BadOp:
 
 @dataclass
 class Trace:
-    """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well."""
+    """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well;
+    `collectives`: by which kernels ranks talked to each other.
+    """
 
     bad: BadOp | None
     counts: Mapping[tuple[str, str, str], int]
@@ -154,6 +161,7 @@ class Trace:
     error: BaseException | None = None
     flushed: tuple[Flushed, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    collectives: tuple[str, ...] = ()
 
 
 def trace_step(
@@ -176,7 +184,10 @@ def trace_step(
         model, optimizer, session, others: what takes part. Whatever is left out is found among the names that
             `step` uses; `others` are further things with state_dict (schedulers, scalers).
         underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
-        try_cures: replay the step with each cure that can be applied from outside (not with several ranks).
+        try_cures: replay the step with each cure that can be applied from outside. Over several ranks all try
+            everybody's cures together, so all must call this alike; where the step uses collectives other
+            than all-reduce and broadcast (FSDP, synchronised batch norm), or DDP with a static graph or with
+            unused parameters looked for, only other loss scales are tried; none where a rank's step raised.
         keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
@@ -190,9 +201,8 @@ def trace_step(
         trace = _run(step, batch, actors, underflow, keep_bytes, observers)
     finally:
         snapshot.restore()
-    # Ranks find different ops, so cures tried on one would wait for collectives that the others never enter.
-    if trace.bad is not None and try_cures and not _many_ranks():
-        trace.bad = _tried(trace.bad, step, batch, actors, snapshot)
+    if try_cures:
+        trace.bad = _try_cures(trace, step, batch, actors, snapshot.restore)
     trace.seconds = time.perf_counter() - started
     if trace.error is not None and trace.bad is None:
         raise trace.error
@@ -248,7 +258,10 @@ def finish(
     flushed = () if probe is None else probe.report(tape)
     if bad is None and flushed:
         bad = _underflow(flushed[0], actors, spoiled)
-    return Trace(bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error, flushed)
+    return Trace(
+        bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error, flushed,
+        collectives=tuple(tape.collectives),
+    )  # fmt: skip
 
 
 def _named_values(actors: Actors) -> Iterable[tuple[str, str, Tensor]]:
@@ -296,7 +309,7 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
     if not real:
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
-    cause = _outside(node, actors, batch) if node.outside else explain(node, tape.originals)
+    cause = _outside(node, tape, actors, batch) if node.outside else explain(node, tape.originals)
     cures = tuple(propose(node, cause, actors))
     carried = tuple(
         dict.fromkeys(
@@ -306,17 +319,12 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
 
 
-def _many_ranks() -> bool:
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> BadOp | None:
     """This rank's own gradients were finite and what the optimizer read was not: another rank's were not."""
     read = [n for n in tape.candidates.values() if n.outside and n.phase in ("backward", "optimizer")]
-    if not read or not _many_ranks():
+    if not read or world_size() == 1:
         return None
-    cause = Cause("rank", "another rank's gradients were not finite: see that rank's verdict")
+    cause = Cause("rank", _ELSEWHERE)
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
     site = Site("", "", None, "", 0)
     args = ("backward", "", "", "all_reduce", "c10d.allreduce", site, (), outputs, False, cause, (), spoiled)
@@ -357,12 +365,15 @@ def _bad_op(
     )  # fmt: skip
 
 
-def _outside(node: Node, actors: Actors, batch: Any) -> Cause:
+def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     """The op read a value that was not finite before the step began: whose is it?"""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
     for kind, name, value in _named_values(actors):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
             return Cause("weights", f"weights: {kind} {name} was not finite before the step")
+    if any(tape.was_received(t) for t in node.outside):
+        late = node.phase in ("backward", "optimizer")
+        return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
     place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
     which = "" if place is None else f" (tensor {place} of the batch)"
     wrong = node.outside[0]
@@ -389,24 +400,54 @@ def _underflow(worst: Flushed, actors: Actors, spoiled: Spoiled) -> BadOp:
     )
 
 
-def _tried(
-    bad: BadOp, step: Callable[..., Any], batch: tuple[Any, ...], actors: Actors, snapshot: Snapshot
-) -> BadOp:
-    def works(cure: Cure) -> bool:
-        assert cure.apply is not None
-        try:
-            with cure.apply():
-                again = _run(step, batch, actors, bad.underflow, 1 << 28)
+def _try_cures(
+    trace: Trace,
+    step: Callable[..., Any],
+    batch: tuple[Any, ...],
+    actors: Actors,
+    restore: Callable[[], None],
+) -> BadOp | None:
+    """The bad op with its cures tried: by all ranks where the step made them talk, else by this one."""
+    bad = trace.bad
+    underflow = bad is not None and bad.underflow
+
+    def trials(underflow: bool) -> Trials:
+        def look() -> bool:
+            again = _run(step, batch, actors, underflow, 1 << 28)
             return again.error is None and again.bad is None
-        except Exception:  # a cure that the model cannot run with is a cure that does not help
-            return False
-        finally:
-            snapshot.restore()
 
-    def judged(cure: Cure) -> Cure:
-        if cure.apply is None:
-            return cure
-        doses = (cure, *cure.variants)
-        return next((dose.tried(True) for dose in doses if works(dose)), doses[-1].tried(False))
+        return Trials(lambda: step(*batch), look, restore)
 
-    return replace(bad, cures=tuple(judged(cure) for cure in bad.cures))
+    if world_size() == 1 or not trace.collectives:
+        return bad and replace(bad, cures=try_alone(bad.cures, trials(underflow)))
+    everyone = gather(_told(trace))
+    together = TrialsTogether(everyone, trials(any(told.underflow for told in everyone)), actors)
+    judged = together.run()
+    if bad is not None and bad.cause.kind == "rank":
+        return _with_others(bad, everyone, judged)
+    return bad and replace(bad, cures=judge(bad.cures, together.status_of))
+
+
+def _told(trace: Trace) -> Told:
+    """What the other ranks need to know of this one's replay."""
+    bad = trace.bad
+    through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
+    known = can_rehearse(trace.collectives)
+    if bad is None or bad.cause.kind == "rank":
+        return Told(through=through, known=known)
+    story = f"{bad.phase}: {bad.op} in {bad.where}: {bad.cause.text}"
+    return Told(story, tuple(plain(c) for c in bad.cures), bad.underflow, through, known)
+
+
+def _with_others(bad: BadOp, everyone: Sequence[Told], judged: Sequence[tuple[Cure, ...]]) -> BadOp:
+    """The verdict of a rank whose own step was well, with what the others found."""
+    rank = next((i for i, told in enumerate(everyone) if told.story), None)
+    if rank is None:
+        text = (
+            "the gradients of every rank were finite and what the step read was not: it comes from the "
+            "reduction over ranks, or from before the step"
+        )
+        return replace(bad, cause=Cause("unknown", text))
+    text = f"rank {rank} found the first bad op: {everyone[rank].story}"
+    unique = {c.text: replace(c, apply=None, variants=()) for cures in judged for c in cures}
+    return replace(bad, cause=replace(bad.cause, text=text), cures=tuple(unique.values()))

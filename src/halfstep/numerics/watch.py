@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import world_size
+from halfstep.distributed import gather, world_size
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.names import canonical
@@ -407,10 +407,7 @@ class Watch:
     def worst_over_ranks(self, group: Any = None) -> dict[tuple[str, str], tuple[float, int]]:
         """Least headroom by (kind, path) over all ranks, and whose it is; every rank must call this."""
         mine = self.headrooms()
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return {key: (bits, 0) for key, bits in mine.items()}
-        everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(everyone, mine, group=group)
+        everyone = gather(mine, group)
         keys = {key for one in everyone for key in one}
         return {k: min((one[k], rank) for rank, one in enumerate(everyone) if k in one) for k in sorted(keys)}
 
