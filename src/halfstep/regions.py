@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import itertools
 import sys
 import threading
 import warnings
@@ -43,6 +44,7 @@ _TLS = "halfstep.regions"
 _CARRIERS = ("maia", "ipu")
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 _HISTORY = 16384
+_clock = itertools.count(1).__next__
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +73,10 @@ class _History:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.settings: list[Setting | None] = []
+        self.latest = 0
 
     def record(self, setting: Setting | None) -> None:
-        number = _next_number()
+        number, self.latest = _next_number(), _clock()
         if self.numbers and self.numbers[-1] == number:
             self.settings[-1] = setting
             return
@@ -378,10 +381,15 @@ def _first_node() -> Any:
 
 
 def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
-    """The setting under which forward made an autograd node, in the thread that calls backward or another."""
+    """The setting under which forward made a node; every thread numbers its own, so the likeliest goes first.
+
+    That is the thread that calls backward, then those that were in a region most recently.
+    """
     number = -1 if node is None else node._sequence_nr()
-    for each in (caller, *(t for t in list(_threads) if t is not caller)):
-        found = each.histories[device_type].at(number) if device_type in each.histories else None
+    own, known = caller.histories.get(device_type), [t.histories.get(device_type) for t in list(_threads)]
+    others = [h for h in known if h is not None and h is not own]
+    for history in (own, *sorted(others, key=lambda h: h.latest, reverse=True)):
+        found = None if history is None else history.at(number)
         if found is not None:
             return found
     return None
