@@ -6,17 +6,17 @@ Every function raises before it changes anything, or takes back what it changed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep import devices
 from halfstep.convert import Conversion, convert
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.levels import LOW_DTYPES, Level
 from halfstep.ops import TABLES
@@ -235,3 +235,40 @@ def check_scheduler(scheduler: Any) -> None:
         raise ConfigError(
             f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
         )
+
+
+def one_pass_masters(
+    level: Level, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[Any, dict[Tensor, Tensor]]:
+    """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
+    if not level.masters:
+        return {}
+    return {o: o.masters() for o in optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
+
+
+def fill_stand_ins(models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]) -> None:
+    """Give the widened copies of a suspended conversion the masters' values."""
+    exact = {p: value for masters in held.values() for p, value in masters.items()}
+    for parameter in (p for model in models for p in model.parameters()):
+        original: Tensor | None = getattr(parameter, "_stands_for", None)
+        if original is not None and original in exact:
+            parameter.data.copy_(exact[original])
+
+
+def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
+    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
+    if not isinstance(state, Mapping) or state.get("format") != 1:
+        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
+    for what, own in (("level", level.name), ("policy", str(policy))):
+        if state.get(what) != own:
+            raise CheckpointError(
+                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
+                f"prepare with that {what} to resume"
+            )
+    try:
+        scale = LossScale.from_state(state["loss_scale"])
+        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+    return scale, steps, in_row, total

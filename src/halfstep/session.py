@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from halfstep.autocast import autocast
 from halfstep.convert import Conversion
 from halfstep.distributed import all_ranks, world_size
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.guards import CHANGED, Mark, changed, kept_gradients, marks, refuse_direct_steps
 from halfstep.levels import Level, level_of
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
@@ -36,8 +37,11 @@ from halfstep.preparation import (
     check_ownership,
     check_scheduler,
     device_of,
+    fill_stand_ins,
     loss_scale_of,
+    one_pass_masters,
     policy_of,
+    read_state,
     warn_of_low_weights,
     with_outputs_of,
 )
@@ -121,6 +125,15 @@ class _Pending:
     scale: LossScale
     group: frozenset[int]
     found_inf: bool | Tensor | None = None
+    finite: bool | Tensor | None = None
+    """Whether they were finite when `unscale` divided the scale out; None where they still carry it."""
+    marks: list[Mark] = field(default_factory=list[Mark])
+    edited: bool = False
+
+    @property
+    def carried(self) -> LossScale:
+        """The scale that the gradients carry now."""
+        return self.scale if self.finite is None else NoLossScale()
 
 
 class Session:
@@ -156,7 +169,7 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
-        self._warned = False
+        self._warned = self._warned_of_change = False
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
@@ -167,6 +180,8 @@ class Session:
         self._releasing = [
             (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
         ]
+        free = isinstance(loss_scale, NoLossScale)
+        self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
 
     @property
     def model(self) -> nn.Module:
@@ -188,8 +203,8 @@ class Session:
 
         Args:
             loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled.
-            optimizer: the optimizers whose parameters this loss trains; None means all. An inf found in the
-                gradients of one skips the others of the same loss too.
+            optimizer: the optimizers whose parameters this loss trains; None means all. Gradients of the
+                others stay as they are. An inf found in the gradients of one skips those of the same loss.
             more: further backward passes follow before the step; needed only with released gradients, which
                 are applied by the last pass and clipped by the `clip_norm` and norm of the step before.
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
@@ -208,17 +223,42 @@ class Session:
                 "reduce it (loss.mean()) or pass gradient="
             )
         indices = self._indices(optimizer)
-        with ExitStack() if self._releasing else nullcontext() as stack:
+        apart = len(indices) < len(self.optimizers)
+        with ExitStack() if self._releasing or apart else nullcontext() as stack:
+            if stack is not None and apart:
+                stack.enter_context(kept_gradients(self.optimizers, indices))
             for index, stepper in self._releasing:
                 assert stack is not None
                 inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             self._open(indices)
             self.loss_scale.scale(loss).backward(**kwargs)
+        if self._handles:
+            for index in indices:
+                self._pending[index].marks = marks(self.optimizers[index])
 
     def scale(self, tree: Any) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
         return self.loss_scale.scale(tree)
+
+    def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Divide the loss scale out of the gradients now, to look at or change them before `step`.
+
+        Needed only for what `step(clip_norm=...)` does not do: clipping by value, noise, a norm of one's own.
+        16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
+        Raises as `step` does, and UnsupportedError where gradients are released during backward.
+        """
+        index = self._index(optimizer)
+        pending = self._pending.setdefault(index, self._pending.get(index) or self._unscaled_gradients(index))
+        if not isinstance(pending.carried, NoLossScale):
+            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
+            found = self._steppers[index].unscale(pending.scale.inverse(self.device))
+            pending.finite = not found if self.device.type == "cpu" else ~found
+
+    def _carried(self, index: int) -> float:
+        """The scale that an optimizer's gradients carry; 1 where none."""
+        pending = self._pending.get(index)
+        return 1.0 if pending is None or isinstance(pending.carried, NoLossScale) else pending.scale.read()
 
     def _indices(self, optimizer: Optimizers) -> list[int]:
         if optimizer is None:
@@ -241,7 +281,7 @@ class Session:
         group = frozenset(indices)
         for index in indices:
             before = self._pending.get(index)
-            carried = self._kept.pop(index, None) if before is None else before.scale
+            carried = self._kept.pop(index, None) if before is None else before.carried
             if carried is not None and carried is not self.loss_scale:
                 self._rescale(index, carried)
             others = frozenset[int]() if before is None else before.group
@@ -281,10 +321,12 @@ class Session:
         check_scheduler(scheduler)
         stepper = self._steppers[index]
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
-        scaled = not isinstance(pending.scale, NoLossScale)
+        carried = pending.carried
+        if not isinstance(carried, NoLossScale):
+            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
-        inv_scale = pending.scale.inverse(self.device) if scaled else None
+        inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
         first, wants_max = pending.found_inf is None, self.loss_scale.needs_max_abs
         if clip_norm is None and not self.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max)
@@ -300,7 +342,7 @@ class Session:
         if zero_grad:
             stepper.clear()
         else:
-            self._kept[index] = NoLossScale() if stepper.unscaled else pending.scale
+            self._kept[index] = NoLossScale() if stepper.unscaled else carried
         self.steps += 1
         partly = found is True and self.skip_nonfinite and stepper.releases
         return self._tell(pending, measured, found, PARTLY if partly else None, scheduler)
@@ -323,12 +365,12 @@ class Session:
             max_abs=measured.max_abs,
             step=self.steps,
             reason=reason,
-            on_read=None if here else partial(self._arrived_late, scheduler),
+            on_read=None if here else partial(self._arrived_late, scheduler, pending.edited),
         )
         self.history.append(outcome)
         if here:
             taken = not (found and self.skip_nonfinite)
-            self._arrived(scheduler, taken, not found, pending.scale, self.steps)
+            self._arrived(scheduler, taken, not found, pending.scale, self.steps, pending.edited)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
@@ -346,7 +388,7 @@ class Session:
 
     def _found_inf(self, index: int, pending: _Pending, finite: bool | Tensor) -> bool | Tensor:
         """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
-        found = _inverse(finite)
+        found = _inverse(finite if pending.finite is None else pending.finite & finite)
         if pending.found_inf is not None:
             return found | pending.found_inf
         siblings = [j for j in pending.group if j != index and j in self._pending]
@@ -360,10 +402,13 @@ class Session:
             self._pending[other].found_inf = found
         return found
 
-    def _arrived_late(self, scheduler: Any, record: StepRecord) -> None:
-        self._arrived(scheduler, record.taken, record.finite, StaticLossScale(record.scale), record.step)
+    def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
+        scale = StaticLossScale(record.scale)
+        self._arrived(scheduler, record.taken, record.finite, scale, record.step, edited)
 
-    def _arrived(self, scheduler: Any, taken: bool, finite: bool, scale: LossScale, step: int | None) -> None:
+    def _arrived(
+        self, scheduler: Any, taken: bool, finite: bool, scale: LossScale, step: int | None, edited: bool
+    ) -> None:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
         if scheduler is not None and taken:
             scheduler.step()
@@ -375,6 +420,9 @@ class Session:
                 HalfstepWarning,
                 stacklevel=4,
             )
+        if edited and finite and not self._warned_of_change:
+            self._warned_of_change = True
+            warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
             self.skips = self.skips.after(taken, scale=None if taken else scale.read())
 
@@ -400,7 +448,7 @@ class Session:
                 stack.enter_context(masters.swap())
             for conversion in self.conversions if self.level.masters else ():
                 stack.enter_context(conversion.suspended())
-            self._fill_stand_ins()
+            fill_stand_ins(self.models, one_pass_masters(self.level, self.optimizers))
             for model in self.models:
                 model.eval()
             try:
@@ -408,20 +456,6 @@ class Session:
             finally:
                 for module, training in modes:
                     module.training = training
-
-    def _one_pass_masters(self) -> dict[Any, dict[Tensor, Tensor]]:
-        """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
-        if not self.level.masters:
-            return {}
-        return {o: o.masters() for o in self.optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
-
-    def _fill_stand_ins(self) -> None:
-        """Give the widened copies of a suspended conversion the masters' values."""
-        exact = {p: value for masters in self._one_pass_masters().values() for p, value in masters.items()}
-        for parameter in (p for model in self.models for p in model.parameters()):
-            original: Tensor | None = getattr(parameter, "_stands_for", None)
-            if original is not None and original in exact:
-                parameter.data.copy_(exact[original])
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and counts as plain values; models and optimizers save themselves."""
@@ -442,33 +476,22 @@ class Session:
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
-        if not isinstance(state, Mapping) or state.get("format") != 1:
-            given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
-        for what, own in (("level", self.level.name), ("policy", str(self.policy))):
-            if state.get(what) != own:
-                raise CheckpointError(
-                    f"this state was saved with {what} {state.get(what)}, the session has {own}: "
-                    f"prepare with that {what} to resume"
-                )
-        try:
-            scale = LossScale.from_state(state["loss_scale"])
-            steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+        scale, steps, in_row, total = read_state(state, self.level, self.policy)
         self.loss_scale, self.steps = scale, steps
         self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        exact = self._one_pass_masters()
+        exact = one_pass_masters(self.level, self.optimizers)
         for conversion in self.conversions:
             conversion.revert()
         for optimizer, values in exact.items():
             optimizer.seed_masters(values)
         for masters in self.masters.values():
             masters.revert()
-        self.conversions, self.masters = [], {}
+        for handle in self._handles:
+            handle.remove()
+        self.conversions, self.masters, self._handles = [], {}, []
 
 
 def _inverse(flag: bool | Tensor) -> bool | Tensor:

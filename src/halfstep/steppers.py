@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ScalerStateError, UnsupportedError
+from halfstep.levels import LOW_DTYPES
 from halfstep.optim._gradients import measure
 from halfstep.optim._widen import Widened
 from halfstep.optim.masters import MasterWeights
@@ -54,6 +55,10 @@ class Stepper(Protocol):
 
     def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
         """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
+        ...
+
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
         ...
 
     def clear(self) -> None:
@@ -124,6 +129,19 @@ class OnePassStepper:
         looked = self.optimizer.looked
         return self.measure(inv_scale, needs_max_abs) if looked is None else Measured(*looked)
 
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
+        if self.releases:
+            raise UnsupportedError(
+                "gradients were released and applied during backward: build the optimizer without "
+                "release_gradients to change them before the step"
+            )
+        for p in parameters_of(self.optimizer):
+            if p.grad is not None and p.grad.dtype in LOW_DTYPES:
+                p.grad_dtype = None  # any: torch otherwise wants the parameter's own
+                p.grad = p.grad.float()
+        return unscale_(self.gradients(), inv_scale)
+
     def clear(self) -> None:
         """Drop the gradients."""
         _clear(self.optimizer)
@@ -189,6 +207,12 @@ class TorchStepper:
         coefficient = _clip_coefficient(norm, clip_norm)  # torch's own has no norm of sparse gradients
         for gradient in gradients:
             gradient.mul_(coefficient)
+
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
+        if self._masters is not None:
+            self._masters.link.widen()
+        return unscale_(self.gradients(), inv_scale)
 
     def clear(self) -> None:
         """Drop the gradients."""
