@@ -6,7 +6,8 @@ Targets: the bare update with exact masters at most 1.0 of torch's fused AdamW w
 GradScaler.unscale_ + clip_grad_norm_ + fused AdamW; 14.3, 10.3 and 8.4 bytes a parameter; a weight of 1.0 at
 learning rate 1e-6 within 2 % of fp32. torch-optimi and torchao take part where they are installed.
 `bytes_alone_ms` is no contestant: the time of the simplest loop that reads and writes the same bytes; what
-fetches ahead can beat it.
+fetches ahead can beat it. `written_gb_s` is what an update writes a second; `fill_gb_s` of the machine what
+one thread can write when it does nothing else: an update near it is bound by its writes.
 `--only TEXT` runs the contestants with TEXT in their name and leaves the other rows of the file as they are.
 """
 
@@ -136,6 +137,17 @@ def bytes_alone_ms(name: str, count: int, rounds: int) -> float | None:
     return statistics.median(times[1:]) * 1e3
 
 
+def fill_gb_s(count: int, rounds: int) -> float:
+    """Gigabytes a second that one thread writes into memory far larger than its caches."""
+    array = np.ones(count, np.float32)
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        begin = time.process_time()
+        array.fill(1)
+        times.append(time.process_time() - begin)
+    return array.nbytes / statistics.median(times[1:]) / 1e9
+
+
 def movement(entry: contest.Entry, steps: int) -> dict[str, float]:
     """Movement of weights of 1.0 and 0.02 after unit gradients, as a share of fp32's.
 
@@ -181,7 +193,14 @@ def run(entry: contest.Entry, result: contest.Result, arguments: argparse.Namesp
     alone = bytes_alone_ms(entry.name, int(arguments.parameters), arguments.rounds)
     print(f"{entry.name:36} update {result.update_share:5.2f}  step {result.step_share:5.2f}  "
           f"{result.bytes_per_param:5.2f} bytes  missed: {missed}", flush=True)  # fmt: skip
-    added = {"bytes_alone_ms": alone, "movement": moved, "targets": target, "missed": missed}
+    written = sum(TRAFFIC[entry.name][0]) * arguments.parameters if entry.name in TRAFFIC else None
+    added = {
+        "bytes_alone_ms": alone,
+        "written_gb_s": None if written is None else written / result.update_ms / 1e6,
+        "movement": moved,
+        "targets": target,
+        "missed": missed,
+    }
     return {**asdict(result), **added, "note": NOTES.get(entry.name)}
 
 
@@ -205,11 +224,14 @@ def main() -> int:
     for row in rows.values():
         if row.get("bytes_alone_ms") is not None:
             print(
-                f"{row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}"
+                f"{row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}, "
+                f"writes {row.get('written_gb_s') or 0:5.1f} GB/s"
             )
     isa = torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread"
     report = {"machine": machine, "parameters": sum(sizes), "rounds": arguments.rounds}
+    report["fill_gb_s"] = fill_gb_s(int(arguments.parameters), arguments.rounds)
+    print(f"fill {report['fill_gb_s']:.1f} GB/s")
     arguments.out.write_text(json.dumps({**report, "results": list(rows.values())}, indent=1) + "\n")
     plot(list(rows.values()), arguments.out.with_suffix(".svg"))
     return 1 if any(row["missed"] for row in rows.values()) else 0
