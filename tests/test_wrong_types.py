@@ -110,6 +110,8 @@ SAID = [
     (lambda: devices.register("npu2"), "'npu2' cannot name a device: expected lower-case letters"),
     (lambda: devices.register("npu", finite_check=3), "3 is no function: finite_check"),
     (lambda: Policy(edits={"exp": "low"}), "edit 'exp': 'low': expected .* a Rule"),
+    (lambda: Policy(edits={"expp": Rule.LOW}), "unknown op 'expp'.*exp"),
+    (lambda: Policy(edits={"torch.exp": Rule.LOW}), "edit 'torch.exp': the op is called 'exp'"),
     (lambda: Policy().rule_of("expp"), "unknown op 'expp'.*exp"),
     (lambda: Policy().rows(torch.device("cpu")), "a device type is a word"),
     (lambda: Plan() + HEAD, r"a plan adds a plan.*with_rules\(\)"),
@@ -143,6 +145,12 @@ def test_numbers_of_other_types_are_taken_exactly(number):
 
 def test_patterns_of_numpy_and_torch_are_taken():
     assert formats.decode(np.int16(0x3C00), "fp16") == formats.decode(torch.tensor(0x3C00), "fp16") == 1.0
+
+
+@pytest.mark.parametrize("name", ["elsewhere.attention", "nolib::op"])
+def test_ops_that_only_another_process_knows_are_kept(name):
+    policy = Policy(edits={name: Rule.FULL})
+    assert policy.rule_of(name) is Rule.FULL
 
 
 @pytest.mark.parametrize("exp", ["exp", "torch.exp", torch.exp, torch.Tensor.exp_])

@@ -62,7 +62,10 @@ class Policy:
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", parse_dtype(self.output_dtype))
         ops.rows(self.table)
-        object.__setattr__(self, "edits", MappingProxyType(dict(sorted(checked_edits(self.edits).items()))))
+        edits = checked_edits(self.edits)
+        for name in edits:
+            _check_canonical(name)
+        object.__setattr__(self, "edits", MappingProxyType(dict(sorted(edits.items()))))
 
     def __hash__(self) -> int:
         roles = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
@@ -189,6 +192,16 @@ def checked_edits(edits: Any) -> Mapping[str, Rule]:
         if not isinstance(name, str) or not isinstance(rule, Rule):
             raise ConfigError(f"edit {name!r}: {rule!r:.60}: expected an op's name and a Rule, Rule.FULL say")
     return cast("Mapping[str, Rule]", edits)
+
+
+def _check_canonical(name: str) -> None:
+    """Raise ConfigError for an edit that would never take effect.
+
+    An own function, or an op of another library, may be known where the policy goes or comes from.
+    """
+    foreign = ("." in name or "::" in name) and canonical_op(name) is None
+    if not foreign and (known := _resolve(name)) != name:
+        raise ConfigError(f"edit {name!r}: the op is called {known!r}; or use with_rules(), which knows both")
 
 
 @functools.lru_cache(maxsize=256)
