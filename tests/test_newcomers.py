@@ -47,7 +47,7 @@ def test_a_direct_optimizer_step_on_scaled_gradients_is_refused(level, own):
     amp = hs.prepare(model, optimizer, level=level, dtype="fp16")
     before = [p.detach().clone() for p in model.parameters()]
     backward(amp, model)
-    with pytest.raises(hs.ScalerStateError, match=r"SGD.step\(\) was called on gradients that carry .* 65536"):
+    with pytest.raises(hs.ScalerStateError, match=r"SGD.step\(\) was called on .* loss scale 65536"):
         optimizer.step()
     assert all(map(torch.equal, model.parameters(), before))
     assert amp.step().taken  # nothing was lost by the mistake
@@ -141,3 +141,44 @@ def test_backward_for_one_optimizer_leaves_the_others_gradients_alone(level):
     alone = [p.grad.clone() for p in second.parameters()]
     backward(amp, nn.Sequential(first, second), optimizers[0])
     assert all(torch.equal(p.grad, before) for p, before in zip(second.parameters(), alone))
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_loss_of_another_model_is_an_error(level, optimizer_of):
+    model, other = small(), small()
+    amp = hs.prepare(model, optimizer_of(model.parameters(), lr=0.1), level=level)
+    backward(amp, other)
+    with pytest.raises(hs.ScalerStateError, match="loss does not depend on the parameters of this SGD"):
+        amp.step()
+    backward(amp, model)
+    assert amp.step().taken
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_states_follow_the_weights_into_o3_and_back(dtype):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    backward(hs.prepare(model, level="O0"), model)
+    optimizer.step()
+    optimizer.zero_grad()
+    amp = hs.prepare(model, optimizer, level="O3", dtype=dtype)
+    backward(amp, model)
+    assert amp.step().taken
+    amp.revert()
+    backward(hs.prepare(model, level="O0"), model)
+    optimizer.step()
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+
+
+def test_an_epsilon_that_is_zero_is_named_where_the_loss_turns_nan():
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp = hs.prepare(model, optimizer, level="O3", dtype="fp16")
+    with torch.no_grad():
+        model[0].bias[0] = -100.0  # a dead unit: its gradients are zero
+    backward(amp, model)
+    amp.step()
+    backward(amp, model)
+    with pytest.warns(hs.HalfstepWarning, match="AdamW's eps 1e-08 is zero beside fp16 weights"):
+        amp.step()

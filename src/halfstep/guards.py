@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import ScalerStateError
+from halfstep.formats import FP16
 from halfstep.optim.masters import weight_of
-from halfstep.steppers import parameters_of
+from halfstep.scaling import LossScale, NoLossScale
+from halfstep.steppers import Stepper, parameters_of
 
 CHANGED = (
     "gradients were changed between backward() and step() while they carry the loss scale: clipping then "
@@ -25,6 +28,24 @@ CHANGED = (
 
 #: One gradient as it was: which tensor, its dtype, how often it was changed in place.
 Mark = tuple[int, torch.dtype, int]
+
+
+@dataclass
+class Pending:
+    """What backward left behind for one optimizer: the scale its gradients carry, who shares its loss."""
+
+    scale: LossScale
+    group: frozenset[int]
+    found_inf: bool | Tensor | None = None
+    finite: bool | Tensor | None = None
+    """Whether they were finite when `unscale` divided the scale out; None where they still carry it."""
+    marks: list[Mark] = field(default_factory=list[Mark])
+    edited: bool = False
+
+    @property
+    def carried(self) -> LossScale:
+        """The scale that the gradients carry now."""
+        return self.scale if self.finite is None else NoLossScale()
 
 
 def refuse_direct_steps(
@@ -51,6 +72,33 @@ def refuse_direct_steps(
         return refuse
 
     return [o.register_step_pre_hook(hook_for(i)) for i, o in enumerate(optimizers)]
+
+
+def check_gradients(stepper: Stepper, after_backward: bool) -> None:
+    """Raise ScalerStateError where a step has nothing to work on; reads no values."""
+    if after_backward and stepper.releases:
+        return
+    if all(weight_of(p).grad is None for p in parameters_of(stepper.optimizer)):
+        why = "call backward(loss) on this session first"
+        if after_backward:
+            kind = type(stepper.optimizer).__name__
+            why = (
+                f"the loss does not depend on the parameters of this {kind}. Is it computed from this model?"
+            )
+        raise ScalerStateError(f"step() found no gradients: {why}")
+
+
+def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
+    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
+        for group in optimizer.param_groups:
+            eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
+            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
+                return (
+                    f"{type(optimizer).__name__}'s eps {eps:g} is zero beside fp16 weights: it divides "
+                    "by zero where a gradient is zero: use level O2, halfstep.optim or eps=1e-4"
+                )
+    return "pass skip_nonfinite=True to prepare() to skip such steps"
 
 
 def marks(optimizer: torch.optim.Optimizer) -> list[Mark]:

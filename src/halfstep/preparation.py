@@ -20,7 +20,7 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.levels import LOW_DTYPES, Level
 from halfstep.ops import TABLES
-from halfstep.optim._link import Master
+from halfstep.optim._link import Master, narrow_state
 from halfstep.optim.masters import MasterWeights
 from halfstep.plan import Plan
 from halfstep.policy import Policy
@@ -213,6 +213,7 @@ def apply_level(
         raise
     for conversion in conversions:
         conversion.forget_originals()
+    fit_states(level, optimizers)
     return conversions, masters
 
 
@@ -235,6 +236,16 @@ def check_scheduler(scheduler: Any) -> None:
         raise ConfigError(
             f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
         )
+
+
+def fit_states(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
+    if level.masters or level.param_role == "full":
+        return
+    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
+        for p, state in optimizer.state.items():
+            if isinstance(p, Tensor) and p.is_floating_point():
+                optimizer.state[p] = narrow_state(state, p.dtype)
 
 
 def one_pass_masters(

@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,16 @@ from halfstep.autocast import autocast
 from halfstep.convert import Conversion
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
-from halfstep.guards import CHANGED, Mark, changed, kept_gradients, marks, refuse_direct_steps
+from halfstep.guards import (
+    CHANGED,
+    Pending,
+    changed,
+    check_gradients,
+    epsilon_hint,
+    kept_gradients,
+    marks,
+    refuse_direct_steps,
+)
 from halfstep.levels import Level, level_of
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
@@ -38,6 +47,7 @@ from halfstep.preparation import (
     check_scheduler,
     device_of,
     fill_stand_ins,
+    fit_states,
     loss_scale_of,
     one_pass_masters,
     policy_of,
@@ -118,24 +128,6 @@ def prepare(
     return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
 
 
-@dataclass
-class _Pending:
-    """What backward left behind for one optimizer: the scale its gradients carry, who shares its loss."""
-
-    scale: LossScale
-    group: frozenset[int]
-    found_inf: bool | Tensor | None = None
-    finite: bool | Tensor | None = None
-    """Whether they were finite when `unscale` divided the scale out; None where they still carry it."""
-    marks: list[Mark] = field(default_factory=list[Mark])
-    edited: bool = False
-
-    @property
-    def carried(self) -> LossScale:
-        """The scale that the gradients carry now."""
-        return self.scale if self.finite is None else NoLossScale()
-
-
 class Session:
     """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
 
@@ -166,7 +158,7 @@ class Session:
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
         self._warned = self._warned_of_change = False
@@ -249,6 +241,7 @@ class Session:
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
         index = self._index(optimizer)
+        check_gradients(self._steppers[index], index in self._pending)
         pending = self._pending.setdefault(index, self._pending.get(index) or self._unscaled_gradients(index))
         if not isinstance(pending.carried, NoLossScale):
             pending.edited = changed(pending.marks, marks(self.optimizers[index]))
@@ -285,7 +278,7 @@ class Session:
             if carried is not None and carried is not self.loss_scale:
                 self._rescale(index, carried)
             others = frozenset[int]() if before is None else before.group
-            self._pending[index] = _Pending(self.loss_scale, group | others)
+            self._pending[index] = Pending(self.loss_scale, group | others)
 
     def _rescale(self, index: int, old: LossScale) -> None:
         gradients = self._steppers[index].gradients()
@@ -320,6 +313,7 @@ class Session:
         check_clip(clip_norm)
         check_scheduler(scheduler)
         stepper = self._steppers[index]
+        check_gradients(stepper, index in self._pending)
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
         carried = pending.carried
         if not isinstance(carried, NoLossScale):
@@ -349,7 +343,7 @@ class Session:
 
     def _tell(
         self,
-        pending: _Pending,
+        pending: Pending,
         measured: Measured,
         found: bool | Tensor,
         reason: str | None,
@@ -377,16 +371,14 @@ class Session:
             listener(self, outcome)
         return outcome
 
-    def _unscaled_gradients(self, index: int) -> _Pending:
-        if not self._steppers[index].gradients():
-            raise ScalerStateError("step() found no gradients: call backward(loss) on this session first")
+    def _unscaled_gradients(self, index: int) -> Pending:
         if not isinstance(self.loss_scale, NoLossScale):
             raise ScalerStateError(
                 "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
             )
-        return _Pending(self.loss_scale, frozenset({index}))
+        return Pending(self.loss_scale, frozenset({index}))
 
-    def _found_inf(self, index: int, pending: _Pending, finite: bool | Tensor) -> bool | Tensor:
+    def _found_inf(self, index: int, pending: Pending, finite: bool | Tensor) -> bool | Tensor:
         """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
         found = _inverse(finite if pending.finite is None else pending.finite & finite)
         if pending.found_inf is not None:
@@ -416,7 +408,7 @@ class Session:
             self._warned = True
             warnings.warn(
                 f"step {step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
-                "does; pass skip_nonfinite=True to prepare() to skip such steps (said once)",
+                f"does; {epsilon_hint(self.optimizers)} (said once)",
                 HalfstepWarning,
                 stacklevel=4,
             )
@@ -489,6 +481,8 @@ class Session:
             optimizer.seed_masters(values)
         for masters in self.masters.values():
             masters.revert()
+        if self.conversions:
+            fit_states(self.level, self.optimizers)
         for handle in self._handles:
             handle.remove()
         self.conversions, self.masters, self._handles = [], {}, []
