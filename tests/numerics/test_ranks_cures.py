@@ -31,7 +31,7 @@ class Squares(nn.Module):
         return self.last(self.norm(self.between(h * h)))
 
 
-def make(between=lambda y: y, after=lambda loss: None, norm=nn.BatchNorm1d, **ddp):
+def make(between=lambda y: y, after=lambda loss: None, norm=nn.BatchNorm1d, forward_last=False, **ddp):
     torch.manual_seed(0)
     model = Squares(between, norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,6 +44,8 @@ def make(between=lambda y: y, after=lambda loss: None, norm=nn.BatchNorm1d, **dd
         amp.backward(loss)
         after(loss)
         amp.step()
+        if forward_last:
+            wrapped(X)
 
     return model, amp, step
 
@@ -154,6 +156,8 @@ def work(rank, folder):
         "gathers, scale": traced(rank, lambda y: y, gathers, big=1.0, factor=1e6),
         "unused": traced(rank, find_unused_parameters=True),
         "static": traced(rank, static_graph=True),
+        "forward last": traced(rank, norm=nn.LayerNorm, forward_last=True),
+        "forward last, untraced": untraced(rank, norm=nn.LayerNorm, forward_last=True),
         "two faults": traced(rank, grows_on_rank_0, norm=nn.LayerNorm),
         "received": receives(rank),
         "own": on_its_own(rank),
@@ -197,6 +201,13 @@ def test_every_rank_tells_which_cures_all_have_tried(found, case):
 def test_the_run_goes_on_as_if_nothing_had_been_traced(found, case):
     for one in found:
         assert torch.equal(one[case][1], one["untraced"])
+
+
+def test_nothing_is_rehearsed_while_ddp_expects_a_backward(found):
+    for one in found:
+        told, after = one["forward last"]
+        assert told[2] == dict.fromkeys(("full", "scale", "bf16"), "untried")
+        assert torch.equal(after, one["forward last, untraced"])
 
 
 def test_a_cure_works_only_if_every_rank_is_finite_with_it(found):

@@ -23,7 +23,16 @@ from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.replay import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.sites import Site
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
-from halfstep.numerics.trials import Told, Trials, TrialsTogether, can_rehearse, judge, plain, try_alone
+from halfstep.numerics.trials import (
+    Told,
+    Trials,
+    TrialsTogether,
+    can_rehearse,
+    expected_reductions,
+    judge,
+    plain,
+    try_alone,
+)
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
 
 Observer = Callable[[Node, bool], None]
@@ -149,7 +158,7 @@ class BadOp:
 @dataclass
 class Trace:
     """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well;
-    `collectives`: by which kernels ranks talked to each other.
+    `collectives`: by which kernels ranks talked to each other, and what DDP still expects.
     """
 
     bad: BadOp | None
@@ -186,8 +195,9 @@ def trace_step(
         underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
         try_cures: replay the step with each cure that can be applied from outside. Over several ranks all try
             everybody's cures together, so all must call this alike; where the step uses collectives other
-            than all-reduce and broadcast (FSDP, synchronised batch norm), or DDP with a static graph or with
-            unused parameters looked for, only other loss scales are tried; none where a rank's step raised.
+            than all-reduce and broadcast (FSDP, synchronised batch norm), DDP with a static graph or looking
+            for unused parameters, or a last forward of DDP without backward, only other loss scales are
+            tried; none where a rank's step raised.
         keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
@@ -233,7 +243,7 @@ def _run(
     tape = Tape(actors.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
-    with run_eagerly(), replay(), tape:
+    with run_eagerly(), replay(), expected_reductions(tape.collectives), tape:
         try:
             result = step(*batch)
         except Exception as caught:

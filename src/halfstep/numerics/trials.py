@@ -8,16 +8,17 @@ collectives answered by its own values and DDP left out (a backward that fails i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import gather
 from halfstep.errors import LossScaleCollapsed
@@ -203,6 +204,32 @@ def _forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
         home = torch.device(ddp.device_type, ddp.device_ids[0])
         args, kwargs = tree_map(lambda x: x.to(home) if isinstance(x, Tensor) else x, (args, kwargs))
     return ddp.module(*args, **kwargs)
+
+
+@contextmanager
+def expected_reductions(names: MutableMapping[str, int]) -> Iterator[None]:
+    """Counts in `names` the DDP modules whose last forward within was not followed by a backward.
+
+    Their reducers wait for one, and would take a rehearsal's for it.
+    """
+    waiting: set[int] = set()
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if not isinstance(module, DistributedDataParallel):
+            return
+        if torch.is_grad_enabled() and module.require_backward_grad_sync:
+            waiting.add(id(module))
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    t.register_hook(lambda _: waiting.discard(id(module)))
+
+    handle = register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if waiting:
+            names["a reduction by DDP that is still expected"] = len(waiting)
 
 
 @contextmanager
