@@ -21,7 +21,7 @@ TARGET = 0.5
 
 def final(recipe: Recipe, level: str, dtype: str | None, seed: int) -> tuple[float, int]:
     """Test accuracy in percent after one training, and the steps it skipped."""
-    model, optimizer = recipe.build(seed)
+    model, optimizer = recipe.build(seed, level)
     task = recipe.task()
     metrics = {"accuracy": accuracy}
     trainer = Trainer(

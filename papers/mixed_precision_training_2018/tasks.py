@@ -83,7 +83,7 @@ def recipe(name: str) -> Callable[[str, int, float], Run]:
         chosen = RECIPES[name]
         steps = max(2, int(chosen.demo_steps * effort))
         task = chosen.task()
-        model, optimizer = chosen.build(seed)
+        model, optimizer = chosen.build(seed, SETTINGS[setting]["level"])
         batches = take(steps, task.train(seed))
         amp, losses = _train(model, optimizer, setting, batches, chosen.loss)
         with amp.evaluating():

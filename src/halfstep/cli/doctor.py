@@ -86,7 +86,7 @@ def _recipe(
     recipe = recipe_of(name)
     where = computing_device(device)
     torch.manual_seed(seed)
-    model, optimizer = recipe.build(seed)
+    model, optimizer = recipe.build(seed, level)
     model.to(where)
     amp = prepare(model, optimizer, level=level, dtype=dtype, loss_scale=scale)
     batches = itertools.chain.from_iterable(itertools.repeat(recipe.task().train(seed)))

@@ -19,6 +19,7 @@ from halfstep.optim.algorithms import Algorithm, Row
 from halfstep.optim.slots import Slot
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
+FEW = 64  # work items that Python adds up faster than numpy
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 DTYPES = {code: dtype for dtype, code in GRADS.items()}
@@ -100,13 +101,20 @@ class _Work:
 
     def totals(self, grad: int, addresses: Any) -> tuple[float, float]:
         """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
-        squares, peaks = self.found
-        peak = peaks.max(initial=0.0).item()
+        total, peak = self._sums()
         if 0 < peak < TINY or HUGE < peak < math.inf:
             run_ranges(
                 kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, addresses, *self.found
             )
-        return squares.sum().item(), peak
+            total, _ = self._sums()
+        return total, peak
+
+    def _sums(self) -> tuple[float, float]:
+        squares, peaks = self.found
+        if len(squares) > FEW:
+            return squares.sum().item(), peaks.max(initial=0.0).item()
+        total = sum(squares.tolist())
+        return total, math.nan if math.isnan(total) else max(peaks.tolist(), default=0.0)
 
 
 def update(algorithm: Algorithm, work: Work, factor: float) -> bool:

@@ -52,13 +52,18 @@ class _Part:
     def update(self, factor: float, look: bool) -> bool:
         """Count the step and run it; true where a weight left the range of its master."""
         hyper, table = self.group, self.table
-        if any(isinstance(value, Tensor) for value in hyper.values()):
-            hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in hyper.items() if k != "params"}
+        for value in hyper.values():
+            if isinstance(value, Tensor):
+                hyper = {
+                    k: float(v) if isinstance(v, Tensor) else v for k, v in hyper.items() if k != "params"
+                }
+                break
         factor = -factor if hyper["maximize"] else factor
         steps: list[float] = []
         for count in self.counts:
-            count += 1
-            steps.append(count.item())
+            number = count.item() + 1.0
+            count[()] = number
+            steps.append(number)
         same = steps.count(steps[0]) == len(steps)
         rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
         table.scalars[:] = rows  # one row serves all

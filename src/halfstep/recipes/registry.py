@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
+from halfstep.levels import level_of
+from halfstep.optim import SGD, AdamW
 from halfstep.recipes import data as _data
 from halfstep.recipes import models as _models
 
@@ -42,17 +44,21 @@ class Recipe:
     demo_steps: int
     batch_size: int
     model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterable[Any]], Optimizer]
+    optimizer: Callable[[Iterable[Any], str | None], Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     data: Callable[[int, str | None], Task]
     scales: tuple[str, ...] = ()
 
-    def build(self, seed: int) -> tuple[nn.Module, Optimizer]:
-        """A freshly initialised model and its optimizer; the global generator is left as it was."""
+    def build(self, seed: int, level: str = "O2") -> tuple[nn.Module, Optimizer]:
+        """A freshly initialised model and its optimizer; the global generator is left as it was.
+
+        The optimizer keeps no masters where `level` has none.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = self.model()
-        return model, self.optimizer(model.parameters())
+        master = "exact" if level_of(level)[0].masters else None
+        return model, self.optimizer(model.parameters(), master)
 
     def task(self, folder: str | None = None) -> Task:
         """The data, from `folder` (MNIST's IDX files) where the recipe can use one."""
@@ -120,7 +126,7 @@ _ALL = (
         demo_steps=300,
         batch_size=64,
         model=_models.digits_mlp,
-        optimizer=lambda parameters: SGD(parameters, lr=0.02, momentum=0.9),
+        optimizer=lambda parameters, master: SGD(parameters, lr=0.02, momentum=0.9, master=master),
         loss=F.cross_entropy,
         data=_images(0.1307, 0.3081),
     ),
@@ -132,7 +138,7 @@ _ALL = (
         demo_steps=200,
         batch_size=64,
         model=_models.DigitsCNN,
-        optimizer=lambda parameters: SGD(parameters, lr=0.02, momentum=0.9),
+        optimizer=lambda parameters, master: SGD(parameters, lr=0.02, momentum=0.9, master=master),
         loss=F.nll_loss,
         data=_images(0.5, 0.5),
     ),
@@ -144,7 +150,9 @@ _ALL = (
         demo_steps=45,
         batch_size=16,
         model=lambda: _models.TextGPT(_data.VOCABULARY, _CONTEXT),
-        optimizer=lambda parameters: AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        optimizer=lambda parameters, master: AdamW(
+            parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, master=master
+        ),
         loss=_next_character,
         data=_text,
     ),
@@ -157,7 +165,7 @@ _ALL = (
         batch_size=64,
         model=_models.ink_autoencoder,
         # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
-        optimizer=lambda parameters: SGD(parameters, lr=784 * 0.4, momentum=0.9),
+        optimizer=lambda parameters, master: SGD(parameters, lr=784 * 0.4, momentum=0.9, master=master),
         loss=_mean_divergence,
         data=_ink,
         scales=("dynamic", "none"),

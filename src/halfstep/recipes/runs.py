@@ -166,7 +166,7 @@ def train_once(
     recipe: Recipe, task: Task, setting: Setting, seed: int, steps: int, device: torch.device, on_step: OnStep
 ) -> SeedRun:
     """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
-    model, optimizer = recipe.build(seed)
+    model, optimizer = recipe.build(seed, setting.level)
     run = SeedRun(seed)
     trainer = Trainer(
         model,
@@ -194,7 +194,7 @@ class Bench:
     """A prepared model and one fixed batch: the parts of a step that the measurements need."""
 
     def __init__(self, recipe: Recipe, task: Task, setting: Setting, device: torch.device) -> None:
-        self.model, self.optimizer = recipe.build(0)
+        self.model, self.optimizer = recipe.build(0, setting.level)
         self.model.to(device)
         self.amp = prepare(self.model, self.optimizer, **setting.prepare_options())
         self.loss = recipe.loss
