@@ -74,6 +74,9 @@ PARTLY = (
     "were updated"
 )
 
+#: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
+WATCHED_STEPS = 20
+
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
 
@@ -225,7 +228,7 @@ class Session:
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             self._open(indices)
             self.loss_scale.scale(loss).backward(**kwargs)
-        if self._handles:
+        if self._handles and self.steps < WATCHED_STEPS:
             for index in indices:
                 self._pending[index].marks = marks(self.optimizers[index])
 
@@ -316,7 +319,7 @@ class Session:
         check_gradients(stepper, index in self._pending)
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
         carried = pending.carried
-        if not isinstance(carried, NoLossScale):
+        if pending.marks and pending.finite is None:
             pending.edited = changed(pending.marks, marks(self.optimizers[index]))
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])

@@ -79,7 +79,6 @@ class OnePassStepper:
         self.unscaled = False
         self._inv_scale: Tensor | None = None
         self.releases = self.optimizer.release is not None
-        self._clip_norm: float | None = None
         self._released = False
 
     def during_backward(
@@ -98,7 +97,7 @@ class OnePassStepper:
                 "more=True to every backward() of a step but the last"
             )
         self._released = True
-        self.optimizer.release.configure(inv_scale, self._clip_norm)
+        self.optimizer.release.configure(inv_scale, self.optimizer.release.clip_norm)
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
@@ -116,7 +115,8 @@ class OnePassStepper:
     def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
         clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
-        self._clip_norm, self._released = clip_norm, False
+        if self.releases:
+            self.optimizer.release.clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
 
     def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep import checkpoint
+from halfstep.optim import AdamW
 from halfstep.recipes.data import Batches
+from halfstep.session import prepare
 from halfstep.trainer import Trainer
 
 STEPS = 14
@@ -189,3 +191,35 @@ def test_a_save_cut_short_on_the_disk_is_seen(tmp_path, bytes_kept):
     path.write_bytes(path.read_bytes()[:bytes_kept])
     with pytest.raises(checkpoint.CheckpointError, match="corrupt or not a checkpoint"):
         checkpoint.load(path)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_released_gradients_are_clipped_after_a_resume_as_without_one(dtype, tmp_path):
+    """The next backward clips by the norm of the step before: a checkpoint has to hold it."""
+
+    def build():
+        torch.manual_seed(2)
+        model = nn.Linear(6, 2)
+        optimizer = AdamW(model.parameters(), lr=0.02, release_gradients=True)
+        return model, optimizer, prepare(model, optimizer, level="O2", dtype=dtype, loss_scale="none")
+
+    def train(model, amp, steps):
+        for step in steps:
+            with amp.autocast():
+                loss = nn.functional.cross_entropy(100.0 * model(X[step::STEPS]), Y[step::STEPS])
+            amp.backward(loss)
+            amp.step(clip_norm=0.1)
+
+    model, optimizer, amp = build()
+    train(model, amp, range(4))
+    parts = {"model": model, "optimizer": optimizer, "amp": amp}
+    checkpoint.save(tmp_path / "one", {name: part.state_dict() for name, part in parts.items()})
+    train(model, amp, range(4, 8))
+    again, its_optimizer, resumed = build()
+    saved = checkpoint.load(tmp_path / "one")
+    for name, part in {"model": again, "optimizer": its_optimizer, "amp": resumed}.items():
+        part.load_state_dict(saved[name])
+    train(again, resumed, range(4, 8))
+    assert torch.equal(model.weight, again.weight)
+    for p, q in zip(model.parameters(), again.parameters()):
+        assert torch.equal(optimizer.master_of(p), its_optimizer.master_of(q))

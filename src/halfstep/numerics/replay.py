@@ -137,7 +137,7 @@ class _SessionState:
         self._session = session
         kept = [k for k in _SESSION if k in session.__dict__ and (history or k != "history")]
         self._saved = {k: copy.copy(session.__dict__[k]) for k in kept}
-        # A stepper knows the last clip norm, and whether backward has updated weights already.
+        # A stepper knows whether backward has updated weights already.
         self._steppers = [(s, dict(vars(s))) for s in getattr(session, "_steppers", ())]
 
     def restore(self) -> None:
@@ -147,7 +147,7 @@ class _SessionState:
 
 
 class _Released:
-    """What an optimizer that releases gradients keeps from one step to the next."""
+    """What an optimizer that releases gradients knows of a step under way."""
 
     def __init__(self, release: Any) -> None:
         self.restore: Callable[[], None] = release.memory()

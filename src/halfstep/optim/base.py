@@ -336,8 +336,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> Group:
-        """torch's state dict; each entry also says which 16-bit weight its lacking bits belong to."""
+        """torch's state dict; each entry also says which 16-bit weight its lacking bits belong to.
+
+        Where gradients are released, the first group holds what the next backward clips by.
+        """
         packed = super().state_dict()
+        if self.release is not None:
+            packed["param_groups"][0]["release"] = self.release.state()
         params = [p for p, _, _ in self._places()]
         entries = cast("dict[Any, Group]", packed["state"])
         for index, p in enumerate(params):
@@ -370,6 +375,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.state.update(restored)
         self._slots.clear()
         self._plan = None
+        release = state_dict["param_groups"][0].get("release")
+        if self.release is not None and release is not None:
+            self.release.load(release)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

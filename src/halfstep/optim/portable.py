@@ -16,7 +16,7 @@ from halfstep.optim import _layout as L
 from halfstep.optim import rounding, slots, split
 from halfstep.optim.algorithms import Algorithm
 
-OWN_OPTIONS = ("params", "param_names", "master", "state_dtype")
+OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release")
 """What a group keeps of its own when a checkpoint is loaded."""
 
 

@@ -6,7 +6,7 @@ clipping uses the norm of the previous step, since this step's is not known befo
 """
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class GradientRelease:
         self._holding = False
         self._seen: list[GradStats] = []
         self._inv_scale: float | Tensor | None = None
-        self._clip_norm: float | None = None
+        self.clip_norm: float | None = None
         self._last_norm: Tensor | None = None
 
     def watch(self, params: list[Tensor]) -> None:
@@ -51,7 +51,7 @@ class GradientRelease:
         """
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm={clip_norm}: must be above 0")
-        self._inv_scale, self._clip_norm = inv_scale, clip_norm
+        self._inv_scale, self.clip_norm = inv_scale, clip_norm
 
     @contextmanager
     def hold(self) -> Generator[None]:
@@ -63,14 +63,24 @@ class GradientRelease:
             self._holding = before
 
     def memory(self) -> Callable[[], None]:
-        """Note the scale and the norms that the next backward uses; the result puts them back."""
-        seen, rest = list(self._seen), (self._inv_scale, self._clip_norm, self._last_norm)
+        """Note what `state` leaves out, the step that is under way; the result puts it back."""
+        seen, inv_scale = list(self._seen), self._inv_scale
 
         def restore() -> None:
-            self._seen = list(seen)
-            self._inv_scale, self._clip_norm, self._last_norm = rest
+            self._seen, self._inv_scale = list(seen), inv_scale
 
         return restore
+
+    def state(self) -> dict[str, float | None]:
+        """The norm of the last step and what the next is clipped to, for a checkpoint; reads the device."""
+        last = None if self._last_norm is None else float(self._last_norm)
+        return {"last_norm": last, "clip_norm": self.clip_norm}
+
+    def load(self, state: Mapping[str, float | None]) -> None:
+        """Continue from `state()`."""
+        last, self.clip_norm = state["last_norm"], state["clip_norm"]
+        home = next((p.device for p in self._handles), torch.device("cpu"))
+        self._last_norm = None if last is None else torch.tensor(last, device=home)
 
     def _reached(self, p: Tensor) -> None:
         optimizer = self._optimizer()
@@ -81,8 +91,8 @@ class GradientRelease:
             return
         self._seen.append(stats)
         clip = None
-        if self._clip_norm is not None and self._last_norm is not None:
-            clip = torch.clamp(self._clip_norm / (self._last_norm + 1e-6), max=1.0)
+        if self.clip_norm is not None and self._last_norm is not None:
+            clip = torch.clamp(self.clip_norm / (self._last_norm + 1e-6), max=1.0)
         found_inf = None if self._inv_scale is None else ~stats.finite
         optimizer.step_one(p, inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
         p.grad = None
