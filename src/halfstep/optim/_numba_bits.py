@@ -39,6 +39,16 @@ def float_of(typingctx, bits):
 
 
 @intrinsic
+def pick(typingctx, condition, x, y):
+    """`x` where the condition holds, else `y`; both are computed, since a branch may keep loops scalar."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(args[0], args[1], args[2])
+
+    return x(types.boolean, x, x), codegen
+
+
+@intrinsic
 def at(typingctx, address):
     """An address as an untyped pointer."""
 
@@ -170,10 +180,10 @@ def residual_bf16(x, h):
 def from_fp16(h):
     sign = i32(i32(i32(h) & i32(0x8000)) << i32(16))
     magnitude = i32(i32(h) & i32(0x7FFF))
-    shift = i32(0x70000000) if magnitude >= i32(0x7C00) else i32(0x38000000)
+    shift = pick(magnitude >= i32(0x7C00), i32(0x70000000), i32(0x38000000))
     normal = i32(i32(magnitude << i32(13)) + shift)
     tiny = bits_of(f32(f32(magnitude) * f32(2.0**-24)))
-    return float_of(i32(sign | (tiny if magnitude < i32(0x400) else normal)))
+    return float_of(i32(sign | pick(magnitude < i32(0x400), tiny, normal)))
 
 
 @compiled()
@@ -182,10 +192,10 @@ def fp16_even(x):
     a = i32(b & MASK)
     odd = i32(i32(a >> i32(13)) & i32(1))
     normal = i32(i32(i32(a - i32(0x38000000)) + i32(0xFFF) + odd) >> i32(13))
-    normal = i32(0x7C00) if a >= i32(0x477FF000) else normal
+    normal = pick(a >= i32(0x477FF000), i32(0x7C00), normal)
     tiny = i32(bits_of(f32(float_of(a) + f32(0.5))) - i32(0x3F000000))
-    h = tiny if a < i32(0x38800000) else normal
-    h = i32(0x7E00) if a > INF_BITS else h
+    h = pick(a < i32(0x38800000), tiny, normal)
+    h = pick(a > INF_BITS, i32(0x7E00), h)
     return i16(i32(h | i32(i32(b >> i32(16)) & i32(0x8000))))
 
 
@@ -194,12 +204,12 @@ def join_fp16(h, lo):
     sign = i32(i32(i32(h) & i32(0x8000)) << i32(16))
     magnitude = i32(i32(h) & i32(0x7FFF))
     base = bits_of(from_fp16(i16(magnitude)))
-    low = i32(0) if magnitude >= i32(0x7C00) else i32(lo)
+    low = pick(magnitude >= i32(0x7C00), i32(0), i32(lo))
     pattern = i32(base + low)
     below = bits_of(f32(float_of(base) + f32(f32(low) * f32(2.0**-40))))
     zero = bits_of(f32(f32(i32(low & i32(0xFFFF))) * f32(2.0**-40)))
-    below = zero if magnitude == i32(0) else below
-    return float_of(i32(sign | (below if magnitude < i32(0x100) else pattern)))
+    below = pick(magnitude == i32(0), zero, below)
+    return float_of(i32(sign | pick(magnitude < i32(0x100), below, pattern)))
 
 
 @compiled()
@@ -210,10 +220,10 @@ def residual_fp16(x, h):
     pattern = i32(a - base)
     units = f32(f32(float_of(a) - float_of(base)) * f32(2.0**40))
     below = i32(f32(units + f32(12582912.0)) - f32(12582912.0))
-    top = i32(32768) if magnitude == i32(0) else i32(32767)
-    below = top if below > top else below
-    low = below if magnitude < i32(0x100) else pattern
-    return i16(i32(0)) if magnitude >= i32(0x7C00) else i16(low)
+    top = pick(magnitude == i32(0), i32(32768), i32(32767))
+    below = pick(below > top, top, below)
+    low = pick(magnitude < i32(0x100), below, pattern)
+    return i16(pick(magnitude >= i32(0x7C00), i32(0), low))
 
 
 # ---- random bits ----------------------------------------------------------------------------------------

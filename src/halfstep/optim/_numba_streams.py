@@ -25,6 +25,7 @@ from halfstep.optim._numba_bits import (
     peek_i32,
     peek_u8,
     peek_u16,
+    pick,
     poke_f32,
     poke_i16,
     poke_i32,
@@ -211,8 +212,8 @@ def bf16_stochastic_out(w, random, key):
 def fp16_exact_out(w, random, key):
     h = fp16_even(w)
     over = (i32(i32(h) & i32(0x7FFF)) == i32(0x7C00)) & (i32(bits_of(w) & MASK) < INF_BITS)
-    h = i16(i32(h) - i32(1)) if over else h
-    return h, i16(i32(0)) if over else residual_fp16(w, h), i32(1) if over else i32(0)
+    kept = i16(pick(over, i32(i32(h) - i32(1)), i32(h)))
+    return kept, i16(pick(over, i32(0), i32(residual_fp16(w, h)))), pick(over, i32(1), i32(0))
 
 
 @compiled()
