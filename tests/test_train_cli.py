@@ -214,5 +214,6 @@ def test_the_demo_runs_every_recipe_at_every_level(capsys, tmp_path):
     )
     shown = capsys.readouterr().out
     assert "text-gpt" in shown
-    assert "diverged" in shown  # AdamW's epsilon and squared gradients are zero in fp16: O3 on text-gpt
+    # O3 on text-gpt in fp16 too: halfstep's AdamW works in fp32, where its epsilon is not zero.
+    assert "diverged" not in shown
     assert report.read_text().count("<section id=") == 4
