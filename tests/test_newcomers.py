@@ -60,8 +60,10 @@ def test_a_direct_optimizer_step_is_fine_without_a_scale():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    before = [p.detach().clone() for p in model.parameters()]
     backward(amp, model)
     optimizer.step()
+    assert not all(map(torch.equal, model.parameters(), before))
 
 
 def clip_by_value(level: str, optimizer_of: type, unscale: bool, **options: object) -> torch.Tensor:
