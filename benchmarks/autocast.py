@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep import regions
-from halfstep.autocast import autocast, frozen_weights
+from halfstep.autocast import autocast, frozen_weights, regions
 
 Step = Callable[[], object]
 

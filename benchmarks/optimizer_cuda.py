@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.optim import contest
 from halfstep.optim.optimizers import AdamW
+from halfstep.recipes import optimizer_race
 
 WIDTH, LAYERS, TOKENS, CONTEXT = 768, 12, 50257, 1024
 Work = Callable[[], None]
@@ -54,13 +54,13 @@ class Row:
 
 def clip_and_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     """What a peer without scaling does: clip and update."""
-    nn.utils.clip_grad_norm_(params, contest.CLIP)
+    nn.utils.clip_grad_norm_(params, optimizer_race.CLIP)
     optimizer.step()
 
 
-def contestants() -> list[contest.Entry]:
+def contestants() -> list[optimizer_race.Entry]:
     """torch's fused AdamW in fp32 and bf16, ours in its modes and as plain torch, FlashOptim if installed."""
-    bare = contest.update_only
+    bare = optimizer_race.update_only
     ours = [("exact", "fp32"), ("exact", "bf16"), ("exact", "8bit"), ("fp32", "fp32"), ("stochastic", "8bit")]
 
     def low(params: list[nn.Parameter]) -> Any:
@@ -69,12 +69,14 @@ def contestants() -> list[contest.Entry]:
     def plain(params: list[nn.Parameter]) -> Any:
         return AdamW(params, backend="reference")
 
-    reference = contest.ours()
+    reference = optimizer_race.ours()
     found = [
-        contest.torch_adamw(fused=True),
-        contest.Entry("torch AdamW fused, bf16 without masters", torch.bfloat16, low, bare, clip_and_step),
-        *(contest.ours(master, state) for master, state in ours),
-        contest.Entry("hs.optim.AdamW reference", torch.bfloat16, plain, bare, reference.step),
+        optimizer_race.torch_adamw(fused=True),
+        optimizer_race.Entry(
+            "torch AdamW fused, bf16 without masters", torch.bfloat16, low, bare, clip_and_step
+        ),
+        *(optimizer_race.ours(master, state) for master, state in ours),
+        optimizer_race.Entry("hs.optim.AdamW reference", torch.bfloat16, plain, bare, reference.step),
     ]
     try:
         from flashoptim import FlashAdamW
@@ -85,13 +87,13 @@ def contestants() -> list[contest.Entry]:
     def flash(params: list[nn.Parameter]) -> Any:
         return FlashAdamW(params, lr=1e-3)
 
-    return [*found, contest.Entry("FlashOptim FlashAdamW", torch.bfloat16, flash, bare, clip_and_step)]
+    return [*found, optimizer_race.Entry("FlashOptim FlashAdamW", torch.bfloat16, flash, bare, clip_and_step)]
 
 
 class Bench:
     """One contestant with GPT-2's weights and gradients on the device, warmed up."""
 
-    def __init__(self, entry: contest.Entry, device: torch.device) -> None:
+    def __init__(self, entry: optimizer_race.Entry, device: torch.device) -> None:
         torch.manual_seed(0)
         self.entry = entry
         self.params = [
@@ -151,7 +153,7 @@ def launches(work: Work) -> int:
     return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
 
 
-def measure(entry: contest.Entry, first: Bench, rounds: int, device: torch.device) -> Row:
+def measure(entry: optimizer_race.Entry, first: Bench, rounds: int, device: torch.device) -> Row:
     """Time `entry` in turn with the first contestant."""
     bench = first if entry is first.entry else Bench(entry, device)
     replay = bench.graph()

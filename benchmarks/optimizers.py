@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.optim import contest
+from halfstep.recipes import optimizer_race
 
 TARGETS = {
     "hs.optim.AdamW exact / fp32": {"update_share": 1.0, "step_share": 0.5, "bytes_per_param": 14.3},
@@ -58,11 +58,11 @@ TRAFFIC: dict[str, tuple[tuple[int, ...], int]] = {
 
 def clip_and_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     """What a peer without scaling does: clip and update."""
-    nn.utils.clip_grad_norm_(params, contest.CLIP)
+    nn.utils.clip_grad_norm_(params, optimizer_race.CLIP)
     optimizer.step()
 
 
-def peers() -> list[contest.Entry]:
+def peers() -> list[optimizer_race.Entry]:
     """Compressed optimizers of others, where installed."""
     found: list[tuple[str, Callable[[Any], Any]]] = []
     try:
@@ -79,8 +79,10 @@ def peers() -> list[contest.Entry]:
         found.append(("torchao AdamW stochastic", lambda p: _AdamW(p, bf16_stochastic_round=True)))
     except ImportError as error:
         print(f"left out: torchao ({error})", file=sys.stderr)
-    bare: Any = contest.update_only
-    made = [contest.Entry(name, torch.bfloat16, make, bare, clip_and_step, value) for name, make in found]
+    bare: Any = optimizer_race.update_only
+    made = [
+        optimizer_race.Entry(name, torch.bfloat16, make, bare, clip_and_step, value) for name, make in found
+    ]
     return [entry for entry in made if works(entry)]
 
 
@@ -90,10 +92,10 @@ def value(optimizer: Any, p: nn.Parameter) -> torch.Tensor:
     return p.detach().double() if rest is None else p.detach().double() + rest.double()
 
 
-def works(entry: contest.Entry) -> bool:
+def works(entry: optimizer_race.Entry) -> bool:
     """Whether a peer takes a step on this machine at all; said where not."""
     try:
-        bench = contest.Bench(entry, [4096], torch.device("cpu"))
+        bench = optimizer_race.Bench(entry, [4096], torch.device("cpu"))
         bench.seconds("update")
     except Exception as error:
         print(f"left out: {entry.name} ({type(error).__name__}: {str(error)[:200]})", file=sys.stderr)
@@ -148,14 +150,14 @@ def fill_gb_s(count: int, rounds: int) -> float:
     return array.nbytes / statistics.median(times[1:]) / 1e9
 
 
-def movement(entry: contest.Entry, steps: int) -> dict[str, float]:
+def movement(entry: optimizer_race.Entry, steps: int) -> dict[str, float]:
     """Movement of weights of 1.0 and 0.02 after unit gradients, as a share of fp32's.
 
     The mean of 2^18 weights that are rounded at random has a deviation of 0.3 % at (1.0, 1e-6), 1 % at 1e-7.
     """
     count = 2**18 if "stochastic" in entry.name else 4096
     return {
-        f"{start:g} at {lr:g}": contest.movement(entry, start, lr, steps, count)
+        f"{start:g} at {lr:g}": optimizer_race.movement(entry, start, lr, steps, count)
         for start in (1.0, 0.02)
         for lr in LEARNING_RATES
     }
@@ -180,7 +182,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def run(entry: contest.Entry, result: contest.Result, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(
+    entry: optimizer_race.Entry, result: optimizer_race.Result, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One contestant's row: times, bytes, the time of its bytes alone, movement, what it missed."""
     try:
         moved: dict[str, Any] = movement(entry, arguments.steps)
@@ -213,11 +217,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizers.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    first, *others = contest.entries()
+    first, *others = optimizer_race.entries()
     others = [entry for entry in [*others, *peers()] if arguments.only in entry.name]
     contestants = [first, *others]
     sizes = [int(arguments.parameters) // 4] * 4
-    races = contest.race(contestants, sizes, arguments.rounds, torch.device("cpu"))
+    races = optimizer_race.race(contestants, sizes, arguments.rounds, torch.device("cpu"))
     rows = {entry.name: run(entry, result, arguments) for entry, result in zip(contestants, races)}
     if arguments.only:
         rows = {row["name"]: row for row in json.loads(arguments.out.read_text())["results"]} | rows

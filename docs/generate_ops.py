@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from halfstep.ops import markdown
+from halfstep.policy.ops import markdown
 
 if __name__ == "__main__":
     Path(__file__).with_name("ops.md").write_text(markdown(), encoding="utf-8")

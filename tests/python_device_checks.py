@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import casting, conformance, devices
-from halfstep.conformance import GROUPS, run_battery
-from halfstep.ops import OpRow, Rule
+from halfstep import devices
+from halfstep.autocast import casts
+from halfstep.conformance import GROUPS, battery, run_battery
+from halfstep.gradients.unscale import kernels_of, register_kernels
+from halfstep.policy.ops import OpRow, Rule
 from halfstep.trainer import Trainer
-from halfstep.unscale import kernels_of, register_kernels
 from tests import python_device
 from tests.python_device import NAME, to_host
 
@@ -269,12 +270,12 @@ def test_the_device_conforms(dtype):
 
 def wrong_exp(monkeypatch):
     """Our own table says FULL; the machinery runs it LOW."""
-    kept = casting.runner
+    kept = casts.runner
 
     def runner(site, row, *rest):
         return kept(site, OpRow("exp", Rule.LOW, "") if site.name == "exp" else row, *rest)
 
-    monkeypatch.setattr(casting, "runner", runner)
+    monkeypatch.setattr(casts, "runner", runner)
 
 
 def blind_to_nan(monkeypatch):
@@ -341,7 +342,7 @@ def test_one_thing_broken_on_purpose_fails_and_is_named(monkeypatch, restored, b
     assert set(failures(levels=["O2"], dtypes=["fp16"], only=groups)) == named
 
 
-@pytest.mark.parametrize("dtype", list(conformance.TOLERANCES), ids=str)
+@pytest.mark.parametrize("dtype", list(battery.TOLERANCES), ids=str)
 def test_a_device_is_not_compared_with_itself(dtype):
     details = [c.detail for c in run_battery(NAME, ["O1"], [dtype], only=["models"])]
     assert len(details) == 3

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep import emulation, regions
+from halfstep.autocast import cpu_kernels, regions
 
 pytestmark = pytest.mark.skipif(
     hs.devices.is_slow("cpu", "bf16") or torch.cpu._is_amx_tile_supported(),
@@ -69,7 +69,7 @@ def test_what_does_not_fit_stays_with_torch():
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
-    monkeypatch.setattr(emulation, "attention", None)  # calling it would fail
+    monkeypatch.setattr(cpu_kernels, "attention", None)  # calling it would fail
     with hs.autocast("cpu", "bf16"), torch.no_grad():
         assert F.scaled_dot_product_attention(*inputs()).grad_fn is None
 

@@ -8,12 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep import emulation, ops
-from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, disabled, frozen_weights
+from halfstep.autocast import (
+    active_policy,
+    autocast,
+    cpu_kernels,
+    custom_bwd,
+    custom_fwd,
+    disabled,
+    frozen_weights,
+)
 from halfstep.errors import BannedOpError, ConfigError
-from halfstep.ops import Rule
-from halfstep.policy import Policy
-from halfstep.policy import op as own_op
+from halfstep.policy import Policy, ops
+from halfstep.policy.ops import Rule
+from halfstep.policy.policy import op as own_op
 from tests.autocast_samples import Sample, cpu_samples, cuda_samples, outcome, tensors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -428,7 +435,7 @@ def test_large_slow_linear_rounds_as_the_small_one(bias: bool) -> None:
         return t.half().float()
 
     with autocast("cpu", FP16):
-        assert emulation.fits_linear((x, layer.weight))
+        assert cpu_kernels.fits_linear((x, layer.weight))
         out = layer(x)
     plain = F.linear(*(rounded(t) for t in weights)).half()
     assert out.dtype is FP16

@@ -11,9 +11,9 @@ from torch import nn
 from halfstep.autocast import autocast
 from halfstep.convert import convert, to_float
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
-from halfstep.ops import Rule
 from halfstep.optim import MasterWeights
-from halfstep.plan import Plan, PlanRule
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
 
 torch.set_num_threads(1)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -10,8 +10,8 @@ from torch import nn
 
 from halfstep.distributed import all_ranks, compress_hook, global_max, global_norm, shard_groups, world_size
 from halfstep.errors import ConfigError
-from halfstep.grad_scaler import GradScaler
-from halfstep.optim._gradients import measure, measure_over_ranks
+from halfstep.gradients.stats import measure, measure_over_ranks
+from halfstep.scaling.grad_scaler import GradScaler
 
 
 def check_flags(rank):

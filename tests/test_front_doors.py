@@ -78,7 +78,7 @@ def test_all_doors_are_looked_at():
     ("text", "private", "machine"),
     [
         ("import torch._dynamo", ["torch._dynamo"], []),
-        ("from halfstep.casting import _tensors", ["halfstep.casting._tensors"], []),
+        ("from halfstep.autocast.casts import _tensors", ["halfstep.autocast.casts._tensors"], []),
         ("from halfstep.compat.apex._ledger import Ledger", ["halfstep.compat.apex._ledger.Ledger"], []),
         ("from halfstep.compat.mindspore._tensor import Tensor", [], []),
         ("class A(torch.autograd.Function): pass", [], ["Function"]),

@@ -21,9 +21,9 @@ from halfstep.errors import (
     ScalerStateError,
     UnsupportedError,
 )
-from halfstep.grad_scaler import GradScaler
-from halfstep.optim._gradients import measure
+from halfstep.gradients.stats import measure
 from halfstep.scaling import DynamicLossScale, HeadroomLossScale, NoLossScale, StaticLossScale
+from halfstep.scaling.grad_scaler import GradScaler
 
 Pair = namedtuple("Pair", "a b")
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from halfstep.optim._gradients import combine, finite_and_norm, measure
+from halfstep.gradients.stats import combine, finite_and_norm, measure
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.levels import LEVELS, level_of
+from halfstep.policy.levels import LEVELS, level_of
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

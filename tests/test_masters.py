@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.grad_scaler import GradScaler
 from halfstep.optim import MasterWeights
+from halfstep.scaling.grad_scaler import GradScaler
 
 torch.set_num_threads(1)
 

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from halfstep import ops, regions
+from halfstep.autocast import regions
+from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import ConfigError
-from halfstep.op_samples import SAMPLES
-from halfstep.ops import TABLES, Rule, canonical_op, rows
+from halfstep.policy import ops
+from halfstep.policy.ops import TABLES, Rule, canonical_op, rows
 
 ROOT = Path(__file__).parents[1]
 MEASURED = json.loads((ROOT / "benchmarks/results/op_rules.json").read_text())["ops"]

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from halfstep.outcome import Outcome, OutcomeQueue
+from halfstep.scaling.outcome import Outcome, OutcomeQueue
 
 
 def outcome(finite: bool = True, **kwargs) -> Outcome:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.errors import ConfigError, PlanError
-from halfstep.ops import Rule
-from halfstep.plan import Plan, PlanRule
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep import ops
-from halfstep import policy as policies
 from halfstep.errors import ConfigError
-from halfstep.ops import TABLES, Rule
-from halfstep.policy import Policy, op, set_own_op_caller
+from halfstep.policy import Policy, ops
+from halfstep.policy import policy as policies
+from halfstep.policy.ops import TABLES, Rule
+from halfstep.policy.policy import op, set_own_op_caller
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 EDITS = st.dictionaries(st.sampled_from(sorted(TABLES["halfstep"])), st.sampled_from(list(Rule)), max_size=5)

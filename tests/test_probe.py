@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from halfstep.autocast import autocast
-from halfstep.ops import TABLES, OpRow, Rule
+from halfstep.conformance.probe import groups, probe_casting, summary
 from halfstep.policy import Policy
-from halfstep.probe import groups, probe_casting, summary
+from halfstep.policy.ops import TABLES, OpRow, Rule
 
 BF16 = torch.bfloat16
 

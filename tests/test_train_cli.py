@@ -169,24 +169,27 @@ def test_corrupt_data_leaves_no_report(capsys, tmp_path, content):
 
 
 def test_an_unsupported_dtype_on_this_device_is_told(capsys, monkeypatch):
-    from halfstep import devices
+    from halfstep.devices import capability
 
-    absent = devices.Capability("cpu", torch.float16, "absent", "no kernels were built", None)
-    real = devices.capability
+    absent = capability.Capability("cpu", torch.float16, "absent", "no kernels were built", None)
+    real = capability.capability
     monkeypatch.setattr(
-        devices, "capability", lambda d, t: absent if devices.parse_dtype(t) == torch.float16 else real(d, t)
+        capability,
+        "capability",
+        lambda d, t: absent if capability.parse_dtype(t) == torch.float16 else real(d, t),
     )
     assert main(["train", "digits-mlp", "--level", "O1", "--dtype", "fp16", "--steps", "1"]) == 2
     assert "fp16 does not work on cpu: no kernels were built" in capsys.readouterr().err
 
 
 def test_a_slow_dtype_is_told_in_the_table(capsys, monkeypatch):
-    from halfstep import devices
 
-    slow = devices.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
-    real = devices.capability
+    slow = capability.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
+    real = capability.capability
     monkeypatch.setattr(
-        devices, "capability", lambda d, t: slow if devices.parse_dtype(t) == torch.bfloat16 else real(d, t)
+        capability,
+        "capability",
+        lambda d, t: slow if capability.parse_dtype(t) == torch.bfloat16 else real(d, t),
     )
     assert (
         main(["train", "digits-mlp", "--level", "O1", "--dtype", "bf16", "--steps", "2", "--threads", "1"])

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from halfstep import unscale
 from halfstep.errors import ConfigError
-from halfstep.grad_scaler import GradScaler
+from halfstep.gradients import unscale
 from halfstep.scaling import DynamicLossScale
+from halfstep.scaling.grad_scaler import GradScaler
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

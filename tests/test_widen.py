@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import steppers
 from halfstep.errors import HalfstepWarning
-from halfstep.optim import _widen
-from halfstep.optim._widen import LEAST, widen
+from halfstep.gradients import widen as _widen
+from halfstep.gradients.widen import LEAST, widen
+from halfstep.session import steppers
 
 LOW = [torch.bfloat16, torch.float16]
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep import devices, formats
+from halfstep import formats
+from halfstep.devices import capability
 from halfstep.errors import ConfigError, PlanError
-from halfstep.levels import LEVELS
-from halfstep.ops import Rule
-from halfstep.plan import Plan, PlanRule
 from halfstep.policy import Policy
+from halfstep.policy.levels import LEVELS
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
 
 WRONG = [
     None,
@@ -31,7 +32,7 @@ HEAD = PlanRule("head", dtype=torch.float32)
 
 @pytest.fixture(autouse=True)
 def _nothing_declared(monkeypatch):
-    monkeypatch.setattr(devices, "_declared", {})
+    monkeypatch.setattr(capability, "_declared", {})
 
 
 # What is called, and the types that it takes, right or of no consequence.
@@ -45,21 +46,21 @@ DOORS = {
     "tensor to round": (lambda x: formats.round_to(x, "bf16"), torch.Tensor),
     "dtype": (formats.parse_dtype, ()),
     "dtype's name": (formats.dtype_name, torch.dtype),
-    "device": (devices.resolve, type(None)),
-    "device that can": (lambda x: devices.capability(x, "fp32"), type(None)),
-    "device with a default": (devices.default_dtype, type(None)),
-    "device's facts": (devices.machine, type(None)),
-    "device's file": (devices.cache_file, type(None)),
-    "dtype it can": (lambda x: devices.check_dtype("cpu", x), ()),
-    "name declared": (lambda x: devices.declare(x, ["bf16"]), str),
-    "dtypes declared": (lambda x: devices.declare("chip", x), list),
-    "dtype declared": (lambda x: devices.declare("chip", [x]), ()),
-    "slow dtypes": (lambda x: devices.declare("chip", ["bf16"], x), list),
-    "name registered": (devices.register, ()),
-    "dtypes registered": (lambda x: devices.register("chip", dtypes=x), list),
-    "finite check": (lambda x: devices.register("chip", finite_check=x), type(None)),
-    "scale update": (lambda x: devices.register("chip", update_scale=x), type(None)),
-    "collective": (lambda x: devices.register("chip", collective=x), (str, type(None))),
+    "device": (capability.resolve, type(None)),
+    "device that can": (lambda x: capability.capability(x, "fp32"), type(None)),
+    "device with a default": (capability.default_dtype, type(None)),
+    "device's facts": (capability.machine, type(None)),
+    "device's file": (capability.cache_file, type(None)),
+    "dtype it can": (lambda x: capability.check_dtype("cpu", x), ()),
+    "name declared": (lambda x: capability.declare(x, ["bf16"]), str),
+    "dtypes declared": (lambda x: capability.declare("chip", x), list),
+    "dtype declared": (lambda x: capability.declare("chip", [x]), ()),
+    "slow dtypes": (lambda x: capability.declare("chip", ["bf16"], x), list),
+    "name registered": (capability.register, ()),
+    "dtypes registered": (lambda x: capability.register("chip", dtypes=x), list),
+    "finite check": (lambda x: capability.register("chip", finite_check=x), type(None)),
+    "scale update": (lambda x: capability.register("chip", update_scale=x), type(None)),
+    "collective": (lambda x: capability.register("chip", collective=x), (str, type(None))),
     "level's dtype": (LEVELS["O2"].policy, ()),
     "dtype at O0": (LEVELS["O0"].policy, type(None)),
     "level's table": (lambda x: LEVELS["O1"].policy("fp16", x), type(None)),
@@ -104,11 +105,11 @@ SAID = [
     (lambda: formats.decode(1.5, "bf16"), "a bit pattern as an int"),
     (lambda: formats.encode(Fraction(1, 3), "bf16"), "1/3 is not a number of bf16"),
     (lambda: formats.encode(10**400, "e4m3fn"), "is not a number of e4m3fn"),
-    (lambda: devices.declare("chip", "bf16"), "dtypes='bf16': expected a list of dtypes"),
-    (lambda: devices.declare("chip", ["bf16"], ["fp16"]), r"slow=\['fp16'\] is not among"),
-    (lambda: devices.register(3), "3 cannot name a device"),
-    (lambda: devices.register("npu2"), "'npu2' cannot name a device: expected lower-case letters"),
-    (lambda: devices.register("npu", finite_check=3), "3 is no function: finite_check"),
+    (lambda: capability.declare("chip", "bf16"), "dtypes='bf16': expected a list of dtypes"),
+    (lambda: capability.declare("chip", ["bf16"], ["fp16"]), r"slow=\['fp16'\] is not among"),
+    (lambda: capability.register(3), "3 cannot name a device"),
+    (lambda: capability.register("npu2"), "'npu2' cannot name a device: expected lower-case letters"),
+    (lambda: capability.register("npu", finite_check=3), "3 is no function: finite_check"),
     (lambda: Policy(edits={"exp": "low"}), "edit 'exp': 'low': expected .* a Rule"),
     (lambda: Policy(edits={"expp": Rule.LOW}), "unknown op 'expp'.*exp"),
     (lambda: Policy(edits={"torch.exp": Rule.LOW}), "edit 'torch.exp': the op is called 'exp'"),
@@ -159,13 +160,13 @@ def test_a_rule_is_asked_for_by_name_or_function(exp):
 
 
 def test_a_question_without_a_device_is_asked_again_after_a_declaration(monkeypatch):
-    monkeypatch.setattr(devices, "_known", {})
-    devices.capability(None, "fp32")
-    devices.capability("cpu", "fp32")
-    devices.declare("chip", ["bf16"])
-    assert list(devices._known) == [("cpu", torch.float32)]
+    monkeypatch.setattr(capability, "_known", {})
+    capability.capability(None, "fp32")
+    capability.capability("cpu", "fp32")
+    capability.declare("chip", ["bf16"])
+    assert list(capability._known) == [("cpu", torch.float32)]
 
 
 def test_facts_and_file_of_a_device_are_found_by_its_name():
-    assert devices.machine("cpu") == devices.machine(torch.device("cpu")) == devices.machine(None)
-    assert devices.cache_file("cpu") == devices.cache_file(torch.device("cpu"))
+    assert capability.machine("cpu") == capability.machine(torch.device("cpu")) == capability.machine(None)
+    assert capability.cache_file("cpu") == capability.cache_file(torch.device("cpu"))

@@ -1,9 +1,9 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
-from halfstep import accelerators as accelerators
 from halfstep import devices, distributed, optim
-from halfstep.autocast import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
-from halfstep.convert import Conversion, convert, to_float
+from halfstep.autocast.context import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
+from halfstep.compat import device_module as accelerators
+from halfstep.convert.conversion import Conversion, convert, to_float
 from halfstep.errors import (
     BannedOpError,
     CheckpointError,
@@ -18,18 +18,17 @@ from halfstep.errors import (
     UnsupportedError,
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
-from halfstep.grad_scaler import GradScaler
-from halfstep.levels import LEVELS, Level
 from halfstep.numerics.lint import Finding, lint
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
 from halfstep.numerics.watch import Watch, watch
-from halfstep.ops import Rule
 from halfstep.optim.masters import MasterWeights
-from halfstep.outcome import Outcome
-from halfstep.plan import Plan, PlanRule
-from halfstep.policy import Policy, op
-from halfstep.scaling import (
+from halfstep.policy.levels import LEVELS, Level
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
+from halfstep.policy.policy import Policy, op
+from halfstep.scaling.grad_scaler import GradScaler
+from halfstep.scaling.loss_scale import (
     DynamicLossScale,
     HeadroomLossScale,
     LossScale,
@@ -38,8 +37,9 @@ from halfstep.scaling import (
     all_finite,
     select_tree,
 )
-from halfstep.session import Session, prepare
-from halfstep.trainer import Trainer
+from halfstep.scaling.outcome import Outcome
+from halfstep.session.session import Session, prepare
+from halfstep.trainer.loop import Trainer
 
 __all__ = [
     "FORMATS",

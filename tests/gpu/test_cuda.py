@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.op_samples import SAMPLES
-from halfstep.probe import probe_casting
+from halfstep.conformance.op_samples import SAMPLES
+from halfstep.conformance.probe import probe_casting
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import UnsupportedError
-from halfstep.optim import SGD, Adam, AdamW, Lion, launch
+from halfstep.optim import SGD, Adam, AdamW, Lion, backends
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def test_the_step_equals_the_reference(name: str, weights: Any, state_dtype: str
 
 
 def test_cuda_runs_the_kernels_by_default():
-    assert launch.runner("auto", torch.device("cuda")) == "triton"
+    assert backends.runner("auto", torch.device("cuda")) == "triton"
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-22, 2e18])

@@ -76,7 +76,7 @@ def test_all_patterns_bf16(part: int):
 
 @pytest.mark.exhaustive
 def test_all_patterns_bf16_in_the_compiled_kernels():
-    k = pytest.importorskip("halfstep.optim._numba_bits")
+    k = pytest.importorskip("halfstep.kernels.cpu.bits")
     away, residual, rejoin, as_float = k.bf16_away, k.residual_bf16, k.join_bf16, k.float_of
     bits_of, magnitude, inf, i32 = k.bits_of, k.MASK, k.INF_BITS, np.int32
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import ops
 from halfstep.errors import ConfigError, PlanError
-from halfstep.levels import level_of
-from halfstep.plan import Plan, PlanRule
-from halfstep.policy import Policy
+from halfstep.policy import Policy, ops
+from halfstep.policy.levels import level_of
+from halfstep.policy.plan import Plan, PlanRule
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 

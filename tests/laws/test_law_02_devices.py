@@ -3,44 +3,44 @@
 import pytest
 import torch
 
-from halfstep import devices
+from halfstep.devices import capability
 from halfstep.errors import ConfigError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(devices, "_known", {})
-    monkeypatch.setattr(devices, "_declared", {})
+    monkeypatch.setattr(capability, "_known", {})
+    monkeypatch.setattr(capability, "_declared", {})
 
 
 def test_a_dtype_without_kernels_is_refused_with_the_reason(monkeypatch) -> None:
-    monkeypatch.setattr(devices, "_measure", lambda device, dtype: (None, "no kernel for it"))
+    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (None, "no kernel for it"))
     with pytest.raises(UnsupportedError, match=r"bf16 does not work on cpu: no kernel for it; use fp32"):
-        devices.check_dtype("cpu", "bf16")
+        capability.check_dtype("cpu", "bf16")
 
 
 def test_a_device_that_is_not_here_is_not_replaced_by_another() -> None:
-    absent = next(kind for kind in ("cuda", "xpu", "mps", "hpu") if kind not in devices.available())
+    absent = next(kind for kind in ("cuda", "xpu", "mps", "hpu") if kind not in capability.available())
     with pytest.raises(UnsupportedError, match=f"'{absent}' is not usable here"):
-        devices.resolve(absent)
+        capability.resolve(absent)
     with pytest.raises(ConfigError, match="unknown device 'quick'"):
-        devices.resolve("quick")
+        capability.resolve("quick")
 
 
 def test_no_16_bit_dtype_is_an_error_and_not_fp32() -> None:
-    devices.declare("meta", (torch.float32,))
+    capability.declare("meta", (torch.float32,))
     with pytest.raises(UnsupportedError, match="neither bf16 nor fp16"):
-        devices.default_dtype("meta")
+        capability.default_dtype("meta")
 
 
 def test_a_slow_dtype_is_told(monkeypatch) -> None:
-    monkeypatch.setattr(devices, "_measure", lambda device, dtype: (30.0, ""))
-    assert devices.capability("cpu", "fp16").status == "slow"
-    assert devices.is_slow("cpu", "fp16")
+    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (30.0, ""))
+    assert capability.capability("cpu", "fp16").status == "slow"
+    assert capability.is_slow("cpu", "fp16")
 
 
 def test_what_a_vendor_did_not_declare_is_absent() -> None:
-    devices.declare("meta", (torch.bfloat16,))
+    capability.declare("meta", (torch.bfloat16,))
     with pytest.raises(UnsupportedError, match="its vendor declares no fp16"):
-        devices.check_dtype("meta", "fp16")
+        capability.check_dtype("meta", "fp16")

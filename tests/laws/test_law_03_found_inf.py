@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.distributed import all_ranks
-from halfstep.grad_scaler import GradScaler
-from halfstep.optim._gradients import measure
+from halfstep.gradients.stats import measure
+from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.scaling import all_finite
-from halfstep.unscale import any_of, unscale_
+from halfstep.scaling.grad_scaler import GradScaler
 
 bads = st.lists(st.sampled_from([0.0, 1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=8)
 

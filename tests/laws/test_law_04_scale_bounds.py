@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.errors import LossScaleCollapsed
-from halfstep.grad_scaler import GradScaler
 from halfstep.scaling import DynamicLossScale, HeadroomLossScale, SkipCount
+from halfstep.scaling.grad_scaler import GradScaler
 
 flags = st.lists(st.booleans(), max_size=60)
 bounds = st.sampled_from([(1.0, 2.0**24), (4.0, 4.0), (0.3, 700.0), (2.0**-126, 2.0**127)])

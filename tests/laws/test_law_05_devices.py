@@ -17,7 +17,7 @@ import json, sys
 import torch
 from halfstep import autocast
 from halfstep.policy import Policy
-from halfstep.probe import probe_casting
+from halfstep.conformance.probe import probe_casting
 import tests.python_device
 
 seen = {}

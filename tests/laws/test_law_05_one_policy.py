@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halfstep import devices, ops, regions
-from halfstep.autocast import autocast, disabled
-from halfstep.policy import Policy
+from halfstep.autocast import autocast, disabled, regions
+from halfstep.devices import capability
+from halfstep.policy import Policy, ops
 from tests.autocast_samples import Sample, cuda_samples, outcome
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -16,14 +16,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def pretended_cuda(monkeypatch):
     """CUDA without CUDA: fake tensors dispatch to torch's own CUDA autocast kernels and compute nothing."""
-    resolve = devices.resolve
+    resolve = capability.resolve
     monkeypatch.setattr(
-        devices, "resolve", lambda d=None: torch.device(d) if str(d) == "cuda" else resolve(d)
+        capability, "resolve", lambda d=None: torch.device(d) if str(d) == "cuda" else resolve(d)
     )
-    devices.declare("cuda", (BF16, FP16))
+    capability.declare("cuda", (BF16, FP16))
     regions.forget()
     yield
-    devices._declared.pop("cuda")
+    capability._declared.pop("cuda")
     regions.forget()
 
 

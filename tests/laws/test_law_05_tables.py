@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfstep.ops import TABLES, Rule, rows
 from halfstep.policy import Policy
+from halfstep.policy.ops import TABLES, Rule, rows
 
 
 @pytest.mark.parametrize("table", sorted(set(TABLES) - {"torch"}))

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 
-from halfstep import regions
-from halfstep.autocast import active_policy, autocast, disabled
+from halfstep.autocast import active_policy, autocast, disabled, regions
 from halfstep.policy import Policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep.errors import HalfstepWarning
-from halfstep.grad_scaler import GradScaler
-from halfstep.optim._gradients import measure
+from halfstep.gradients.stats import measure
 from halfstep.scaling import NoLossScale
+from halfstep.scaling.grad_scaler import GradScaler
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -6,7 +6,7 @@ from torch import nn
 
 from halfstep.convert import convert
 from halfstep.optim import MasterWeights
-from halfstep.plan import Plan
+from halfstep.policy.plan import Plan
 
 torch.set_num_threads(1)
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from halfstep.convert import convert, to_float
-from halfstep.ops import Rule
 from halfstep.optim import MasterWeights
-from halfstep.plan import Plan, PlanRule
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.grad_scaler import GradScaler
+from halfstep.scaling.grad_scaler import GradScaler
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

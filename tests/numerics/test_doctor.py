@@ -12,9 +12,10 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from halfstep.cli import _script, main
-from halfstep.cli._in_script import run_order
-from halfstep.cli._script import examine_script
+from halfstep.cli import main
+from halfstep.doctor import script as _script
+from halfstep.doctor.in_script import run_order
+from halfstep.doctor.script import examine_script
 from halfstep.report.doctor import render_doctor
 
 SCRIPT = """

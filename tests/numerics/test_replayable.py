@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import optim as hs_optim
-from halfstep.batches import MicroBatches
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import trace_step
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
 from halfstep.trainer import Trainer
+from halfstep.trainer.position import MicroBatches
 
 
 class Net(nn.Module):

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
+from halfstep.gradients.per_parameter import Slot, ends_of, largest, magnitudes
 from halfstep.numerics.headroom import forecast, headroom, trend
-from halfstep.numerics.magnitudes import Slot, ends_of, largest, magnitudes
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
 from halfstep.optim import SGD, AdamW

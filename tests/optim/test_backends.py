@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepWarning
-from halfstep.optim import SGD, Adam, AdamW, Lion, launch, reference
+from halfstep.optim import SGD, Adam, AdamW, Lion, backends, reference
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,7 +34,7 @@ def no_reference(monkeypatch):
         raise AssertionError("the plain torch reference ran")
 
     monkeypatch.setattr(reference, "update", refuse)
-    monkeypatch.setattr(launch, "measure", refuse)
+    monkeypatch.setattr(backends, "measure", refuse)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
-from halfstep.optim import SGD, Adam, AdamW, Lion, _numba_backend, _pool
+from halfstep.kernels import pool
+from halfstep.optim import SGD, Adam, AdamW, Lion, cpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (0, 1, 7, 128, 1000, 2049, 70001)
@@ -70,7 +71,7 @@ def test_kernels_equal_reference(row: Any):
 def test_measure_equals_float64(dtype: torch.dtype):
     g = torch.Generator().manual_seed(5)
     grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
-    finite, norm, max_abs = _numba_backend.measure(grads, 0.5)
+    finite, norm, max_abs = cpu.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
     assert max_abs == pytest.approx(wide.abs().max().item(), rel=1e-7)
@@ -83,7 +84,7 @@ def test_measure_equals_float64(dtype: torch.dtype):
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
     grad[place] = bad
-    finite, _, max_abs = _numba_backend.measure([good, grad], 1.0)
+    finite, _, max_abs = cpu.measure([good, grad], 1.0)
     assert not finite
     assert not math.isfinite(max_abs)
 
@@ -106,14 +107,14 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
     options = {**row[1], "master": row[3], "state_dtype": row[5]}
     alone, _ = run("auto", row[0], options, row[2], row[4])
     calls: list[int] = []
-    submit = _pool.ThreadPoolExecutor.submit
+    submit = pool.ThreadPoolExecutor.submit
 
     def count(self: Any, *args: Any) -> Any:
         calls.append(1)
         return submit(self, *args)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(_pool.ThreadPoolExecutor, "submit", count)
+    monkeypatch.setattr(pool.ThreadPoolExecutor, "submit", count)
     shared, _ = run("auto", row[0], options, row[2], row[4])
     assert calls
     for p, q in zip(alone, shared):
@@ -122,15 +123,15 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
     expected, _ = run("reference", AdamW, {}, BF16, BF16)
-    monkeypatch.setitem(sys.modules, "halfstep.optim._numba_models", None)
-    monkeypatch.delattr("halfstep.optim._numba_models")
-    _numba_backend.kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "halfstep.kernels.cpu.models", None)
+    monkeypatch.delattr("halfstep.kernels.cpu.models")
+    cpu.kernels.cache_clear()
     try:
         with pytest.warns(HalfstepWarning, match="pip install numba") as said:
             params, _ = run("auto", AdamW, {}, BF16, BF16)
         assert len(said) == 1
     finally:
-        _numba_backend.kernels.cache_clear()
+        cpu.kernels.cache_clear()
     for p, q in zip(params, expected):
         assert torch.equal(bits(p), bits(q))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim import SGD, AdamW, fp32_state_dict, slots
+from halfstep.optim import SGD, AdamW, fp32_state_dict, storage
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = list(itertools.product(("exact", "fp32", None), ("fp32", "bf16", "8bit")))
@@ -81,7 +81,10 @@ def test_any_format_loads_into_any_other(source: tuple[Any, str], target: tuple[
         if target[1] == "fp32" or target[1] == source[1]:
             optimizer._slot(p, *optimizer._find(p)), into._slot(q, *into._find(q))
             for i in range(2):
-                ours, theirs = slots.read_state(optimizer._slots[p], i), slots.read_state(into._slots[q], i)
+                ours, theirs = (
+                    storage.read_state(optimizer._slots[p], i),
+                    storage.read_state(into._slots[q], i),
+                )
                 assert torch.equal(ours, theirs)
     train(other, into, 1)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim import SGD, AdamW, Lion, rounding, slots
-from halfstep.optim._layout import BLOCK
+from halfstep.kernels.codes import BLOCK
+from halfstep.optim import SGD, AdamW, Lion, rounding, storage
 
 BF16 = torch.bfloat16
 MODES = [(m, s) for m in ("exact", "fp32", "stochastic") for s in ("fp32", "bf16", "8bit")]
@@ -51,7 +51,7 @@ def test_second_moments_do_not_stall(state_dtype: str):
         p.grad = torch.ones_like(p) if step < 10 else torch.zeros_like(p)
         optimizer.step()
     slot = optimizer._slots[p]
-    second = slots.read_state(slot, 1)
+    second = storage.read_state(slot, 1)
     expected = (1 - 0.999**10) * 0.999**690
     assert second.mean().item() == pytest.approx(expected, rel=0.05)
 

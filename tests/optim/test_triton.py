@@ -13,7 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
-from halfstep.optim import AdamW, _triton_backend, launch
+from halfstep.optim import AdamW, backends, cuda
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_compiled_code_has_no_fused_arithmetic_and_wide_loads(tmp_path: Path):
 
 @pytest.fixture
 def fresh():
-    caches = (_triton_backend.kernels, _triton_backend.usable)
+    caches = (cuda.kernels, cuda.usable)
     for each in caches:
         each.cache_clear()
     yield
@@ -97,13 +97,13 @@ def fresh():
 def test_without_triton_cuda_runs_the_reference_and_says_so_once(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(sys.modules, "halfstep.optim._triton_kernels", None)
-    monkeypatch.delattr("halfstep.optim._triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "halfstep.kernels.cuda.update", None)
+    monkeypatch.delattr("halfstep.kernels.cuda.update", raising=False)
     with pytest.warns(HalfstepWarning, match="pip install triton") as said:
-        names = [launch.runner("auto", torch.device("cuda")) for _ in range(2)]
+        names = [backends.runner("auto", torch.device("cuda")) for _ in range(2)]
     assert names == ["reference", "reference"]
     assert len(said) == 1
-    assert launch.runner("reference", torch.device("cuda")) == "reference"
+    assert backends.runner("reference", torch.device("cuda")) == "reference"
 
 
 def test_demanding_triton_on_a_plain_cpu_is_an_error(fresh: None, monkeypatch: pytest.MonkeyPatch):
@@ -125,5 +125,5 @@ def test_launches_on_cuda_switch_fused_arithmetic_off(monkeypatch: pytest.Monkey
     seen: list[dict[str, object]] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     kernel = {(3,): lambda *args, **options: seen.append(options)}
-    _triton_backend._launch(kernel, torch.device("cuda"), 3, TILE=1024)
+    cuda._launch(kernel, torch.device("cuda"), 3, TILE=1024)
     assert seen == [{"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import MasterRangeError, UnsupportedError
-from halfstep.optim import SGD, Adam, AdamW, Lion, _triton_backend, launch
+from halfstep.optim import SGD, Adam, AdamW, Lion, backends, cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEPT: dict[str, list[tuple[torch.dtype, str | None]]] = {
@@ -206,8 +206,8 @@ def test_gradients_that_are_not_aligned_are_read_all_the_same():
 
 def test_tables_are_kept_while_addresses_stay(monkeypatch: pytest.MonkeyPatch):
     sent: list[int] = []
-    upload = _triton_backend._upload
-    monkeypatch.setattr(_triton_backend, "_upload", lambda *a: sent.append(len(a[0])) or upload(*a))
+    upload = cuda._upload
+    monkeypatch.setattr(cuda, "_upload", lambda *a: sent.append(len(a[0])) or upload(*a))
     p = nn.Parameter(torch.zeros(10, dtype=BF16))
     first, second = torch.ones(10, dtype=BF16), torch.ones(10, dtype=BF16)
     optimizer = AdamW([p], backend="triton")
@@ -232,14 +232,14 @@ def test_a_graph_keeps_its_tables_and_eager_steps_keep_theirs(monkeypatch: pytes
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = SGD(params, lr=1.0, backend="triton")
     plans = optimizer._plans
-    monkeypatch.setattr(_triton_backend, "capturing", lambda device: True)
+    monkeypatch.setattr(cuda, "capturing", lambda device: True)
     params[0].grad, params[1].grad = grads[0]
     with pytest.raises(UnsupportedError, match="take a few steps first"):
         optimizer.step()
-    monkeypatch.setattr(_triton_backend, "capturing", lambda device: False)
+    monkeypatch.setattr(cuda, "capturing", lambda device: False)
     optimizer.step()
     assert plans._captured == []
-    monkeypatch.setattr(_triton_backend, "capturing", lambda device: True)
+    monkeypatch.setattr(cuda, "capturing", lambda device: True)
     params[0].grad, params[1].grad = moved
     for _ in range(2):  # the second finds no pinned memory kept for it
         optimizer.step()
@@ -247,7 +247,7 @@ def test_a_graph_keeps_its_tables_and_eager_steps_keep_theirs(monkeypatch: pytes
         t for t in plans._captured if isinstance(t, Tensor) and t.tolist() == [g.data_ptr() for g in moved]
     ]
     assert len(tables) == 4  # twice the pinned side and the device's
-    monkeypatch.setattr(_triton_backend, "capturing", lambda device: False)
+    monkeypatch.setattr(cuda, "capturing", lambda device: False)
     params[0].grad, params[1].grad = grads[0]
     optimizer.step()
     for p, v, g in zip(params, values, grads[0]):
@@ -264,7 +264,7 @@ def test_measure_equals_float64(dtype: torch.dtype, scale: float):
     g = torch.Generator().manual_seed(5)
     scale = min(scale, 1e4) if dtype == FP16 else scale
     grads = [(torch.randn(n, generator=g) * scale).to(dtype) for n in (1, 7, 1024, 34_000)]
-    plans = _triton_backend.Plans()
+    plans = cuda.Plans()
     stats = plans.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert stats.norm.item() == pytest.approx(wide.norm().item(), rel=1e-6, abs=2.0**-149)
@@ -277,7 +277,7 @@ def test_measure_equals_float64(dtype: torch.dtype, scale: float):
 
 def test_measure_of_mixed_dtypes():
     grads = [torch.full((3,), 2.0, dtype=dtype) for dtype in (BF16, FP16, FP32)]
-    stats = _triton_backend.Plans().measure(grads, None)
+    stats = cuda.Plans().measure(grads, None)
     assert stats.norm.item() == 6.0
     assert stats.max_abs.item() == 2.0
 
@@ -288,7 +288,7 @@ def test_measure_of_mixed_dtypes():
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(10, dtype=dtype), torch.ones(1501, dtype=dtype)
     grad[place] = bad
-    stats = _triton_backend.Plans().measure([good, grad, good.float()], 1.0)
+    stats = cuda.Plans().measure([good, grad, good.float()], 1.0)
     assert not bool(stats.finite)
     assert not torch.isfinite(stats.max_abs)
     assert not torch.isfinite(stats.norm)
@@ -331,5 +331,5 @@ def test_exact_masters_equal_fp32_masters():
 
 
 def test_the_interpreter_does_not_change_what_runs_by_default():
-    assert launch.runner("auto", torch.device("cpu")) == "numba"
-    assert launch.runner("triton", torch.device("cpu")) == "triton"
+    assert backends.runner("auto", torch.device("cpu")) == "numba"
+    assert backends.runner("triton", torch.device("cpu")) == "triton"

@@ -36,7 +36,7 @@ def run(
         movement: Whether to measure the movement of weights at small learning rates.
         json: Print JSON instead of tables.
     """
-    from halfstep.optim import contest
+    from halfstep.recipes import optimizer_race
 
     most = _memory() // BYTES
     if not 1000 <= parameters <= most:
@@ -47,10 +47,10 @@ def run(
     sizes = [int(parameters) // 4] * 4
     out, results = console(stderr=True), []
     with out.status("measuring") as status:
-        for result in contest.race(contest.entries(), sizes, rounds, place):
+        for result in optimizer_race.race(optimizer_race.entries(), sizes, rounds, place):
             results.append(result)
             status.update(f"measured {result.name}")
-        moved = _movement(contest) if movement else {}
+        moved = _movement(optimizer_race) if movement else {}
     if json:
         threads = torch.get_num_threads()
         print_json({"parameters": sum(sizes), "threads": threads, "device": device,
@@ -65,11 +65,11 @@ def _memory() -> int:
 
 def _movement(contest: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for entry in contest.entries():
+    for entry in optimizer_race.entries():
         row = found.setdefault(entry.name, {})
         for start in (1.0, 0.02):
             for lr in LEARNING_RATES:
-                row[f"{start:g} at {lr:g}"] = contest.movement(entry, start, lr, steps=300)
+                row[f"{start:g} at {lr:g}"] = optimizer_race.movement(entry, start, lr, steps=300)
     return found
 
 

@@ -19,17 +19,17 @@ import tyro
 from halfstep import devices
 from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
-from halfstep.devices import Capability
+from halfstep.conformance.probe import Observed, groups, probe_casting, summary
+from halfstep.devices.capability import Capability
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.ops import TABLES, Rule
-from halfstep.policy import Policy
-from halfstep.probe import Observed, groups, probe_casting, summary
+from halfstep.policy.ops import TABLES, Rule
+from halfstep.policy.policy import Policy
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from halfstep.conformance import Check
+    from halfstep.conformance.battery import Check
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
 _CHECKS = {"passes": "green", "falls back": "yellow", "absent": "dim", "fails": "bold red"}
@@ -107,7 +107,7 @@ def _bring_up(module: str) -> None:
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
     """The conformance battery: 0 where nothing fails, 1 otherwise."""
-    from halfstep.conformance import GROUPS, parse_dtypes, run_battery
+    from halfstep.conformance.battery import GROUPS, parse_dtypes, run_battery
 
     groups = only.split(",") if only else GROUPS
 
@@ -143,7 +143,7 @@ def _print_checks(device: str, checks: list[Check]) -> None:
 
 def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
     """What a region of ours does on `device` with every op of the table."""
-    from halfstep.autocast import autocast
+    from halfstep.autocast.context import autocast
 
     named = Policy.parse(text)
     low = parse_dtype(dtype) if dtype else devices.default_dtype(device)

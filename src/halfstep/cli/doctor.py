@@ -54,7 +54,7 @@ def run(
         raise ConfigError(f"--steps {steps}: expected 1 or more")
     check_report(report)
     if target.endswith(".py"):
-        from halfstep.cli._script import examine_script
+        from halfstep.doctor.script import examine_script
 
         document = examine_script(Path(target), args, steps, seed)
     else:
@@ -75,13 +75,13 @@ def run(
 def _recipe(
     name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, device: str | None
 ) -> dict[str, Any]:
-    from halfstep.levels import level_of
     from halfstep.numerics.lint import LintProbe, lint
     from halfstep.numerics.replayable import Replayable
     from halfstep.numerics.trace import trace_step
     from halfstep.numerics.watch import watch
+    from halfstep.policy.levels import level_of
     from halfstep.recipes import recipe_of
-    from halfstep.session import prepare
+    from halfstep.session.session import prepare
 
     recipe = recipe_of(name)
     where = computing_device(device)

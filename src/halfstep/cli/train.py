@@ -16,7 +16,7 @@ import tyro
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
-from halfstep.scaling import LARGEST_SCALE, SMALLEST_SCALE
+from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
@@ -113,7 +113,7 @@ def _order(
     epochs: int | None,
 ) -> _Order:
     from halfstep.formats import dtype_name, parse_dtype
-    from halfstep.levels import LEVELS, level_of
+    from halfstep.policy.levels import LEVELS, level_of
     from halfstep.recipes import RECIPES, recipe_of
 
     demo = recipe == "demo"

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from halfstep import autocast as _native
-from halfstep.autocast import active_policy, custom_bwd, custom_fwd
-from halfstep.devices import is_slow, resolve
+from halfstep.autocast import context as _native
+from halfstep.autocast.context import active_policy, custom_bwd, custom_fwd
+from halfstep.devices.capability import is_slow, resolve
 from halfstep.errors import HalfstepWarning
-from halfstep.grad_scaler import GradScaler as _GradScaler
-from halfstep.ops import Rule, rows
-from halfstep.policy import Policy
+from halfstep.policy.ops import Rule, rows
+from halfstep.policy.policy import Policy
+from halfstep.scaling.grad_scaler import GradScaler as _GradScaler
 
 __all__ = ["GradScaler", "Installation", "autocast", "custom_bwd", "custom_fwd", "install"]
 

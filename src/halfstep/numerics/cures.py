@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.cause import Cause
-from halfstep.numerics.replay import Actors
 from halfstep.numerics.sites import Site, look, op_label, run_backward
+from halfstep.numerics.snapshot import Actors
 from halfstep.numerics.tape import Node
-from halfstep.scaling import NoLossScale, StaticLossScale
+from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 Apply = Callable[[], AbstractContextManager[Any]]
 

@@ -20,8 +20,8 @@ from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, explain
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.replay import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.sites import Site
+from halfstep.numerics.snapshot import Actors, Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
 from halfstep.numerics.trials import (
     Told,

@@ -18,7 +18,7 @@ from halfstep.numerics.tape import Node, Tape
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
-    from halfstep.numerics.replay import Actors
+    from halfstep.numerics.snapshot import Actors
 
 _MOSTLY = 0.5
 

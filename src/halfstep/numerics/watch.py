@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from halfstep.distributed import gather, world_size
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
+from halfstep.gradients.per_parameter import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
 from halfstep.names import canonical
 from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
-from halfstep.numerics.magnitudes import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
-from halfstep.numerics.replay import is_session, replaying
 from halfstep.numerics.sampling import Late, Seen, see, spread
+from halfstep.numerics.snapshot import is_session, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.optim import _layout as L
+from halfstep.kernels import codes as L
 
 Number = float | Tensor
 Row = tuple[Number, ...]

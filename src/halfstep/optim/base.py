@@ -16,11 +16,11 @@ from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
 )
 
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.optim import _numba_backend, _triton_backend, launch, portable, slots
-from halfstep.optim._gradients import GradStats
+from halfstep.gradients.stats import GradStats
+from halfstep.optim import backends, checkpoints, cpu, cuda, storage
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.host_plan import HostPlan
-from halfstep.optim.launch import Scalar
+from halfstep.optim.backends import Scalar
+from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.release import GradientRelease
 
 Group = dict[str, Any]
@@ -62,12 +62,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _prepare(self) -> None:
-        self._slots: dict[Tensor, slots.Slot] = {}
+        self._slots: dict[Tensor, storage.Slot] = {}
         self._index: dict[Tensor, Place] = {}
         self._plan: HostPlan | None = None
         self.looked: tuple[bool, float, float] | None = None
-        self._late = launch.LateErrors()
-        self._plans = _triton_backend.Plans()
+        self._late = backends.LateErrors()
+        self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -78,7 +78,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        slots.check_options(group["master"], group["state_dtype"])
+        storage.check_options(group["master"], group["state_dtype"])
         check_hyperparameters(group)
         self._hook(group["params"])
 
@@ -115,20 +115,20 @@ class OnePassOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
         return self.param_groups[place[0]], place
 
-    def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> slots.Slot:
+    def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> storage.Slot:
         slot = self._slots.get(p)
         if slot is not None and value is None and slot.fits():
             return slot
         algorithm, kind, state_kind = self._formats(p, group)
         state, self._plan = cast("dict[str, Any]", self.state[p]), None
-        slots.fill_state(state, p, algorithm, kind, state_kind, value)
-        slot = slots.make_slot(p, state, algorithm, kind, state_kind, self._base_key(group, place))
+        storage.fill_state(state, p, algorithm, kind, state_kind, value)
+        slot = storage.make_slot(p, state, algorithm, kind, state_kind, self._base_key(group, place))
         self._slots[p] = slot
         return slot
 
     def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
-        kind = slots.kind_of(p.dtype, group["master"])
-        return self.algorithm(group), kind, slots.STATE_DTYPES[group["state_dtype"]]
+        kind = storage.kind_of(p.dtype, group["master"])
+        return self.algorithm(group), kind, storage.STATE_DTYPES[group["state_dtype"]]
 
     def _base_key(self, group: Group, place: Place) -> int:
         names = group.get("param_names")
@@ -136,7 +136,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         return zlib.crc32(f"{self.seed}:{name}".encode())
 
     def _runner(self, device: torch.device) -> str:
-        return launch.runner(self.backend, device)
+        return backends.runner(self.backend, device)
 
     # ---- the two passes -----------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
         if self._planned():
             assert self._plan is not None
-            return self._plan.measure(launch.number(inv_scale))
+            return self._plan.measure(backends.number(inv_scale))
         with torch.no_grad():
             return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
 
@@ -178,13 +178,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> tuple[bool, float, float] | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
-            return _numba_backend.measure(grads, launch.number(inv_scale))
+            return cpu.measure(grads, backends.number(inv_scale))
         return None
 
     def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
         known = self._by_kernels(grads, inv_scale)
         if known is None:
-            return launch.measure_all(grads, inv_scale, self.backend, self._plans)
+            return backends.measure_all(grads, inv_scale, self.backend, self._plans)
         finite, norm, max_abs = known
         return GradStats(torch.tensor(finite), torch.tensor(norm), torch.tensor(max_abs))
 
@@ -235,8 +235,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._late.check()
         if self._plan is not None and not found_inf and self._planned():
-            scale = launch.number(inv_scale)
-            launch.check_range(self._run_plan(scale, scale * launch.number(clip_coef), look))
+            scale = backends.number(inv_scale)
+            backends.check_range(self._run_plan(scale, scale * backends.number(clip_coef), look))
             return loss
         self.looked = None
         with torch.no_grad():
@@ -265,7 +265,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         clip_coef: Scalar,
         found_inf: bool | Tensor | None,
     ) -> None:
-        jobs: dict[tuple[int, torch.device], list[tuple[slots.Slot, Tensor]]] = {}
+        jobs: dict[tuple[int, torch.device], list[tuple[storage.Slot, Tensor]]] = {}
         runners: dict[torch.device, str] = {}
         host_skips: bool | None = None
         for p, group, place in places:
@@ -281,13 +281,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
             jobs.setdefault((place[0], device), []).append((self._slot(p, group, place), grad))
         for (g, device), entries in jobs.items():
             group, name = self.param_groups[g], runners[device]
-            job = launch.Job(self.algorithm(group), group, entries, inv_scale, clip_coef)
+            job = backends.Job(self.algorithm(group), group, entries, inv_scale, clip_coef)
             if name == "triton":
-                self._late.add(launch.on_device(job, device, found_inf, self._plans))
+                self._late.add(backends.on_device(job, device, found_inf, self._plans))
             elif device.type == "cpu":
-                launch.on_host(job, name == "numba")
+                backends.on_host(job, name == "numba")
             else:
-                self._late.add(launch.on_device(job, device, found_inf))
+                self._late.add(backends.on_device(job, device, found_inf))
 
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
@@ -325,12 +325,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
         group, _ = self._find(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
-        kind = slots.kind_of(p.dtype, group["master"])
-        kept = "master" if kind in slots.WITH_MASTER else "lacking"
+        kind = storage.kind_of(p.dtype, group["master"])
+        kept = "master" if kind in storage.WITH_MASTER else "lacking"
         out = torch.empty_like(p, dtype=torch.float32)
-        extra = slots.extra_of(state, kind) if kept in state else None
-        known = kind if extra is not None else slots.kind_of(p.dtype, None)
-        slots.flat(out).copy_(slots.read_weight(known, slots.flat(p), extra))
+        extra = storage.extra_of(state, kind) if kept in state else None
+        known = kind if extra is not None else storage.kind_of(p.dtype, None)
+        storage.flat(out).copy_(storage.read_weight(known, storage.flat(p), extra))
         return out
 
     # ---- checkpoints --------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         for index, p in enumerate(params):
             entry = entries.get(index)
             if entry is not None and "lacking" in entry:
-                entries[index] = {**entry, "weight": portable.describe_weight(p)}
+                entries[index] = {**entry, "weight": checkpoints.describe_weight(p)}
         return packed
 
     @torch.no_grad()
@@ -363,14 +363,14 @@ class OnePassOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        sources = portable.match_groups(self.param_groups, state_dict["param_groups"])
+        sources = checkpoints.match_groups(self.param_groups, state_dict["param_groups"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            group.update({k: v for k, v in saved.items() if k not in portable.OWN_OPTIONS})
+            group.update({k: v for k, v in saved.items() if k not in checkpoints.OWN_OPTIONS})
         restored: dict[Tensor, Group] = {}
         for p, group, place in self._places():
             saved = state_dict["state"].get(sources[place])
             if saved is not None:
-                restored[p] = portable.restore(f"parameter {place}", saved, p, *self._formats(p, group))
+                restored[p] = checkpoints.restore(f"parameter {place}", saved, p, *self._formats(p, group))
         self.state.clear()
         self.state.update(restored)
         self._slots.clear()
@@ -407,7 +407,7 @@ def dense_grad(p: Tensor) -> Tensor | None:
         raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
     if not (p.is_contiguous() and grad.is_contiguous()) and grad.stride() != p.stride():
         grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-    return grad if grad.dtype in _numba_backend.GRADS else grad.to(torch.float32)
+    return grad if grad.dtype in cpu.GRADS else grad.to(torch.float32)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.names import canonical
-from halfstep.optim._link import Link, LoadHook, Master, foreach_mul_, weight_of
+from halfstep.optim.master_link import Link, LoadHook, Master, foreach_mul_, weight_of
 
 __all__ = ["MasterWeights", "weight_of"]
 

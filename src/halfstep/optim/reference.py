@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.optim import _layout as L
-from halfstep.optim import rounding, slots
+from halfstep.kernels import codes as L
+from halfstep.optim import rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number, Row
 
 
 def update(
     algorithm: Algorithm,
-    work: Sequence[tuple[slots.Slot, Tensor, Row, rounding.Int]],
+    work: Sequence[tuple[storage.Slot, Tensor, Row, rounding.Int]],
     factor: Number,
     skip: Tensor | None,
 ) -> Tensor | None:
@@ -33,21 +33,21 @@ def update(
 
 
 def _update_one(
-    algorithm: Algorithm, slot: slots.Slot, g: Tensor, scalars: Row, key: rounding.Int, skip: Tensor | None
+    algorithm: Algorithm, slot: storage.Slot, g: Tensor, scalars: Row, key: rounding.Int, skip: Tensor | None
 ) -> Tensor | None:
     old = [slot.weight, slot.extra, *slot.states, *slot.tops]
     kept = [None if t is None else t.clone() for t in old] if skip is not None else []
     random = None
     if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
         random = rounding.noise(g.numel(), key, g.device)
-    w = slots.read_weight(slot.kind, slot.weight, slot.extra)
-    states = [slots.read_state(slot, i) for i in range(len(slot.states))]
+    w = storage.read_weight(slot.kind, slot.weight, slot.extra)
+    states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)
     w, states = algorithm.update(w, g, states, scalars)
     for i, value in enumerate(states):
-        slots.write_state(slot, i, value, random, bounds[i])
+        storage.write_state(slot, i, value, random, bounds[i])
     again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
-    over = slots.write_weight(slot.kind, w, slot.weight, slot.extra, again)
+    over = storage.write_weight(slot.kind, w, slot.weight, slot.extra, again)
     if over is not None and skip is not None:
         over = over & ~skip
     for target, before in zip(old, kept):
@@ -57,7 +57,7 @@ def _update_one(
 
 
 def _bounds(
-    algorithm: Algorithm, slot: slots.Slot, w: Tensor, g: Tensor, scalars: Row
+    algorithm: Algorithm, slot: storage.Slot, w: Tensor, g: Tensor, scalars: Row
 ) -> Sequence[Tensor | None]:
     """Per state and block, how large its new values can get: known before they are, so one pass is enough."""
     if slot.state_kind != L.STATE_8BIT or not slot.states:

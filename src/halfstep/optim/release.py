@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.optim._gradients import GradStats
+from halfstep.gradients.stats import GradStats
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer

@@ -11,7 +11,7 @@ move under rounding to nearest. Plain torch, for every device; the kernels equal
 import torch
 from torch import Tensor
 
-from halfstep.optim._layout import BLOCK, LEAST_TOP
+from halfstep.kernels.codes import BLOCK, LEAST_TOP
 
 WORD = 0xFFFFFFFF
 MAGNITUDE = 0x7FFFFFFF

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.optim import slots
-from halfstep.optim._link import Master, weight_of
+from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.master_link import Master, weight_of
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def fp32_state_dict(
         p = named.get(key)
         if p is not None and p in masters:
             out[key] = masters[p]
-        elif value.dtype in slots.LOW_DTYPES:
+        elif value.dtype in storage.LOW_DTYPES:
             out[key] = value.detach().to(torch.float32)
         else:
             out[key] = value.detach().clone()

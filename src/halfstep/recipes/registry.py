@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.levels import level_of
 from halfstep.optim import SGD, AdamW
+from halfstep.policy.levels import level_of
 from halfstep.recipes import data as _data
 from halfstep.recipes import models as _models
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepError, HalfstepWarning
-from halfstep.levels import LEVELS
+from halfstep.policy.levels import LEVELS
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
-from halfstep.session import prepare
-from halfstep.trainer import Callback, Trainer, accuracy
+from halfstep.session.session import prepare
+from halfstep.trainer.loop import Callback, Trainer, accuracy
 
 OnStep = Callable[[str], None]
 """Told, after every step of every run, the name of the run."""

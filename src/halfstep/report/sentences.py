@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.levels import LEVELS
+from halfstep.policy.levels import LEVELS
 
 Row = Mapping[str, Any]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from halfstep.compat.apex._options import AmpError
+from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.optim import MasterWeights
-from halfstep.scaling import all_finite
-from halfstep.unscale import any_of, unscale_
+from halfstep.scaling.loss_scale import all_finite
 
 
 class Ledger:

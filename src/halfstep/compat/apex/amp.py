@@ -20,19 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.autocast import autocast
+from halfstep.autocast.context import autocast
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._ledger import Ledger
 from halfstep.compat.apex._options import AmpError, Properties, properties
-from halfstep.convert import Conversion, convert
+from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
 from halfstep.errors import HalfstepWarning
-from halfstep.module_hooks import CastOutputs, InRegion, Power
-from halfstep.ops import Rule
 from halfstep.optim import MasterWeights
-from halfstep.plan import Plan, PlanRule
-from halfstep.policy import Policy
-from halfstep.scaling import SMALLEST_SCALE, DynamicLossScale, LossScale, SkipCount, StaticLossScale
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
+from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import (
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    LossScale,
+    SkipCount,
+    StaticLossScale,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.convert import convert
+from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
 from halfstep.optim import MasterWeights
-from halfstep.plan import Plan, PlanRule
-from halfstep.scaling import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale, all_finite
+from halfstep.policy.plan import Plan, PlanRule
+from halfstep.scaling.loss_scale import (
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    LossScale,
+    StaticLossScale,
+    all_finite,
+)
 
 __all__ = ["FP16_Optimizer", "network_to_half"]
 

@@ -17,7 +17,7 @@ import torch
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.errors import ConfigError
-from halfstep.scaling import (
+from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
     DynamicLossScale,
     LossScale,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast import autocast
+from halfstep.autocast.context import autocast
 from halfstep.compat.mindspore import nn, ops
 from halfstep.compat.mindspore._loss_scale import (
     DynamicLossScaleManager,
@@ -32,13 +32,13 @@ from halfstep.compat.mindspore._loss_scale import (
 )
 from halfstep.compat.mindspore._tensor import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
-from halfstep.convert import Conversion, convert, own_dtype
+from halfstep.convert.conversion import Conversion, convert, own_dtype
+from halfstep.convert.hooks import CastOutputs, Power, cast_floats
 from halfstep.errors import ConfigError, HalfstepWarning
-from halfstep.module_hooks import CastOutputs, Power, cast_floats
-from halfstep.ops import Rule
-from halfstep.plan import Plan, PlanRule
-from halfstep.policy import Policy
-from halfstep.scaling import all_finite
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
+from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import all_finite
 
 __all__ = [
     "DynamicLossScaleManager",

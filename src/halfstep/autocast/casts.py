@@ -1,0 +1,398 @@
+"""What each rule does to the tensors of one op: the runners that autocast regions install.
+
+A runner gets the arguments of an op at the Autocast dispatch key, casts them as the rule says, and calls the
+op below that key, so that autograd records the casts and backward runs in the dtype of forward. Which region
+is active, and where, is decided in `regions.py`; nothing here has state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from halfstep.autocast import cpu_kernels
+from halfstep.autocast.cpu_kernels import SavedLow
+from halfstep.errors import BannedOpError
+from halfstep.formats import dtype_name
+from halfstep.policy.ops import REMEDIES, OpRow, Rule
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Runner = Callable[[Any, Args, Kwargs], Any]
+
+_C: Any = torch._C
+_F32, _F64 = torch.float32, torch.float64
+_LOW = frozenset({torch.float16, torch.bfloat16})
+# What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
+# twin.
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+# These promote mixed dtypes themselves, autocast or not.
+_PROMOTES_ITSELF = frozenset({"cat", "stack", "where", "addcdiv", "addcmul", "atan2"})
+# Op -> positions of affine parameters that must fit the input. Running statistics are changed in place: never
+# cast.
+_NORM_PARAMETERS: Mapping[str, tuple[int, ...]] = {
+    "layer_norm": (2, 3),
+    "native_layer_norm": (2, 3),
+    "group_norm": (2, 3),
+    "rms_norm": (2,),
+    "batch_norm": (1, 2),
+    "instance_norm": (1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One overload of an op on one device type, with torch's own Autocast kernel if it has one.
+
+    `native_rule`: what that kernel does; None where there is no kernel or its rule is not known.
+    """
+
+    op: torch._ops.OpOverload
+    device_type: str
+    key: torch._C.DispatchKey
+    native: Any
+    native_rule: Rule | None
+
+    @property
+    def name(self) -> str:
+        """The op as policies name it."""
+        return self.op._schema.name.removeprefix("aten::")
+
+    def below(self, args: Args, kwargs: Kwargs) -> Any:
+        """Call the op with autocast out of the way, for itself and for the ops it is made of."""
+        return self.under(self.op._op, *args, **kwargs)
+
+    def under(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call with autocast out of the way."""
+        exclude, key = _C._dispatch_tls_set_dispatch_key_excluded, self.key
+        exclude(key, True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            exclude(key, False)
+
+    def untouched(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Call the op as if nothing were registered for it; the ops it is made of are still autocast."""
+        if any(isinstance(args[i], int | float | complex) for i in _tensor_places(self.op) if i < len(args)):
+            # `x * 2.0`: redispatching does not take a number where the schema has a tensor.
+            return self.below(args, kwargs)
+        return self.op.redispatch(keyset & _C._dispatch_keyset_full_after(self.key), *args, **kwargs)
+
+    def plain(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Do what torch alone would do inside `torch.autocast`."""
+        if self.native is None:
+            return self.untouched(keyset, args, kwargs)
+        return self.native.call_boxed(keyset, *args, **kwargs)
+
+
+@functools.cache
+def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that the schema declares as single tensors."""
+    return tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
+
+
+def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> Runner | None:
+    """The runner for an op whose rule is `row`; None where torch's own behaviour already is that rule.
+
+    `slow`: the device has no fast kernels for `compute`; LOW ops then round their inputs, compute in fp32 and
+    round the output, forward and backward.
+    """
+    if row is None:
+        return None if site.native is None else site.untouched
+    rule, native = row.rule, site.native_rule
+    if rule is Rule.BANNED:
+        return functools.partial(_refuse, site.name, row.reason, compute)
+    if rule is Rule.LOW:
+        if slow:
+            return _slow_runner(site, compute)
+        if _is_cpu_attention(site) and compute is torch.bfloat16:
+            return _attention_runner(site, compute)
+        return _native_low_runner(site, compute) if native is Rule.LOW else _low_runner(site, compute)
+    if rule is Rule.FULL:
+        if native is Rule.FULL:
+            return None
+        return _dtype_argument_runner(site) if row.via_dtype else _full_runner(site)
+    if rule is Rule.WIDEST and site.name not in _PROMOTES_ITSELF:
+        return _widest_runner(site)
+    if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
+        return _norm_runner(site)
+    # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
+    return None if site.native is None else _below_runner(site)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, one level of lists deep (no op takes more)."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in cast("list[Any]", value) if isinstance(v, torch.Tensor))
+
+
+def _dtypes(args: Args, kwargs: Kwargs) -> set[torch.dtype]:
+    found = {t.dtype for t in _tensors(args)}
+    return found | {t.dtype for t in _tensors(kwargs.values())} if kwargs else found
+
+
+def _map(args: Args, kwargs: Kwargs, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Args, Kwargs]:
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if isinstance(value, (list, tuple)):
+            return [one(v) for v in cast("list[Any]", value)]
+        return value
+
+    return [one(a) for a in args], {k: one(v) for k, v in kwargs.items()} if kwargs else kwargs
+
+
+def _caster(device_type: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Cast what a rule may change to `dtype`, tensors of other devices (0-d scalars on the CPU) left
+    alone."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        if t.dtype is not dtype and t.dtype in _CASTABLE and t.device.type == device_type:
+            return t.to(dtype)
+        return t
+
+    return change
+
+
+def _cast_below(site: Site, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Any:
+    return site.below(*_map(args, kwargs, _caster(site.device_type, dtype)))
+
+
+def _low_runner(site: Site, compute: torch.dtype) -> Runner:
+    to_compute = _caster(site.device_type, compute)
+
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtypes = _dtypes(args, kwargs)
+        if _F64 in dtypes:
+            return _cast_below(site, _F64, args, kwargs)
+        if dtypes & _COMPLEX:
+            return site.below(args, kwargs)
+        return site.below(*_map(args, kwargs, to_compute))
+
+    return run
+
+
+def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
+    """Torch's kernel casts in C++; only fp64 inputs need more."""
+    call, general = site.native.call_boxed, _low_runner(site, compute)
+    lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in site.op._schema.arguments)
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        for value in _tensors(args) if lists else args:
+            if getattr(value, "dtype", None) is _F64:
+                return general(keyset, args, kwargs)
+        return call(keyset, *args, **kwargs)
+
+    return run
+
+
+def _is_cpu_attention(site: Site) -> bool:
+    return site.device_type == "cpu" and site.op is torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _attention_runner(site: Site, compute: torch.dtype) -> Runner:
+    """Short sequences take a backward in fp32, where torch's in 16 bits is slower (`emulation.py`)."""
+    to_compute = _caster(site.device_type, compute)
+    rest = _native_low_runner(site, compute) if site.native_rule is Rule.LOW else _low_runner(site, compute)
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        if _dtypes(args, kwargs) <= _CASTABLE and _C._functorch.maybe_current_level() is None:
+            low, _kwargs = _map(args, kwargs, to_compute)
+            if site.under(cpu_kernels.fits_attention, *low, **_kwargs):
+                return site.under(cpu_kernels.attention, *low, **_kwargs)
+        return rest(keyset, args, kwargs)
+
+    return run
+
+
+def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
+    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (`emulation.py`)."""
+    device_type, to_compute = site.device_type, _caster(site.device_type, compute)
+    linear = site.op is torch.ops.aten.linear.default and device_type == "cpu"
+
+    def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
+        if t.dtype not in _CASTABLE or t.device.type != device_type:
+            return t
+        low = to_compute(t)
+        return saved.remember(low.to(_F32), low)
+
+    def narrow(out: Any) -> Any:
+        return out.to(compute) if isinstance(out, torch.Tensor) and out.dtype is _F32 else out
+
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtypes = _dtypes(args, kwargs)
+        if _F64 in dtypes:
+            return _cast_below(site, _F64, args, kwargs)
+        if dtypes & _COMPLEX:
+            return site.below(args, kwargs)
+        if _C._functorch.maybe_current_level() is not None:
+            # Function transforms run this once for each of their levels: only plain casts bear that.
+            return _cast_below(site, compute, args, kwargs)
+        if linear and cpu_kernels.fits_linear(args):
+            low, _kwargs = _map(args, kwargs, to_compute)
+            return site.under(cpu_kernels.linear, *low)
+        with SavedLow(compute) as saved:
+            out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
+        return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
+
+    return run
+
+
+def _full_runner(site: Site) -> Runner:
+    to_full = _caster(site.device_type, _F32)
+    return lambda _, args, kwargs: site.below(*_map(args, kwargs, to_full))
+
+
+def _dtype_argument_runner(site: Site) -> Runner:
+    """Pass `dtype=torch.float32`: the kernel reads 16 bits and accumulates in fp32, no copy is made.
+
+    An op called with a dtype of the user's keeps it. Overloads that have no such argument are cast.
+    """
+    names = [a.name for a in site.op._schema.arguments]
+    if "dtype" not in names:
+        return _full_runner(site)
+    position = names.index("dtype")
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        given = args[position] if position < len(args) else kwargs.get("dtype")
+        if given is not None or not _dtypes(args, {}) & _LOW:
+            return site.below(args, kwargs)
+        return site.below(args[:position], {**kwargs, "dtype": _F32})
+
+    return run
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The dtype that holds all the floating ones of 16 bits or more; None when there is none.
+
+    bf16 and fp16 together give fp32, as torch promotes them.
+    """
+    floating = [d for d in dtypes if d in _CASTABLE or d is _F64]
+    return functools.reduce(torch.promote_types, floating) if floating else None
+
+
+def _widest_runner(site: Site) -> Runner:
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtypes = _dtypes(args, kwargs)
+        target = widest(dtypes)
+        if target is None or len(dtypes) == 1:
+            return site.below(args, kwargs)
+        return _cast_below(site, target, args, kwargs)
+
+    return run
+
+
+def _below_runner(site: Site) -> Runner:
+    return lambda _, args, kwargs: site.below(args, kwargs)
+
+
+def _norm_runner(site: Site) -> Runner:
+    """Run in the dtype of the input. Its affine parameters are cast where the kernel cannot mix the two: to
+    the dtype of the running statistics where there are any, else to that of the input.
+
+    CPU kernels take fp32 parameters beside a 16-bit input and lose nothing; only `rms_norm` falls to a slow
+    path.
+    """
+    positions = _NORM_PARAMETERS[site.name]
+    mixes = site.device_type == "cpu" and site.name != "rms_norm"
+    statistics = 3 if site.name in ("batch_norm", "instance_norm") else None
+
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        kept = None if statistics is None else args[statistics]
+        into = (args[0] if kept is None else kept).dtype
+        changed: list[Any] | None = None
+        for i in positions:
+            value = args[i] if i < len(args) else None
+            if value is None or value.dtype is into or value.dtype not in _CASTABLE or into not in _CASTABLE:
+                continue
+            if mixes and value.dtype is _F32:
+                continue
+            changed = list(args) if changed is None else changed
+            changed[i] = value.to(into)
+        return site.below(args if changed is None else changed, kwargs)
+
+    return run
+
+
+def refusal(name: str, reason: str, compute: torch.dtype) -> BannedOpError:
+    """The error for a banned op, with the remedy."""
+    remedy = REMEDIES.get(
+        name, f"call it outside the region, or allow it: policy.with_rules(full=[{name!r}]) or low, keep"
+    )
+    return BannedOpError(f"{name} is banned under {dtype_name(compute)} autocast ({reason}): {remedy}")
+
+
+def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise refusal(name, reason, compute)
+
+
+def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    """The arguments of an own Python function, trees included, cast as its rule says.
+
+    Raises:
+        BannedOpError: the rule is BANNED.
+    """
+    if row.rule is Rule.BANNED:
+        raise refusal(row.name, row.reason, compute)
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    dtypes = [t.dtype for t in leaves if t.dtype in _CASTABLE or t.dtype is _F64]
+    if not dtypes:
+        return args, kwargs
+    if row.rule is Rule.FULL:
+        target = _F32
+    elif row.rule is Rule.KEEP:
+        target = dtypes[0]
+    elif row.rule is Rule.WIDEST or _F64 in dtypes:
+        target = cast("torch.dtype", widest(dtypes))
+    else:
+        target = compute
+
+    def change(value: Any) -> Any:
+        return value.to(target) if isinstance(value, torch.Tensor) and value.dtype in _CASTABLE else value
+
+    return pytree.tree_map(change, (tuple(args), dict(kwargs)))
+
+
+# Weights cast once for a scope, by id: the weight and its copies by dtype.
+Frozen = dict[int, tuple[torch.Tensor, dict[torch.dtype, torch.Tensor]]]
+
+
+class _UseFrozen(torch.autograd.Function):
+    """One use of a weight that was cast before: its gradient goes to the weight itself, summed there in
+    fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_outputs[0].to(_F32), None
+
+
+def thaw(frozen: Frozen, args: Args, dtype: torch.dtype) -> Args:
+    """Arguments with each frozen fp32 weight replaced by its copy in `dtype`, made at the first use."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [one(v) for v in cast("list[Any]", value)]
+        entry = frozen.get(id(value)) if isinstance(value, torch.Tensor) else None
+        if entry is None or value.dtype is not _F32:
+            return value
+        copy = entry[1].get(dtype)
+        if copy is None:
+            copy = entry[1][dtype] = value.detach().to(dtype)
+        if torch.is_grad_enabled() and value.requires_grad:
+            return _UseFrozen.apply(value, copy)
+        return copy
+
+    return [one(a) for a in args]

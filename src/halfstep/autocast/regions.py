@@ -1,0 +1,507 @@
+"""Which precision policy holds where: the switch behind `autocast`, per thread, in backward and in compiled
+code.
+
+A region's policy is read from three places. In eager code it is a plain thread-local. In compiled code it is
+the dtypes of two unused autocast devices, which Dynamo traces, guards and puts into its cache keys. In
+backward, where checkpointing has restored torch's autocast state but knows nothing of ours, the autograd node
+that is running tells by its sequence number in which region it was made. How an op is run under a policy is
+decided in `casting.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import itertools
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from halfstep import devices
+from halfstep.autocast import casts
+from halfstep.autocast.casts import Runner, Site
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.policy import ops
+from halfstep.policy.ops import Rule
+from halfstep.policy.policy import Policy
+
+Code = tuple[torch.dtype, torch.dtype]
+# What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
+Switch = tuple[str, bool, torch.dtype, Code | None]
+
+_C: Any = torch._C
+_next_number: Callable[[], int] = _C._autograd._get_sequence_nr
+_TLS = "halfstep.autocast.regions"
+# Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
+# them.
+_CARRIERS = ("maia", "ipu")
+_COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
+_HISTORY = 16384
+_clock = itertools.count(1).__next__
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A policy made ready for one device type: what runs for each op, and how torch's own switch stands.
+
+    `runs` (by the overload's full name) lacks the ops that torch's kernels already treat as the policy says.
+    """
+
+    policy: Policy
+    switch: Switch
+    runs: Mapping[str, Runner] = field(repr=False)
+    ops: tuple[torch._ops.OpOverload, ...] = field(repr=False)
+    low: frozenset[str] = field(repr=False)
+    device_type: str = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_type", self.switch[0])
+        object.__setattr__(self, "dtype", self.switch[2])
+
+
+class _History:
+    """Which setting was in force at each autograd sequence number of one thread and device type."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.settings: list[Setting | None] = []
+        self.latest = 0
+
+    def record(self, setting: Setting | None) -> None:
+        number, self.latest = _next_number(), _clock()
+        if self.numbers and self.numbers[-1] == number:
+            self.settings[-1] = setting
+            return
+        self.numbers.append(number)
+        self.settings.append(setting)
+        if len(self.numbers) > _HISTORY:
+            del self.numbers[: _HISTORY // 2], self.settings[: _HISTORY // 2]
+
+    def at(self, number: int) -> Setting | None:
+        place = bisect.bisect_right(self.numbers, number) - 1
+        return self.settings[place] if place >= 0 else None
+
+
+class Thread:
+    """The regions of one thread. Autograd's threads see the one of the thread that called backward."""
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.active: dict[str, Setting] = {}
+        self.entered: list[Setting] = []
+        # Torch's nesting depth and the running graph task when the region began.
+        self.entry: dict[str, tuple[int, int] | None] = {}
+        self.histories: dict[str, _History] = {}
+        self.frozen: casts.Frozen = {}
+        self.shown = False
+
+    def show(self) -> None:
+        """Put it where torch hands it on to the threads that run a backward started here."""
+        if not self.shown and _C._current_graph_task_id() == -1:
+            _C._stash_obj_in_tls(_TLS, self)
+            self.shown = True
+            _recent.append(self)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = Thread()
+        _threads.add(self.thread)
+
+
+_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+# A graph may outlive the thread that made it.
+_recent: deque[Thread] = deque(maxlen=64)
+_local = _Local()
+
+
+def thread() -> Thread:
+    """The regions of the calling thread."""
+    return _local.thread
+
+
+# --- settings ----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def resolve(
+    device_type: str | None, dtype: str | torch.dtype | None, enabled: bool, policy: str | Policy | None
+) -> Setting:
+    """Check the arguments of `autocast` and make its setting; the errors are `autocast`'s."""
+    kind = devices.resolve(device_type).type
+    if not enabled:
+        return off_for(kind)
+    if policy is not None and not isinstance(policy, (str, Policy)):
+        raise ConfigError(f"policy must be a Policy, its text or None, not {type(policy).__name__}")
+    chosen = Policy() if policy is None else Policy.parse(policy)
+    if dtype is not None:
+        chosen = chosen.with_dtype(parse_dtype(dtype))
+    elif policy is None or policy in ops.TABLES:
+        chosen = chosen.with_dtype(devices.default_dtype(kind))
+    return setting_for(kind, chosen)
+
+
+@functools.lru_cache(maxsize=512)
+def setting_for(device_type: str, policy: Policy) -> Setting:
+    """The setting of a policy on a device type.
+
+    With compute dtype fp32 nothing is cast: the region switches autocast off.
+
+    Raises:
+        UnsupportedError: the device has no autocast, or no kernels for the compute dtype.
+    """
+    dtype = policy.compute_dtype
+    if dtype not in _COMPUTE:
+        raise UnsupportedError(
+            f"autocast cannot compute in {dtype_name(dtype)}: expected bf16, fp16, or fp32 to cast nothing"
+        )
+    if device_type in _CARRIERS or not _C._is_autocast_available(device_type):
+        raise UnsupportedError(
+            f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
+        )
+    if dtype is torch.float32:
+        return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
+    devices.check_dtype(device_type, dtype)
+    with _registry:
+        found, low = _runners(device_type, policy)
+        runs = {op.name(): run for op, run in found.items()}
+        return Setting(policy, (device_type, True, dtype, _code_for(policy)), runs, tuple(found), low)
+
+
+def ready(setting: Setting) -> Setting:
+    """The same setting, its kernels registered."""
+    if setting not in _ready:
+        with _registry:
+            for op in setting.ops:
+                _register(op, setting.device_type)
+            _ready.add(setting)
+    return setting
+
+
+@functools.lru_cache(maxsize=64)
+def off_for(device_type: str) -> Setting:
+    """The setting that casts nothing."""
+    return Setting(
+        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, (), frozenset()
+    )
+
+
+def _runners(device_type: str, policy: Policy) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[str]]:
+    rows, native = policy.rows(device_type), _native_rows(device_type)
+    mirrors_torch = policy.table == "torch" and bool(native)
+    slow = not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
+    runs: dict[torch._ops.OpOverload, Runner] = {}
+    low: set[str] = set()
+    for name in policy.edits if mirrors_torch else {**rows, **native}:
+        row = rows.get(name)
+        for op in _overloads(name):
+            run = casts.runner(_site(op, device_type), row, policy.compute_dtype, slow)
+            if run is None:
+                continue
+            runs[op] = run
+            if row is not None and row.rule is Rule.LOW:
+                low.add(op.name())
+    return runs, frozenset(low)
+
+
+def _native_rows(device_type: str) -> Mapping[str, ops.OpRow]:
+    """What torch's own Autocast kernels do, for the device types whose lists are known."""
+    return ops.rows("torch", device_type) if device_type in ("cpu", "cuda") else {}
+
+
+def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
+    """The overloads of an op that reach the Autocast key with tensors and write none of their arguments."""
+    if name in ops.OWN_OPS:
+        return
+    namespace, _, short = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), short, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        schema = op._schema
+        if (
+            not schema.is_mutable
+            and any("Tensor" in str(a.type) for a in schema.arguments)
+            and _C._dispatch_has_kernel(op.name())
+        ):
+            yield op
+
+
+# --- kernels at the Autocast key ---------------------------------------------------------------------------
+
+_registry = threading.RLock()
+_sites: dict[tuple[torch._ops.OpOverload, str], Site] = {}
+_ready: set[Setting] = set()
+_registered: set[tuple[torch._ops.OpOverload, str]] = set()
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _key(device_type: str) -> torch._C.DispatchKey:
+    if device_type == _C._get_privateuse1_backend_name():
+        return _C.DispatchKey.AutocastPrivateUse1
+    return _C._dispatch_key_parse(f"Autocast{device_type.upper()}")
+
+
+def _site(op: torch._ops.OpOverload, device_type: str) -> Site:
+    """The site of an op, with torch's own kernel as it was before ours was registered."""
+    found = _sites.get((op, device_type))
+    if found is None:
+        key, native, rule = _key(device_type), None, None
+        name = _C._dispatch_key_name(key)
+        if _C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
+            native = torch.library.get_kernel(op, name)
+            row = _native_rows(device_type).get(op._schema.name.removeprefix("aten::"))
+            rule = None if row is None else row.rule
+        found = _sites[op, device_type] = Site(op, device_type, key, native, rule)
+    return found
+
+
+def _register(op: torch._ops.OpOverload, device_type: str) -> None:
+    if (op, device_type) in _registered:
+        return
+    site = _site(op, device_type)
+    namespace = op.namespace
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
+        _libraries[namespace].impl(op, _kernel(site), _C._dispatch_key_name(site.key), with_keyset=True)
+    _registered.add((op, device_type))
+
+
+def release() -> None:
+    """Take every kernel of ours out of the dispatcher; the next region registers what it needs again.
+
+    Kernels left in place cost `torch.autocast` regions elsewhere about 2 us on each op that has one, and
+    change nothing else. Raises ConfigError inside a region.
+    """
+    if any(t.entered for t in _threads):
+        raise ConfigError("release() was called inside an autocast region; leave every region first")
+    with _registry:
+        for library in _libraries.values():
+            library._destroy()
+        for memory in (_libraries, _registered, _ready):
+            memory.clear()
+
+
+def _kernel(site: Site) -> Callable[..., Any]:
+    """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
+    op, device_type = site.op.name(), site.device_type
+    local, task, torch_dtype = _local, _C._current_graph_task_id, torch.get_autocast_dtype
+
+    def kernel(keyset: Any, *given: Any, **kwargs: Any) -> Any:
+        args: casts.Args = given
+        here = local.thread
+        setting = here.active.get(device_type)
+        if setting is None or task() != -1 or torch_dtype(device_type) is not setting.dtype:
+            setting = _elsewhere(device_type)
+            if setting is _STRAIGHT:
+                return site.below(args, kwargs)
+        elif here.frozen and op in setting.low:
+            args = casts.thaw(here.frozen, args, setting.dtype)
+        run = None if setting is None else setting.runs.get(op)
+        return site.plain(keyset, args, kwargs) if run is None else run(keyset, args, kwargs)
+
+    return kernel
+
+
+# --- where no region of this thread is in force, or backward runs ------------------------------------------
+
+# Stands for "autocast off": an op of a backward formula, which runs in the dtype its forward ran in.
+_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), frozenset())
+
+
+def _elsewhere(device_type: str) -> Setting | None:
+    """The setting in force where the thread-local alone does not tell; None for a region of torch's own."""
+    if _C._current_graph_task_id() != -1:
+        return _in_backward(device_type)
+    if device_type in _local.thread.active or torch.is_autocast_cache_enabled():
+        return None
+    return _from_code(device_type)
+
+
+def in_force(device_type: str) -> Setting | None:
+    """The setting that ops on `device_type` run under now; None where autocast is off or torch's own."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    setting = _local.thread.active.get(device_type)
+    if setting is not None and _C._current_graph_task_id() == -1:
+        return setting if torch.get_autocast_dtype(device_type) is setting.dtype else None
+    setting = _elsewhere(device_type)
+    return None if setting is _STRAIGHT else setting
+
+
+def _in_backward(device_type: str) -> Setting | None:
+    caller = _C._get_obj_in_tls(_TLS) if _C._is_key_in_tls(_TLS) else _local.thread
+    inside = caller.active.get(device_type)
+    if inside is not None:
+        depth, task = caller.entry[device_type] or (0, -1)
+        if task == _C._current_graph_task_id():
+            return inside
+        if _nesting() == (depth if caller.ident == threading.get_ident() else 0):
+            # Not forward run again, which would be inside one more region, of checkpoint's making.
+            return inside if isinstance(_C._current_autograd_node(), _PythonNode) else _STRAIGHT
+    if torch.is_autocast_cache_enabled():
+        return None
+    return _made_under(_first_node(), device_type, caller)
+
+
+def _nesting() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+_PythonNode = torch.autograd.function.BackwardCFunction
+
+
+def _first_node() -> Any:
+    """The running autograd node that forward made.
+
+    Reentrant checkpointing runs a backward inside the backward of a Python Function, through a graph made on
+    the spot; the outermost such Function on the stack is of the graph that forward made.
+    """
+    node = _C._current_autograd_node()
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, _PythonNode):
+                node = ctx
+        frame = frame.f_back
+    return node
+
+
+def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
+    """The setting under which forward made a node; every thread numbers its own, so the likeliest goes first.
+
+    That is the thread that calls backward, then those that were in a region most recently.
+    """
+    number = -1 if node is None else node._sequence_nr()
+    own, known = caller.histories.get(device_type), [t.histories.get(device_type) for t in list(_threads)]
+    others = [h for h in known if h is not None and h is not own]
+    for history in (own, *sorted(others, key=lambda h: h.latest, reverse=True)):
+        found = None if history is None else history.at(number)
+        if found is not None:
+            return found
+    return None
+
+
+# --- compiled code -----------------------------------------------------------------------------------------
+
+_dtypes = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_policies: dict[Code, Policy] = {}
+_codes: dict[Policy, Code] = {}
+
+
+def _code_for(policy: Policy) -> Code:
+    """A pair of dtypes that stands for a policy: by content, so that caches on disk tell policies apart."""
+    if policy not in _codes:
+        rules = sorted((name, row.rule.value) for name, row in policy.rows().items())
+        place = int(hashlib.sha256(f"{policy} {rules}".encode()).hexdigest(), 16)
+        while (code := (_dtypes[place % len(_dtypes)], _dtypes[place // 64 % len(_dtypes)])) in _policies:
+            place += 1
+        _codes[policy], _policies[code] = code, policy
+    return _codes[policy]
+
+
+def _from_code(device_type: str) -> Setting | None:
+    if not torch.is_autocast_enabled(_CARRIERS[0]):
+        return None
+    code = (torch.get_autocast_dtype(_CARRIERS[0]), torch.get_autocast_dtype(_CARRIERS[1]))
+    policy = _policies.get(code)
+    return None if policy is None else ready(setting_for(device_type, policy))
+
+
+# --- entering and leaving ----------------------------------------------------------------------------------
+
+
+def turn(switch: Switch) -> tuple[Any, ...]:
+    """Set torch's autocast state; returns what `turn_back` needs. Dynamo traces both.
+
+    The weight cache is off: a weight changed in place is seen by the next op (law 7, ARCHITECTURE.md).
+    """
+    device_type, on, dtype, code = switch
+    saved = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+        torch.is_autocast_enabled("maia"),
+        torch.get_autocast_dtype("maia"),
+        torch.is_autocast_enabled("ipu"),
+        torch.get_autocast_dtype("ipu"),
+    )
+    torch.set_autocast_enabled(device_type, on)
+    if on:
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(False)
+    if code is not None:
+        torch.set_autocast_enabled("maia", True)
+        torch.set_autocast_dtype("maia", code[0])
+        torch.set_autocast_enabled("ipu", True)
+        torch.set_autocast_dtype("ipu", code[1])
+    return (*saved, torch.autocast_increment_nesting())
+
+
+def turn_back(device_type: str, saved: tuple[Any, ...]) -> None:
+    """Undo `turn`."""
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device_type, saved[0])
+    torch.set_autocast_dtype(device_type, saved[1])
+    torch.set_autocast_cache_enabled(saved[2])
+    torch.set_autocast_enabled("maia", saved[3])
+    torch.set_autocast_dtype("maia", saved[4])
+    torch.set_autocast_enabled("ipu", saved[5])
+    torch.set_autocast_dtype("ipu", saved[6])
+
+
+def enter(setting: Setting) -> tuple[Any, ...]:
+    """Begin a region of this thread; returns what `leave` needs."""
+    here, device_type = _local.thread, setting.switch[0]
+    if setting not in _ready:
+        ready(setting)
+    if not here.shown:
+        here.show()
+    before, entry = here.active.get(device_type), here.entry.get(device_type)
+    saved = turn(setting.switch)
+    here.entered.append(setting)
+    here.entry[device_type] = (saved[-1], _C._current_graph_task_id())
+    _put(here, device_type, setting if setting.runs else None)
+    return before, entry, saved, setting
+
+
+def leave(state: tuple[Any, ...]) -> None:
+    """End the region that `enter` began; regions may end in any order."""
+    before, entry, saved, setting = state
+    here, device_type = _local.thread, setting.switch[0]
+    here.entered.remove(setting)
+    here.entry[device_type] = entry
+    _put(here, device_type, before)
+    turn_back(device_type, saved)
+
+
+def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
+    if setting is None:
+        here.active.pop(device_type, None)
+    else:
+        here.active[device_type] = setting
+    if device_type not in here.histories:
+        here.histories[device_type] = _History()
+    here.histories[device_type].record(setting)
+
+
+def forget() -> None:
+    """Make every setting anew at its next use; for when what is known of a device has changed."""
+    for memory in (resolve, setting_for, off_for):
+        memory.cache_clear()

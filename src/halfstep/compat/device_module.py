@@ -1,0 +1,149 @@
+"""What a newly registered device gets from the floors above: kernels, `torch.<name>.amp`, collectives.
+
+`devices.register` declares the device and calls `install` here. Only what the vendor's own module lacks is
+added to it; nothing of the vendor's is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch.utils import backend_registration
+
+from halfstep import devices
+from halfstep.autocast import regions
+from halfstep.autocast.context import autocast, custom_bwd, custom_fwd
+from halfstep.devices.capability import Accelerator
+from halfstep.errors import ConfigError
+from halfstep.gradients.unscale import register_kernels
+from halfstep.policy.policy import Policy
+from halfstep.scaling.grad_scaler import GradScaler
+
+_OURS = "__halfstep__"
+_kept: list[torch.library.Library] = []
+
+
+def install(row: Accelerator) -> None:
+    """Make scalers, regions and process groups work on a device that was just registered."""
+    register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
+    module = _device_module(row.name)
+    if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
+        module.get_amp_supported_dtype = _supported(*row.dtypes)
+    if not hasattr(module, "amp"):
+        module.amp = _amp_module(row.name)
+    if not hasattr(torch.Tensor, row.name):
+        backend_registration.generate_methods_for_privateuse1_backend()
+    _let_other_ops_through()
+    if row.collective is not None:
+        _install_collective(row.name, row.collective)
+    # What regions cached may rest on what was declared before, or on there being no such device.
+    regions.resolve.cache_clear()
+    regions.setting_for.cache_clear()
+
+
+def _supported(*dtypes: torch.dtype) -> Callable[[], list[torch.dtype]]:
+    """A `get_amp_supported_dtype` of ours, which the next registration may replace."""
+
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return list(dtypes)
+
+    setattr(get_amp_supported_dtype, _OURS, True)
+    return get_amp_supported_dtype
+
+
+def _let_other_ops_through() -> None:
+    """Torch has no Autocast fallback for PrivateUse1; without one, ops that no rule names would fail."""
+    key = torch._C._dispatch_key_parse("AutocastPrivateUse1")
+    if not torch._C._dispatch_has_backend_fallback(key):
+        library = torch.library.Library("_", "IMPL")
+        library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        _kept.append(library)
+
+
+def _device_module(name: str) -> Any:
+    """`torch.<name>`: the vendor's, or the least that torch asks of one."""
+    if not hasattr(torch, name):
+        module = cast("Any", ModuleType(f"torch.{name}", f"Device module of {name}."))
+        module.is_available = lambda: True
+        module.is_initialized = lambda: True
+        module.device_count = lambda: 1
+        module.current_device = lambda: 0
+        module._is_in_bad_fork = lambda: False
+        module.manual_seed_all = _seed_nothing
+        torch._register_device_module(name, module)
+    return getattr(torch, name)
+
+
+def _seed_nothing(seed: int) -> None:
+    """A device without generators of its own."""
+
+
+def _amp_module(name: str) -> ModuleType:
+    """`torch.<name>.amp` as users of such ports know it."""
+    path = f"torch.{name}.amp"
+
+    class DeviceAutocast(autocast):
+        """`halfstep.autocast` on this device; the first argument is `enabled`."""
+
+        def __init__(
+            self,
+            enabled: bool = True,
+            dtype: str | torch.dtype | None = None,
+            cache_enabled: bool = True,
+            policy: str | Policy | None = None,
+        ) -> None:
+            if not isinstance(enabled, bool):
+                raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
+            super().__init__(name, dtype, enabled, policy)
+
+    class DeviceGradScaler(GradScaler):
+        """`halfstep.GradScaler` on this device, without the device argument."""
+
+        def __init__(
+            self,
+            init_scale: float = 2.0**16,
+            growth_factor: float = 2.0,
+            backoff_factor: float = 0.5,
+            growth_interval: int = 2000,
+            enabled: bool = True,
+            **ours: Any,
+        ) -> None:
+            numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+            super().__init__(name, *numbers, enabled, **ours)
+
+    module = cast("Any", ModuleType(path, f"Mixed precision on {name}."))
+    for public, made in (("autocast", DeviceAutocast), ("GradScaler", DeviceGradScaler)):
+        made.__name__ = made.__qualname__ = public
+        made.__module__ = path
+        setattr(module, public, made)
+    module.custom_fwd = functools.partial(custom_fwd, device_type=name)
+    module.custom_bwd = functools.partial(custom_bwd, device_type=name)
+    sys.modules[path] = module
+    return module
+
+
+def _install_collective(name: str, collective: Any) -> None:
+    """Tell torch.distributed which backend serves the device; `init_process_group()` then finds it."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise ConfigError(f"register({name!r}, collective=...) needs a torch built with distributed")
+    if isinstance(collective, str):
+        if collective not in dist.Backend.backend_list:
+            known = ", ".join(dist.Backend.backend_list)
+            raise ConfigError(
+                f"collective={collective!r} is no backend of torch.distributed; expected one of {known}"
+            )
+        dist.Backend.default_device_backend_map[name] = collective
+        return
+    backend = f"{name}ccl"
+    if backend not in dist.Backend.backend_list:
+        dist.Backend.register_backend(backend, collective, devices=[name])
+
+
+devices.on_register(install)

@@ -1,0 +1,470 @@
+"""Apply a level or a plan to a model: dtypes, casts at the edges, and a record that undoes it all.
+
+Parameters keep their identity (`p.data` is swapped), so optimizers, ties and DDP buckets built later stay
+right. What the ops inside compute in is `autocast.py`'s affair; a converted model also runs without it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import devices
+from halfstep.convert.hooks import (
+    CastInputs,
+    CastOutputs,
+    Inside,
+    Power,
+    is_wide_float,
+    keeps_fp32,
+    set_flat_weights,
+)
+from halfstep.errors import ConfigError, PlanError, UnsupportedError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.names import canonical_all, unwrap
+from halfstep.policy.levels import Level, level_of
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
+
+_CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing a conversion did, or kept on purpose: of which module, from and to which dtype, and why.
+
+    what: "parameter NAME", "buffer NAME", "inputs", "outputs" or "ops". before, after: None where there is no
+    dtype to tell; equal where something was kept.
+    """
+
+    module: str
+    what: str
+    before: torch.dtype | None
+    after: torch.dtype | None
+    why: str
+
+    def __str__(self) -> str:
+        names = [dtype_name(d) if d is not None else "any" for d in (self.before, self.after)]
+        dtypes = f"kept {names[1]}" if self.before == self.after else f"{names[0]} -> {names[1]}"
+        return f"{self.module or '(model)'}: {self.what} {dtypes} ({self.why})"
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The dtype the tensors of one module get, and on whose word."""
+
+    dtype: torch.dtype
+    why: str
+
+
+class Conversion:
+    """The record of one `convert`: what changed and why, and how to take it back.
+
+    changes: every tensor and every cast, in the model's order.
+    originals: fp32 weights before rounding, by parameter, kept where a level has masters: hand them to
+        `MasterWeights(initial=...)`, which takes the memory over, then call `forget_originals()`.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        self.model, self.what = model, what
+        self.changes: tuple[Change, ...] = ()
+        self.originals: dict[Tensor, Tensor] = {}
+        self._power = Power()
+        self._handles: list[Any] = []
+        self._before: list[tuple[Tensor, torch.dtype]] = []
+        self._buffers: dict[Tensor, Tensor] = {}
+        self._active = True
+
+    def __str__(self) -> str:
+        return "\n".join([f"converted to {self.what}", *(f"  {change}" for change in self.changes)])
+
+    def forget_originals(self) -> None:
+        """Free the fp32 weights kept from before the conversion."""
+        self.originals = {}
+
+    def revert(self) -> None:
+        """Give parameters and buffers their dtypes back and remove every cast; a second call does nothing.
+
+        What still is its rounded original becomes that again, bit for bit (buffers always, weights while
+        `originals` are kept); what was trained is widened. Where there are `MasterWeights`, revert those
+        afterwards: they then hold the exact values.
+        """
+        if not self._active:
+            return
+        for handle in self._handles:
+            handle.remove()
+        for tensor, dtype in self._before:
+            low, wide = tensor.data, tensor.data.to(dtype)
+            original = self.originals.get(tensor, self._buffers.get(tensor))
+            if original is not None and original.shape == low.shape:
+                same = original.to(low.dtype) == low
+                wide = torch.where(same, original.to(wide), wide)
+            _replace_data(tensor, wide)
+        for module in self.model.modules():
+            _CONVERTED.pop(module, None)
+        self.forget_originals()
+        self._handles, self._before, self._buffers, self._active = [], [], {}, False
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """Within, the model is an fp32 model with the same values: no casts, 16-bit tensors widened copies.
+
+        For evaluation, copies and averages, not for training: what is written to a widened copy is lost. With
+        masters: `with masters.swap(), conversion.suspended(): ...` evaluates with them.
+        """
+        dtypes = {id(tensor): dtype for tensor, dtype in self._before}
+        stand_ins: dict[int, Tensor] = {}
+        undo: list[tuple[dict[str, Any], str, Tensor]] = []
+        recurrent: list[nn.RNNBase] = [m for m in self.model.modules() if isinstance(m, nn.RNNBase)]
+        was_on, self._power.on = self._power.on, False
+        try:
+            for module in self.model.modules():
+                for store in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
+                    for key, tensor in store.items():
+                        if tensor is not None and id(tensor) in dtypes:
+                            undo.append((store, key, tensor))
+                            if id(tensor) not in stand_ins:
+                                stand_ins[id(tensor)] = _widened(tensor, dtypes[id(tensor)])
+            for store, key, tensor in undo:
+                store[key] = stand_ins[id(tensor)]
+            _refresh_flat(recurrent)
+            yield
+        finally:
+            for store, key, tensor in undo:
+                store[key] = tensor
+            _refresh_flat(recurrent)
+            self._power.on = was_on
+
+
+def convert(
+    model: nn.Module,
+    plan_or_level: Plan | Level | str,
+    dtype: str | torch.dtype | None = None,
+    *,
+    plan: Plan | None = None,
+    keep_originals: bool | None = None,
+) -> Conversion:
+    """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
+
+    At O2 floating parameters and buffers become `dtype`, those of normalisation layers stay fp32, floating
+    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. O0 and O1 change
+    nothing. A plan says it by module path; a module whose dtype differs from that of the module above gets
+    casts at its edges, except torch's own norms where their kernels mix dtypes. Integer tensors, complex
+    numbers and 8-bit floats are untouched, gradients follow their parameters, modules with `to_float` keep
+    what it asked for.
+
+    Args:
+        model: any module, before DDP; a compiled one is looked into.
+        plan_or_level: a `Plan`, a `Level`, or the name of a level.
+        dtype: fp16 or bf16; None takes the level's word or asks the device.
+        plan: rules on top of the level or plan.
+        keep_originals: keep the fp32 weights in `Conversion.originals`; None does where the level has
+        masters.
+
+    Raises:
+        ConfigError: an unknown level or dtype, no parameters, a model converted before or already in DDP.
+        PlanError: a rule that matches nothing, or a tied weight whose modules want different dtypes.
+        UnsupportedError: lazy parameters without a shape, a dtype this device cannot compute in.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
+    inner = unwrap(model)
+    level, low = _read(plan_or_level, dtype, inner)
+    base = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low)
+    rules = base + (plan or Plan.empty())
+    _check_model(inner)
+    resolved = rules.resolve(inner)
+    shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
+    record = Conversion(inner, shown)
+    keep = keep_originals if keep_originals is not None else level is not None and level.masters
+    job = _Job(inner, record, resolved, low, level, keep)
+    job.run()
+    if record._before or record._handles:
+        _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
+    return record
+
+
+def _read(
+    plan_or_level: Plan | Level | str, dtype: str | torch.dtype | None, model: nn.Module
+) -> tuple[Level | None, torch.dtype]:
+    level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
+    given = parse_dtype(dtype) if dtype is not None else word
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if level is not None and level.compute_role == "full":
+        return level, level.check_dtype(given)
+    if given is None:
+        given = torch.bfloat16 if device.type == "meta" else devices.default_dtype(device)
+    if level is not None:
+        level.check_dtype(given)
+    if device.type != "meta" and given != torch.float32:
+        devices.check_dtype(device, given)
+    return level, given
+
+
+def _rules(level: Level | None, low: torch.dtype) -> Plan:
+    assert level is not None
+    return Plan.for_level(level, low)
+
+
+def _check_model(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if kinds & _WRAPPERS:
+            raise ConfigError(
+                f"{type(module).__name__} at {path or 'the root'}: convert the model, then wrap it"
+            )
+        if module in _CONVERTED or _has_casts(module):
+            what = _CONVERTED.get(module, "another precision, as a copy of a converted model")
+            raise ConfigError(f"{path or 'this model'} was already converted to {what}: revert() that first")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters: pass the module that is trained")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UnsupportedError(
+                f"parameter {name!r} has no shape yet: run one batch through the model first"
+            )
+
+
+class _Job:
+    """One conversion under way: the model, its resolved rules, the record being written."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record: Conversion,
+        resolved: Mapping[str, PlanRule],
+        low: torch.dtype,
+        level: Level | None,
+        keep: bool,
+    ) -> None:
+        self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
+        self.keep = keep
+        self.changes: list[Change] = []
+        self.paths = dict(model.named_modules())
+        self.names = canonical_all(self.paths)
+
+    def run(self) -> None:
+        """Decide everything first, so that an error leaves the model as it was; then change it."""
+        wanted = self._wanted()
+        self._cast_tensors(wanted)
+        for path, module in self.paths.items():
+            self._edges(path, module)
+        self.record.changes = tuple(self.changes)
+
+    def _note(
+        self, path: str, what: str, before: torch.dtype | None, after: torch.dtype | None, why: str
+    ) -> None:
+        self.changes.append(Change(self.names[path], what, before, after, why))
+
+    def _wanted(self) -> dict[int, tuple[Tensor, torch.dtype]]:
+        """The dtype of every floating tensor that a rule reaches, by id; notes each."""
+        wanted: dict[int, tuple[Tensor, torch.dtype]] = {}
+        first: dict[int, str] = {}
+        for path, module in self.paths.items():
+            rule = self.resolved.get(path)
+            for what, key, tensor in _own_tensors(module):
+                target = _Target(rule.dtype, rule.reason) if rule and rule.dtype else None
+                if own_dtype(module) is not None:
+                    target = _Target(tensor.dtype, "to_float casts it in use")
+                if target is None:
+                    continue
+                name = f"{self.names[path]}.{key}".lstrip(".")
+                before = wanted.setdefault(id(tensor), (tensor, target.dtype))
+                if before[1] != target.dtype:
+                    raise PlanError(
+                        f"{first[id(tensor)]!r} and {name!r} are one tied tensor, but the plan wants "
+                        f"{dtype_name(before[1])} and {dtype_name(target.dtype)}: give both modules one rule"
+                    )
+                if first.setdefault(id(tensor), name) == name:
+                    self._note(path, f"{what} {key}", tensor.dtype, target.dtype, target.why)
+        return wanted
+
+    def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
+        changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
+        for tensor, _ in changing:
+            self.record._before.append((tensor, tensor.dtype))
+            if not isinstance(tensor, nn.Parameter):
+                self.record._buffers[tensor] = tensor.data
+            elif self.keep and tensor.requires_grad and not tensor.is_meta:
+                self.record.originals[tensor] = tensor.data
+        for tensor, data in _cast_together(changing):
+            _replace_data(tensor, data)
+        for module in self.paths.values():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+    def _edges(self, path: str, module: nn.Module) -> None:
+        """Casts where a module's dtype differs from that of the module above, or its ops have a rule."""
+        rule = self.resolved.get(path)
+        above = self.resolved.get(path.rpartition(".")[0]) if path else None
+        if rule is not None and self._inside(path, module, rule, above):
+            return
+        inner, outer = self._dtype_at(rule), self._dtype_at(above) or torch.float32
+        asked = own_dtype(module)
+        if not path:
+            self._root_edges(module, inner)
+        elif asked is not None and asked != outer and own_dtype(self._parent(path)) is None:
+            self._cast_outputs(path, module, outer, "to_float above it ends here")
+        elif inner is not None and inner != outer and rule is not above and asked is None:
+            if keeps_fp32(module, outer):
+                return
+            why = f"rule {cast(PlanRule, rule).pattern!r} stores it in {dtype_name(inner)}"
+            self._cast_inputs(path, module, inner, why)
+            self._cast_outputs(path, module, outer, why)
+
+    def _dtype_at(self, rule: PlanRule | None) -> torch.dtype | None:
+        return None if rule is None else rule.dtype
+
+    def _parent(self, path: str) -> nn.Module:
+        return self.paths.get(path.rpartition(".")[0], self.model)
+
+    def _root_edges(self, module: nn.Module, inner: torch.dtype | None) -> None:
+        level = self.level
+        if level is not None:
+            output = level.policy(None if level.compute_role == "full" else self.low).output_dtype
+            if level.cast_inputs:
+                spared = inner is not None and inner != self.low and not keeps_fp32(module, self.low)
+                dtype = inner if spared and inner is not None else self.low
+                self._cast_inputs("", module, dtype, f"{level.name} computes in it")
+            if output is not None:
+                self._cast_outputs("", module, output, f"{level.name} gives its outputs in it")
+        elif inner is not None and own_dtype(module) is None:
+            self._cast_inputs("", module, inner, "the plan stores the model in it")
+
+    def _cast_inputs(self, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
+        hook = CastInputs(self.record._power, dtype)
+        self.record._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._note(path, "inputs", None, dtype, why)
+
+    def _cast_outputs(self, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
+        hook = CastOutputs(self.record._power, dtype)
+        self.record._handles.append(module.register_forward_hook(hook))
+        self._note(path, "outputs", None, dtype, why)
+
+    def _inside(self, path: str, module: nn.Module, rule: PlanRule, above: PlanRule | None) -> bool:
+        """Hang the rule for the module's ops on it; whether its edges are settled by that."""
+        edge, power = rule is not above, self.record._power
+        if rule.ops and edge:
+            self.record._handles += Inside(power, ops=rule.ops).attach(module)
+            self._note(path, "ops " + ", ".join(rule.ops), None, None, rule.reason)
+        if rule.rule is None or own_dtype(module) is not None:
+            return False
+        dtype = {Rule.FULL: torch.float32, Rule.LOW: self.low}.get(rule.rule)
+        if edge or any(t.dtype != dtype for _, _, t in _own_tensors(module)):
+            self.record._handles += Inside(power, dtype, edge=edge).attach(module)
+            self._note(path, f"ops {rule.rule.value}", None, dtype, rule.reason)
+        outer = self._dtype_at(above)
+        if edge and outer is not None and dtype not in (None, outer):
+            self._cast_outputs(path, module, outer, f"the module above computes in {dtype_name(outer)}")
+        return bool(path)
+
+
+def _has_casts(module: nn.Module) -> bool:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(isinstance(hook, CastInputs | CastOutputs) for hook in hooks)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
+    found: list[tuple[str, str, Tensor]] = []
+    for what, store in (("parameter", module._parameters), ("buffer", module._buffers)):
+        found += [(what, key, t) for key, t in store.items() if t is not None and is_wide_float(t)]
+    return found
+
+
+def _cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[tuple[Tensor, Tensor]]:
+    """The cast data of each tensor; tensors that share memory share it afterwards too."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor, dtype in changing:
+        place = id(tensor) if tensor.is_meta else tensor.data.untyped_storage().data_ptr()
+        groups.setdefault((place or id(tensor), tensor.dtype, dtype), []).append(tensor)
+    for (_, before, dtype), tensors in groups.items():
+        if len(tensors) == 1 or tensors[0].is_meta:
+            for tensor in tensors:
+                yield tensor, tensor.data.to(dtype)
+            continue
+        whole = torch.empty(0, dtype=before, device=tensors[0].device).set_(tensors[0].data.untyped_storage())
+        low = whole.to(dtype)
+        for tensor in tensors:
+            yield tensor, low.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a parameter or buffer other data, and a gradient of that dtype, under the same identity."""
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is None:
+        tensor.data = data
+        return
+    tensor.grad = None
+    tensor.data = data
+    widened = tensor.grad_dtype is None and grad.dtype == torch.float32 and data.dtype != torch.float64
+    tensor.grad = grad if widened else grad.to(data.dtype)
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = tensor.detach().to(dtype)
+    if not isinstance(tensor, nn.Parameter):
+        return wide
+    stand_in = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+    stand_in._stands_for = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return stand_in
+
+
+def _refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
+    for module in modules:
+        names = cast(list[str], module._flat_weights_names)
+        set_flat_weights(module, [getattr(module, name, None) for name in names])
+
+
+def to_float(module: nn.Module, dtype: str | torch.dtype | None) -> nn.Module:
+    """Make a module and all in it compute in `dtype`, as MindSpore's `Cell.to_float`; returns the module.
+
+    Floating inputs are cast to it, parameters and buffers are cast in use and stay stored as they are,
+    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all
+    below it; None takes it off again. `convert` leaves such modules alone.
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
+    chosen = None if dtype is None else parse_dtype(dtype)
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key in [
+                k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
+            ]:
+                _unhook(each, key)
+        if chosen is not None:
+            _ToFloat(Power(), chosen).attach(each)
+    return module
+
+
+class _ToFloat(Inside):
+    """What `to_float` hangs on a module."""
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that `to_float` gave a module, or None."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _ToFloat):
+            return owner.dtype
+    return None
+
+
+def _unhook(module: nn.Module, key: int) -> None:
+    for store in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        cast(dict[int, Any], store).pop(key, None)

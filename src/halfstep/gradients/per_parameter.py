@@ -1,0 +1,164 @@
+"""Each parameter's largest gradient at every step: one pass on the device, Python values only when read.
+
+This runs at every step of a watched training, so it keeps what it found as one small tensor and leaves names,
+notes and series for whoever asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.devices.capability import Arriving, send_to_host
+from halfstep.gradients.widen import LEAST
+from halfstep.kernels.pool import run_ranges
+from halfstep.optim.cpu import GRADS, _items
+from halfstep.scaling.loss_scale import dense_values, home_device
+
+Ends = tuple[Tensor, Tensor]
+"""Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""
+
+
+class Slot:
+    """Memory for the smallest and the largest element of one gradient, written anew at each backward.
+
+    Small blocks left behind in backward, between large ones that are freed, would cost the allocator more
+    than the reduction does.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        gradient = dense_values(gradient)
+        self._pair = gradient.new_zeros(2)
+        self._ends = self._pair[0], self._pair[1]
+
+    @torch.no_grad()
+    def take(self, gradient: Tensor) -> Ends:
+        """Both ends of `gradient`, as `ends_of` gives them."""
+        dense = dense_values(gradient)
+        if dense.numel():
+            torch.aminmax(dense, out=self._ends)
+        else:
+            self._pair.zero_()
+        return self._ends
+
+    def fits(self, gradient: Tensor) -> bool:
+        """Whether this gradient's ends can be written here."""
+        return gradient.device == self._pair.device and gradient.dtype == self._pair.dtype
+
+
+def magnitudes(ends: Sequence[Ends]) -> Tensor:
+    """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
+    scalars = [end for pair in ends for end in pair]
+    both = _together(scalars, home_device(scalars)).view(-1, 2)
+    return torch.maximum(-both[:, 0], both[:, 1])
+
+
+def ends_of(t: Tensor) -> Ends:
+    """Smallest and largest element of a dense real tensor: zeros where it is empty, NaN if it holds one."""
+    if not t.numel():
+        return t.new_zeros(()), t.new_zeros(())
+    if t.element_size() == 1:
+        t = t.float()
+    low, high = torch.aminmax(t)
+    return low, high
+
+
+@torch.no_grad()
+def largest(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each gradient: [n], fp32 (fp64 if one is), NaN where there is one.
+
+    Gradients may differ in dtype and device; of a sharded one only the local shard is looked at.
+    """
+    tensors = [dense_values(g) for g in gradients]
+    home = home_device(tensors)
+    if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
+        kernels = _kernels() if _fit(tensors) else None
+        return _peaks(kernels, tensors) if kernels else magnitudes([ends_of(t) for t in tensors])
+    norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
+    return _together(norms, home)
+
+
+def _fit(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel that `halfstep.optim` measures with can read these, and is worth its import."""
+    kinds = {(type(t), t.dtype) for t in tensors}
+    plain = kinds <= {(Tensor, dtype) for dtype in GRADS} and len(kinds) == 1
+    return plain and sum(t.numel() for t in tensors) >= LEAST and all(t.is_contiguous() for t in tensors)
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from halfstep.kernels.cpu import models
+    except ImportError:  # torch gives the same values, slower
+        return None
+    return models
+
+
+def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
+    items, sizes = _items(tuple(t.numel() for t in tensors))
+    table = np.zeros((len(tensors), 7), np.int64)
+    table[:, 2] = [t.data_ptr() for t in tensors]
+    squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
+    run_ranges(kernels.measurer(GRADS[tensors[0].dtype]), sizes, items, table, squares, peaks)
+    found = np.zeros(len(tensors), np.float32)
+    # As integers: magnitudes keep their order, and NaN lies above infinity.
+    np.maximum.at(found.view(np.int32), items[:, 0], peaks.view(np.int32))
+    return torch.from_numpy(found)
+
+
+def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
+    kinds = {(s.dtype, s.device) for s in scalars}
+    if len(kinds) == 1:
+        stacked = torch.stack(list(scalars))
+        return stacked if stacked.dtype == torch.float64 else stacked.float()
+    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
+    out = torch.empty(len(scalars), dtype=wide, device=home)
+    for kind in kinds:  # one cast for each kind, not one for each scalar
+        places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
+        values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
+        out[torch.tensor(places, device=home)] = values
+    return out
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """The largest gradients of one step on their way to the host; `fate` is its scale and whether it was
+    taken, None where they travel behind the magnitudes."""
+
+    step: int
+    names: tuple[str, ...]
+    packed: Arriving
+    fate: tuple[float, bool] | None
+
+    @classmethod
+    def of(
+        cls, step: int, names: Sequence[str], tops: Tensor, scale: float | Tensor, taken: bool | Tensor
+    ) -> Magnitudes:
+        """Packs `tops` [n], and what of the step's fate is still on the device, into one copy."""
+        if isinstance(scale, Tensor) or isinstance(taken, Tensor):
+            late = [torch.as_tensor(x, dtype=tops.dtype, device=tops.device).view(1) for x in (scale, taken)]
+            return cls(step, tuple(names), send_to_host(torch.cat([tops, *late])), None)
+        return cls(step, tuple(names), send_to_host(tops), (scale, taken))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the copy has finished."""
+        return self.packed.done()
+
+    def read(self) -> tuple[dict[str, float], float, bool]:
+        """Largest gradient by name, scale, taken; waits if need be."""
+        values = self.packed.wait().tolist()
+        scale, taken = self.fate or (values[-2], bool(values[-1]))
+        return dict(zip(self.names, values)), scale, taken
+
+
+def worst_of(tops: dict[str, float]) -> str:
+    """The name with the largest magnitude; NaN is larger than all."""
+    return max(tops, key=lambda n: math.inf if math.isnan(tops[n]) else tops[n])

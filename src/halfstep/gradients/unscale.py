@@ -1,0 +1,119 @@
+"""Divide the loss scale out of gradients in place, and tell whether any was inf or NaN, in one pass.
+
+A device may bring its own kernels for this and for the scale update (`register_kernels`); elsewhere torch's
+kernel runs where it exists and a plain implementation where not. No host synchronisation on accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+from halfstep.scaling.loss_scale import all_finite, dense_values, home_device, multiply
+
+CheckAndUnscale = Callable[[list[Tensor], Tensor, Tensor], None]
+UpdateScale = Callable[[Tensor, Tensor, Tensor, float, float, int], None]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A device's own kernels, with the signatures of torch's.
+
+    `check_and_unscale(grads, found_inf, inv_scale)` multiplies gradients of one dtype in place and sets
+    `found_inf` (0-d float32) to 1 if any was not finite. `update_scale(scale, growth_tracker, found_inf,
+    growth_factor, backoff_factor, growth_interval)` changes `scale` (0-d float32) and `growth_tracker`
+    (0-d int32) in place.
+    """
+
+    check_and_unscale: CheckAndUnscale | None = None
+    update_scale: UpdateScale | None = None
+
+
+_torch_kernel: CheckAndUnscale = cast(Any, torch)._amp_foreach_non_finite_check_and_unscale_
+_KERNELS: dict[str, Kernels] = {}
+_WITHOUT_TORCH_KERNEL: set[tuple[str, torch.dtype]] = set()
+
+
+def register_kernels(
+    device_type: str,
+    *,
+    check_and_unscale: CheckAndUnscale | None = None,
+    update_scale: UpdateScale | None = None,
+) -> None:
+    """Use a vendor's kernels on devices of `device_type`; None for what the vendor does not bring."""
+    if not device_type or ":" in device_type:
+        raise ConfigError(f"a device type such as 'mlu' was expected, got {device_type!r}")
+    _KERNELS[device_type] = Kernels(check_and_unscale, update_scale)
+
+
+def unregister_kernels(device_type: str) -> None:
+    """Forget a vendor's kernels; unknown types are left as they are."""
+    _KERNELS.pop(device_type, None)
+
+
+def kernels_of(device_type: str) -> Kernels:
+    """Return the kernels registered for a device type (none by default)."""
+    return _KERNELS.get(device_type, Kernels())
+
+
+@torch.no_grad()
+def unscale_(grads: Iterable[Tensor | None], inv_scale: Tensor) -> Tensor:
+    """Multiply gradients by `inv_scale` in place; return a 0-d bool tensor: some gradient was not finite.
+
+    The product is computed in float32 (float64 gradients: float64) and rounded to each gradient's dtype, so
+    16-bit gradients may lose small values: with fp16 gradients the part below 2^-25 becomes 0 (keep fp32
+    masters, or an optimizer with `one_pass`, to avoid it). Dtypes, devices, sparse and sharded gradients may
+    be mixed. The answer lies on the first accelerator met.
+    """
+    kept = [g.detach() for g in grads if g is not None]
+    values = [_stored(g) for g in kept]
+    found: list[Tensor] = []
+    for device, dtype in dict.fromkeys((v.device, v.dtype) for v in values):
+        group = [v for v in values if v.device == device and v.dtype == dtype]
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        _check_and_unscale(group, flag, inv_scale.to(device, torch.float32, non_blocking=True))
+        found.append(flag != 0)
+        if dtype == torch.float16:  # a scale below 1 can lift a finite gradient over 65504
+            found.append(~all_finite(group))
+    found += [~all_finite(g) for g in kept if g.is_sparse and not g.is_coalesced()]  # sums may overflow
+    return any_of(found)
+
+
+def _stored(grad: Tensor) -> Tensor:
+    """Return the gradient's own memory: duplicates of an uncoalesced sparse gradient stay apart."""
+    return grad._values() if grad.is_sparse else dense_values(grad)
+
+
+def any_of(flags: Sequence[Tensor]) -> Tensor:
+    """Return the OR of 0-d flags (bool or 0/1, on any devices) as one 0-d bool tensor."""
+    if not flags:
+        return torch.zeros((), dtype=torch.bool)
+    home = home_device(list(flags))
+    return torch.stack([flag.reshape(()).to(home, non_blocking=True) != 0 for flag in flags]).any()
+
+
+def _check_and_unscale(group: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    kind = (found_inf.device.type, group[0].dtype)
+    vendor = kernels_of(kind[0]).check_and_unscale
+    if vendor is not None:
+        vendor(group, found_inf, inv_scale)
+        return
+    if kind not in _WITHOUT_TORCH_KERNEL:
+        try:
+            _torch_kernel(group, found_inf, inv_scale)
+            return
+        except NotImplementedError:
+            _WITHOUT_TORCH_KERNEL.add(kind)
+    plain_check_and_unscale(group, found_inf, inv_scale)
+
+
+def plain_check_and_unscale(group: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Do what torch's kernel does with ordinary ops, for devices that have no such kernel."""
+    found_inf.copy_(torch.maximum(found_inf, (~all_finite(group)).to(found_inf.dtype)))
+    for grad in group:
+        grad.copy_(multiply(grad, inv_scale, grad.dtype))

@@ -1,0 +1,81 @@
+"""Widens 16-bit gradients to fp32; a CPU kernel measures them on the way, so that nobody reads them again.
+
+Without that kernel (other devices, few elements, no Numba) torch's own copy runs and measures nothing. The
+wide values have the same bits either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.kernels.pool import run_ranges
+from halfstep.optim.cpu import GRADS, HUGE, TINY, _items
+
+foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
+
+#: Fewer elements than this are not worth importing Numba for.
+LEAST = 1 << 18
+
+
+@dataclass(frozen=True)
+class Widened:
+    """fp32 gradients that are all finite, their sum of squares and largest magnitude."""
+
+    grads: list[Tensor]
+    squares: float
+    max_abs: float
+
+    def norm_with(self, rest_norm: float) -> float:
+        """The 2-norm of these gradients and of others whose norm is given."""
+        return math.hypot(math.sqrt(self.squares), rest_norm)
+
+
+@torch.no_grad()
+def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], Widened | None]:
+    """Return fp32 copies of dense 16-bit gradients, in order, and their measurements where those are sound.
+
+    Measurements are missing where torch's copy ran, where a value is not finite, and where fp32 squares may
+    have overflowed or vanished.
+    """
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
+    kernels = _kernels() if _fit(grads) else None
+    if kernels is None:
+        foreach_copy_(wide, grads)
+        return wide, None
+    total, top = 0.0, 0.0
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        pairs = [(g, w) for g, w in zip(grads, wide) if g.dtype == dtype]
+        squares, peak = _run(kernels.measurer(GRADS[dtype], kernels.WIDEN), pairs)
+        total, top = total + squares, float(np.maximum(top, peak))
+    sound = top == 0 or TINY < top < HUGE
+    return wide, Widened(wide, total, top) if sound else None
+
+
+def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    items, sizes = _items(tuple(w.numel() for _, w in pairs))
+    table = np.array([(g.data_ptr(), w.data_ptr()) for g, w in pairs], np.int64)
+    squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
+    run_ranges(kernel, sizes, items, table, squares, peaks)
+    return float(squares.sum()), float(peaks.max(initial=0.0))
+
+
+def _fit(grads: Sequence[Tensor]) -> bool:
+    plain = all(type(g) is Tensor and g.is_cpu and g.is_contiguous() for g in grads)
+    return plain and sum(g.numel() for g in grads) >= LEAST
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from halfstep.kernels.cpu import models
+    except ImportError:  # the copy is torch's then, with the same bits
+        return None
+    return models

@@ -1,0 +1,279 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+"""What the CPU kernels are made of: bits and memory as Numba intrinsics, 16-bit formats, codes, random bits.
+
+Scalar functions that LLVM inlines and vectorises; each equals its counterpart in split.py or rounding.py.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from halfstep.kernels import codes as L
+
+f32, i32, i16, u8, u32 = np.float32, np.int32, np.int16, np.uint8, np.uint32
+MASK = i32(0x7FFFFFFF)
+INF_BITS = i32(0x7F800000)
+
+
+@intrinsic
+def bits_of(typingctx, x):
+    """The 32 bits of a float32, as int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def float_of(typingctx, bits):
+    """The float32 whose 32 bits are given as int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def pick(typingctx, condition, x, y):
+    """`x` where the condition holds, else `y`; both are computed, since a branch may keep loops scalar."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(args[0], args[1], args[2])
+
+    return x(types.boolean, x, x), codegen
+
+
+@intrinsic
+def at(typingctx, address):
+    """An address as an untyped pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address; one that does not exist does no harm."""
+
+    def codegen(context, builder, signature, args):
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        name = "llvm.prefetch.p0"
+        call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        read, nearest, data = word(0), word(3), word(1)
+        builder.call(call, [builder.inttoptr(args[0], byte), read, nearest, data])
+
+    return types.void(types.int64), codegen
+
+
+def memory(kind: Any, llvm: Any) -> tuple[Any, Any]:
+    """Intrinsics `peek(address, i)` and `poke(address, i, value)`: the i-th value of a type at an address."""
+    align = min(2, kind.bitwidth // 8)  # a view may start at any 16-bit value
+
+    def place(builder: Any, args: Any) -> Any:
+        return builder.gep(builder.inttoptr(args[0], llvm.as_pointer()), [args[1]], inbounds=True)
+
+    @intrinsic
+    def peek(typingctx, address, i):
+        def codegen(context, builder, signature, args):
+            return builder.load(place(builder, args), align=align)
+
+        return kind(types.int64, types.int64), codegen
+
+    @intrinsic
+    def poke(typingctx, address, i, value):
+        def codegen(context, builder, signature, args):
+            builder.store(args[2], place(builder, args), align=align)
+
+        return types.void(types.int64, types.int64, kind), codegen
+
+    return peek, poke
+
+
+peek_f32, poke_f32 = memory(types.float32, ir.FloatType())
+peek_i32, poke_i32 = memory(types.int32, ir.IntType(32))
+peek_i16, poke_i16 = memory(types.int16, ir.IntType(16))
+peek_u16, poke_u16 = memory(types.uint16, ir.IntType(16))
+peek_u8, poke_u8 = memory(types.uint8, ir.IntType(8))
+
+
+OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
+    """njit as every kernel here wants it; with a signature, kept on disk where that can be.
+
+    What a function closes over belongs into its `name`. Numba tells functions apart by name and by a number
+    that every process counts anew, so that code from disk would call whatever function of its name, number
+    and types came first; and two processes that write to the files of one name may mix them up.
+    """
+    options: dict[str, Any] = {**OPTIONS, **more}
+
+    def decorate(function: Any) -> Any:
+        assert name or not function.__closure__, f"{function.__qualname__} closes over its variant"
+        function.__qualname__ = name or function.__qualname__
+        if signature is None:
+            return njit(**options)(function)
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return njit(signature, **options)(function)
+
+    return decorate
+
+
+# ---- 16-bit formats -------------------------------------------------------------------------------------
+
+
+@compiled()
+def from_bf16(h):
+    return float_of(i32(i32(h) << i32(16)))
+
+
+@compiled()
+def bf16_even(x):
+    b = bits_of(x)
+    odd = i32(i32(b >> i32(16)) & i32(1))
+    h = i32(i32(b + i32(0x7FFF) + odd) >> i32(16))
+    return i16(i32(b >> i32(16)) | i32(0x40)) if i32(b & MASK) > INF_BITS else i16(h)
+
+
+@compiled()
+def bf16_away(x):
+    b = bits_of(x)
+    up = i32(b | i32(0x7FC00000)) if x != x else i32(b + i32(0x8000))
+    return i16(i32(up >> i32(16)))
+
+
+@compiled()
+def bf16_random(x, noise):
+    """Of the result of an operation: a NaN is quiet then, and stays one without its lower half."""
+    b = bits_of(x)
+    up = i32(noise & u32(0xFFFF)) if i32(b & MASK) < INF_BITS else i32(0)
+    return i16(i32(i32(b + up) >> i32(16)))
+
+
+@compiled()
+def join_bf16(h, lo):
+    high = i32(i32(h) << i32(16))
+    both = i32(high + i32(lo))
+    return float_of(high if i32(both ^ high) < i32(0) else both)
+
+
+@compiled()
+def residual_bf16(x, h):
+    b = bits_of(x)
+    low = i32(b - i32(i32(h) << i32(16)))
+    return i16(i32(0)) if x != x else i16(low)
+
+
+@compiled()
+def from_fp16(h):
+    sign = i32(i32(i32(h) & i32(0x8000)) << i32(16))
+    magnitude = i32(i32(h) & i32(0x7FFF))
+    shift = pick(magnitude >= i32(0x7C00), i32(0x70000000), i32(0x38000000))
+    normal = i32(i32(magnitude << i32(13)) + shift)
+    tiny = bits_of(f32(f32(magnitude) * f32(2.0**-24)))
+    return float_of(i32(sign | pick(magnitude < i32(0x400), tiny, normal)))
+
+
+@compiled()
+def fp16_even(x):
+    b = bits_of(x)
+    a = i32(b & MASK)
+    odd = i32(i32(a >> i32(13)) & i32(1))
+    normal = i32(i32(i32(a - i32(0x38000000)) + i32(0xFFF) + odd) >> i32(13))
+    normal = pick(a >= i32(0x477FF000), i32(0x7C00), normal)
+    tiny = i32(bits_of(f32(float_of(a) + f32(0.5))) - i32(0x3F000000))
+    h = pick(a < i32(0x38800000), tiny, normal)
+    h = pick(a > INF_BITS, i32(0x7E00), h)
+    return i16(i32(h | i32(i32(b >> i32(16)) & i32(0x8000))))
+
+
+@compiled()
+def join_fp16(h, lo):
+    sign = i32(i32(i32(h) & i32(0x8000)) << i32(16))
+    magnitude = i32(i32(h) & i32(0x7FFF))
+    base = bits_of(from_fp16(i16(magnitude)))
+    low = pick(magnitude >= i32(0x7C00), i32(0), i32(lo))
+    pattern = i32(base + low)
+    below = bits_of(f32(float_of(base) + f32(f32(low) * f32(2.0**-40))))
+    zero = bits_of(f32(f32(i32(low & i32(0xFFFF))) * f32(2.0**-40)))
+    below = pick(magnitude == i32(0), zero, below)
+    return float_of(i32(sign | pick(magnitude < i32(0x100), below, pattern)))
+
+
+@compiled()
+def residual_fp16(x, h):
+    a = i32(bits_of(x) & MASK)
+    magnitude = i32(i32(h) & i32(0x7FFF))
+    base = bits_of(from_fp16(i16(magnitude)))
+    pattern = i32(a - base)
+    units = f32(f32(float_of(a) - float_of(base)) * f32(2.0**40))
+    below = i32(f32(units + f32(12582912.0)) - f32(12582912.0))
+    top = pick(magnitude == i32(0), i32(32768), i32(32767))
+    below = pick(below > top, top, below)
+    low = pick(magnitude < i32(0x100), below, pattern)
+    return i16(pick(magnitude >= i32(0x7C00), i32(0), low))
+
+
+# ---- random bits ----------------------------------------------------------------------------------------
+
+
+@compiled()
+def mix(x):
+    """Half of a hash: enough for dither, since the counter starts from a full hash of (seed, step, name)."""
+    x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
+    return u32(x ^ u32(x >> u32(15)))
+
+
+# ---- 8-bit states ---------------------------------------------------------------------------------------
+
+
+@compiled()
+def read_signed(code, exponent):
+    """A signed code, E4M3 of the magnitude plus the smallest normal: 0 is zero, spacing is even near it."""
+    least = i32(i32(exponent - i32(15)) << i32(23))
+    magnitude = i32(i32(i32(code & i32(127)) << i32(20)) + least)
+    sign = i32(i32(code & i32(128)) << i32(24))
+    return float_of(i32(bits_of(f32(float_of(magnitude) - float_of(least))) | sign))
+
+
+@compiled()
+def read_unsigned(code, exponent):
+    """An E5M3 code; the smallest, 0, is 2^-31 of the block's top and not zero."""
+    return float_of(i32(i32(code + i32(i32(exponent - i32(31)) << i32(3))) << i32(20)))
+
+
+@compiled()
+def write_signed(value, exponent, random):
+    b = bits_of(value)
+    least = i32(i32(exponent - i32(15)) << i32(23))
+    raised = bits_of(f32(float_of(i32(b & MASK)) + float_of(least)))
+    dither = i32(i32(random & u32(0xFFFF)) << i32(4))
+    code = min(i32(i32(i32(raised - least) + dither) >> i32(20)), i32(127))
+    return u8(i32(code | i32(i32(b >> i32(24)) & i32(128))))
+
+
+@compiled()
+def write_unsigned(value, exponent, random):
+    magnitude = i32(bits_of(value) & MASK)
+    dither = i32(random >> u32(16))
+    offset = i32(i32(exponent - i32(31)) << i32(3))
+    code = i32(i32(i32(magnitude + i32(dither << i32(4))) >> i32(20)) - offset)
+    return u8(min(max(code, i32(0)), i32(255)))
+
+
+@compiled()
+def exponent_for(bound):
+    """The block exponent under which values up to `bound` fit, rounding up included."""
+    return max(i32(L.LEAST_TOP), i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3)))

@@ -1,0 +1,166 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+"""CPU kernels for whole models: they walk a table of addresses, so that one call updates or measures it all.
+
+Numba finds a compiled kernel on disk by the values its function closes over, and functions of its own have
+another value in every process. So the kernels close over numbers alone and call a stand-in, which these
+numbers overload; else every process would compile them again and leave one more file behind.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import carray
+from numba.extending import overload
+
+from halfstep.kernels import codes as L
+from halfstep.kernels.cpu import bits as _numba_bits
+from halfstep.kernels.cpu import streams
+from halfstep.kernels.cpu import update as _numba_kernels
+from halfstep.kernels.cpu.bits import MASK, OPTIONS, at, bits_of, compiled, float_of, i32
+from halfstep.kernels.cpu.streams import widths
+from halfstep.kernels.cpu.update import AHEAD, core, exponents, peak, read_grad
+
+FLUSH = AHEAD // 2  # gradients whose squares are added in fp32 before float64 takes over
+# What `measurer` does: squares in fp32, all in float64, or in fp32 while the gradients are written as fp32.
+NARROW, WIDE, WIDEN = 0, 1, 2
+# The disk cache looks at this file only: the sources of what the kernels call belong to the key.
+SOURCES = tuple(Path(str(m.__file__)).stat().st_mtime_ns for m in (_numba_bits, _numba_kernels, streams))
+
+
+@cache
+def looker(grad: int, how: int) -> Any:
+    """Sum of squares and bits of the largest magnitude of `n` gradients; NaN and inf show in the latter.
+
+    The order of the sum is left to the compiler: it is the same at any number of threads.
+    """
+    kind = np.float64 if how == WIDE else np.float32
+    widen = how == WIDEN
+
+    def look(source, target, n):
+        g16, g32 = carray(at(source), n, np.int16), carray(at(source), n, np.float32)
+        out = carray(at(target), n, np.float32)
+        total = kind(0)
+        top = i32(0)
+        for i in range(n):
+            x = read_grad(grad, g16, g32, i)
+            if widen:
+                out[i] = x
+            top = max(top, i32(bits_of(x) & MASK))
+            total += kind(x) * kind(x)
+        return np.float64(total), top
+
+    return compiled(name=f"look_{grad}_{how}", fastmath={"reassoc"})(look)
+
+
+def _update(
+    algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
+):
+    raise TypeError("only compiled code may call this")
+
+
+@overload(_update, prefer_literal=True, jit_options=OPTIONS)
+def _update_of(
+    algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
+):
+    kind = tuple(code.literal_value for code in (algorithm, weight, grad, state))
+    looks, blocks = bool(look.literal_value), kind[3] == L.STATE_8BIT
+    update, seen = core(*kind), looker(kind[2], NARROW)
+    wide_w, wide_x, wide_g, wide_m, wide_v = widths(*kind)
+    largest, tops_of = peak(*kind[:3]), exponents(kind[0])
+    stride = L.BLOCK if blocks else FLUSH if looks else 1 << 30
+
+    def run(
+        algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
+    ):
+        for k in range(first, last):
+            p, start, count = items[k, 0], items[k, 1], items[k, 2]
+            c = scalars[p]
+            s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
+            row = table[p]
+            total, top = 0.0, i32(0)
+            for j in range(start, start + count, stride):
+                n = min(stride, start + count - j)
+                w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
+                m, v = row[3] + wide_m * j, row[4] + wide_v * j
+                tops = (i32(0), i32(0), i32(0), i32(0))
+                if blocks:
+                    tops = tops_of(m, v, row[5], row[6], j // L.BLOCK, n, largest(w, x, g, n, s), s)
+                if looks:
+                    squared, bits = seen(g, g, n)
+                    total += squared
+                    top = max(top, bits)
+                update(n, w, x, g, m, v, s, tops, keys[p], j, status)
+            if looks:
+                squares[k] = total
+                peaks[k] = float_of(top)
+
+    run.__qualname__ = "items_" + "_".join(map(str, (*kind, looks)))
+    return run
+
+
+@cache
+def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
+    """The update of work items first..last: items (parameter, start, count), one address row a parameter.
+
+    Columns of the address table: weight, master or lacking bits, gradient, first and second state, and the
+    block exponents of these two. With `look` it fills `squares` and `peaks` as `measurer` does, by turns with
+    the update, which has asked for those gradients already.
+    """
+    looks, sources = int(look), SOURCES
+
+    def run(first, last, items, table, scalars, keys, status, squares, peaks):
+        _ = sources
+        _update(
+            algorithm, weight, grad, state, looks,
+            first, last, items, table, scalars, keys, status, squares, peaks,
+        )  # fmt: skip
+
+    signature = (
+        "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1],"
+        "float64[::1],float32[::1])"
+    )
+    return compiled(signature, f"update_{algorithm}_{weight}_{grad}_{state}_{looks}")(run)
+
+
+def _measure(grad, how, first, last, items, table, squares, peaks):
+    raise TypeError("only compiled code may call this")
+
+
+@overload(_measure, prefer_literal=True, jit_options=OPTIONS)
+def _measure_of(grad, how, first, last, items, table, squares, peaks):
+    seen = looker(grad.literal_value, how.literal_value)
+    size = 4 if grad.literal_value == L.FP32 else 2
+    source, target = (0, 1) if how.literal_value == WIDEN else (2, 2)
+
+    def run(grad, how, first, last, items, table, squares, peaks):
+        for k in range(first, last):
+            p, start, count = items[k, 0], items[k, 1], items[k, 2]
+            total, top = 0.0, i32(0)
+            for j in range(start, start + count, FLUSH):
+                n = min(FLUSH, start + count - j)
+                squared, bits = seen(table[p, source] + size * j, table[p, target] + 4 * j, n)
+                total += squared
+                top = max(top, bits)
+            squares[k] = total
+            peaks[k] = float_of(top)
+
+    run.__qualname__ = f"measure_items_{grad.literal_value}_{how.literal_value}"
+    return run
+
+
+@cache
+def measurer(grad: int, how: int = NARROW) -> Any:
+    """Sum of squares and largest magnitude of each work item; NaN and inf show in the latter.
+
+    `how` is NARROW, WIDE or WIDEN; the table of WIDEN has rows (16-bit source, fp32 target).
+    """
+    sources = SOURCES
+
+    def run(first, last, items, table, squares, peaks):
+        _ = sources
+        _measure(grad, how, first, last, items, table, squares, peaks)
+
+    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])"
+    return compiled(signature, f"measure_{grad}_{how}")(run)

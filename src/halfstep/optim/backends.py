@@ -1,0 +1,192 @@
+"""One group's update on one device: scalars, random keys and skip, then the kernels or the reference.
+
+On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip factor and skip stay device
+tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.devices.capability import Arriving, send_to_host
+from halfstep.errors import MasterRangeError
+from halfstep.gradients.stats import GradStats, combine, measure
+from halfstep.optim import cpu, cuda, reference, rounding, storage
+from halfstep.optim.algorithms import Algorithm, Number, Row
+from halfstep.optim.storage import Slot
+
+Scalar = float | Tensor | None
+foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
+_RANGE = (
+    "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parameters of one group on one device, with their gradients (in the parameters' memory order) and
+    the step's scalars."""
+
+    algorithm: Algorithm
+    group: Mapping[str, Any]
+    entries: list[tuple[Slot, Tensor]]
+    inv_scale: Scalar
+    clip_coef: Scalar
+
+
+class LateErrors:
+    """Flags of out-of-range masters on accelerators: copied to the host meanwhile, raised two steps later."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Arriving] = []
+
+    def add(self, flag: Tensor | None) -> None:
+        """Remember a 0-d bool device tensor."""
+        if flag is not None:
+            self._waiting.append(send_to_host(flag))
+
+    def check(self) -> None:
+        """Raise MasterRangeError if a flag of two steps ago was true; not while a graph is captured."""
+        if len(self._waiting) < 2 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        if bool(self._waiting.pop(0).wait()):
+            self._waiting.clear()
+            raise MasterRangeError(_RANGE)
+
+
+def number(value: Scalar) -> float:
+    """A scalar as a Python number; None is 1."""
+    return 1.0 if value is None else float(value)
+
+
+def as_fp32(row: tuple[Number, ...]) -> Row:
+    """Scalars rounded to fp32, so that every backend multiplies by the same number."""
+    return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
+
+
+def on_host(job: Job, compiled: bool) -> None:
+    """Update CPU parameters; raises MasterRangeError."""
+    hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in job.group.items() if k != "params"}
+    rows: dict[float, Row] = {}
+    work: list[tuple[Slot, Tensor, Row, int]] = []
+    foreach_add_([slot.step for slot, _ in job.entries], 1)
+    for slot, grad in job.entries:
+        step = slot.step.item()
+        if step not in rows:
+            rows[step] = job.algorithm.scalars(hyper, step)
+        key = cast(int, rounding.key_of(slot.base_key, int(step))) if slot.rounds_randomly else 0
+        work.append((slot, grad, rows[step], key))
+    factor = number(job.inv_scale) * number(job.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
+    if compiled:
+        over = cpu.update(job.algorithm, work, factor)
+    else:
+        work = [(slot, storage.flat(grad), as_fp32(row), key) for slot, grad, row, key in work]
+        flag = reference.update(job.algorithm, work, as_fp32((factor,))[0], None)
+        over = flag is not None and bool(flag)
+    check_range(over)
+
+
+def check_range(over: bool) -> None:
+    """Raise MasterRangeError where a weight left the range of its master."""
+    if over:
+        raise MasterRangeError(_RANGE)
+
+
+def runner(backend: str, device: torch.device) -> str:
+    """What runs the passes on `device`: "numba", "triton" or "reference"."""
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        if cuda.usable(device, backend == "triton"):
+            return "triton"
+    elif backend == "auto" and device.type == "cpu" and cpu.kernels() is not None:
+        return "numba"
+    return "reference"
+
+
+def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cuda.Plans) -> GradStats:
+    """Finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
+    sets: dict[tuple[str, torch.device | None], list[Tensor]] = {}
+    for grad in grads:
+        name = runner(backend, grad.device)
+        sets.setdefault((name, None if name == "reference" else grad.device), []).append(grad)
+    parts: list[GradStats] = []
+    for (name, _), own in sets.items():
+        if name == "numba":
+            found = cpu.measure(own, number(inv_scale))
+            parts.append(GradStats(*map(torch.tensor, found)))
+        else:
+            parts.append(plans.measure(own, inv_scale) if name == "triton" else measure(own, inv_scale))
+    return combine(parts) if parts else measure([])
+
+
+def on_device(
+    job: Job,
+    device: torch.device,
+    found_inf: bool | Tensor | None,
+    plans: cuda.Plans | None = None,
+) -> Tensor | None:
+    """Update parameters of an accelerator without reading anything back; returns the out-of-range flag.
+
+    `plans` are the optimizer's for the Triton kernels; without them the plain reference runs.
+    """
+    if plans is not None:
+        return _by_kernels(job, device, found_inf, plans)
+    skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
+    steps = [slot.step for slot, _ in job.entries]
+    for step in steps:
+        step.add_(1 if skip is None else (~skip).to(torch.float32))
+    counts = torch.stack(steps).to(_wide(device))
+    hyper = {
+        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in job.group.items()
+    }
+    columns = job.algorithm.scalars(hyper, counts)
+    rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
+    factor = torch.ones((), device=device)
+    for scalar in (job.inv_scale, job.clip_coef):
+        factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
+    factor = -factor if job.group["maximize"] else factor
+    work = [
+        (slot, storage.flat(grad), row, _key_there(slot) if slot.rounds_randomly else 0)
+        for (slot, grad), row in zip(job.entries, rows)
+    ]
+    return reference.update(job.algorithm, work, factor, skip)
+
+
+def _key_there(slot: Slot) -> rounding.Int:
+    return rounding.key_of(slot.base_key, slot.step.to(torch.int64))
+
+
+def _by_kernels(
+    job: Job, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
+) -> Tensor | None:
+    """`on_device` by the Triton kernels."""
+    if found_inf is True:
+        return None
+    skip = None
+    if isinstance(found_inf, Tensor):
+        skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
+    group, lr = job.group, job.group["lr"]
+    there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
+    away = cast(Tensor, lr).detach().to(device) if there else None
+    pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
+    rate = 0.0 if away is not None else float(lr)
+    rest = (group.get("eps", 0.0), group.get("bias_correction", True))
+    hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
+    factors, sign = [job.inv_scale, job.clip_coef], -1.0 if group["maximize"] else 1.0
+    return plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(value).to(device, non_blocking=True)
+
+
+def _pick(column: Number, index: int) -> Number:
+    if not isinstance(column, Tensor):
+        return as_fp32((column,))[0]
+    return (column if column.dim() == 0 else column[index]).to(torch.float32)

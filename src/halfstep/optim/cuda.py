@@ -1,0 +1,307 @@
+# pyright: basic
+"""Runs the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
+
+Tables are made anew when addresses change, by an asynchronous copy from pinned memory, and kept while they
+stay. Nothing is read back. A step may be captured in a CUDA graph once it has run outside of one: the graph
+then owns the tables it was captured with, its own copy of what changed is part of it, and numbers given as
+Python floats (learning rate, scale) are fixed in it, while device tensors are read at each replay.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import HalfstepWarning, UnsupportedError
+from halfstep.gradients.stats import GradStats
+from halfstep.kernels import codes as L
+from halfstep.optim.storage import Slot
+
+ITEM = 32768  # elements of a program: a multiple of the tile
+TILE = 1024  # elements at a time: a multiple of the 8-bit block
+LANES = 128
+KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
+GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
+OLDEST = (7, 0)  # the compute capability Triton's code needs
+Number = float | Tensor | None
+
+
+@cache
+def kernels() -> Any:
+    """The kernels' module, or None where Triton cannot be imported."""
+    try:
+        from halfstep.kernels.cuda import update as _triton_kernels
+    except ImportError:
+        return None
+    return _triton_kernels
+
+
+@cache
+def usable(device: torch.device, demanded: bool) -> bool:
+    """Whether the kernels run on `device`; if not, UnsupportedError where `demanded`, a warning on CUDA."""
+    problem = _problem(device)
+    if problem and demanded:
+        raise UnsupportedError(f"backend='triton' does not run on {problem}")
+    if problem and device.type == "cuda":
+        warnings.warn(
+            f"hs.optim runs its plain torch reference, in many launches and much slower, on {problem}",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+    return not problem
+
+
+def _problem(device: torch.device) -> str:
+    """What keeps the kernels from running, and what to do; empty where they run."""
+    if device.type == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or kernels() is None):
+        return "a CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
+    if device.type not in ("cpu", "cuda"):
+        return f"{device.type} devices; leave backend at 'auto'"
+    if kernels() is None:
+        return "a machine where Triton cannot be imported: pip install triton"
+    if torch.version.hip is not None:
+        return "AMD GPUs: the kernels are for CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
+    return ""
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _pinned(values: Sequence[Any] | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    pin = device.type == "cuda"
+    if isinstance(values, int):
+        return torch.empty(values, dtype=dtype, pin_memory=pin)
+    return torch.tensor(values, dtype=dtype, pin_memory=pin)
+
+
+def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _pinned(values, dtype, device).to(device, non_blocking=True)
+
+
+class Table:
+    """Numbers that a device holds, sent again when they change; graphs keep what they were captured with."""
+
+    def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._values: tuple[Any, ...] | None = None
+        self._tensor: Tensor | None = None
+        # Not every torch gives pinned memory while a graph is captured, so some is had before.
+        self._spare: Tensor | None = _pinned(count, dtype, device)
+
+    def get(self, values: tuple[Any, ...], captured: list[Any] | None) -> Tensor:
+        """The device tensor of `values`; `captured` is where a graph under capture keeps what it uses."""
+        if values == self._values and self._tensor is not None:
+            there = self._tensor
+            if captured is not None:
+                captured.append(there)
+        elif captured is None:
+            there = _upload(values, self._dtype, self._device)
+            self._values, self._tensor = values, there
+        else:
+            host, self._spare = self._spare, None
+            if host is None:
+                host = _pinned(len(values), self._dtype, self._device)
+            host.copy_(torch.tensor(values, dtype=self._dtype))
+            there = host.to(self._device, non_blocking=True)
+            captured += [host, there]
+        if self._spare is None and captured is None:
+            self._spare = _pinned(len(values), self._dtype, self._device)
+        return there
+
+
+class UpdatePlan:
+    """The address table of one group on one device and its work items by variant of the kernel."""
+
+    def __init__(
+        self, slots: list[Slot], kinds: list[tuple[torch.dtype, bool]], device: torch.device
+    ) -> None:
+        self.size, self.slots, self.kinds = len(slots), slots, kinds
+        rows: list[int] = []
+        items: dict[tuple[int, int, int, bool], list[int]] = {}
+        for i, (slot, (dtype, aligned)) in enumerate(zip(slots, kinds)):
+            rows += [*slot.row[:2], *slot.row[3:7], slot.step.data_ptr(), slot.base_key]
+            state = slot.state_kind if slot.states else L.STATE_FP32
+            own = items.setdefault((slot.kind, GRADS[dtype], state, aligned), [])
+            own += _items_of(i, slot.weight.numel())
+        self.table = _upload(rows, torch.int64, device)
+        self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
+        self.grads = Table(torch.int64, len(slots), device)
+        self.hyper = Table(torch.float64, 6, device)
+        self.rows = torch.empty(len(slots) * 8, dtype=torch.float32, device=device)
+        self.keys = torch.empty(len(slots), dtype=torch.int32, device=device)
+        held = any(slot.kind == L.FP16_EXACT for slot in slots)
+        self.over = torch.zeros((), dtype=torch.int32, device=device) if held else None
+
+    def fits(self, slots: list[Slot], kinds: list[tuple[torch.dtype, bool]]) -> bool:
+        """Whether the plan was made of these very slots, with gradients of these dtypes and alignments."""
+        return self.kinds == kinds and all(a is b for a, b in zip(self.slots, slots))
+
+
+class MeasurePlan:
+    """Work items over gradients of given sizes, dtypes and alignments, and room for what each item finds."""
+
+    def __init__(self, kinds: Sequence[tuple[int, torch.dtype, bool]], device: torch.device) -> None:
+        items: dict[tuple[int, bool], list[int]] = {}
+        self.size, self.count = len(kinds), 0
+        for i, (size, dtype, aligned) in enumerate(kinds):
+            own = items.setdefault((GRADS[dtype], aligned), [])
+            for start in range(0, size, ITEM):
+                own += [i, start, min(start + ITEM, size), self.count]
+                self.count += 1
+        self.items = {key: (_upload(own, torch.int64, device), len(own) // 4) for key, own in items.items()}
+        self.grads = Table(torch.int64, len(kinds), device)
+        self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
+        self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
+
+
+def _items_of(index: int, size: int) -> Iterator[int]:
+    for start in range(0, size, ITEM):
+        yield from (index, start, min(start + ITEM, size))
+
+
+class Plans:
+    """All plans of one optimizer: found again by what they are for, device and stream; see the module."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Any] = {}
+        self._captured: list[Any] = []
+
+    def _find(
+        self, key: Any, device: torch.device, fits: Callable[[Any], bool], make: Callable[[], Any]
+    ) -> Any:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (device, *key)
+        if capturing(device):
+            # A capture has a stream of its own and waits for all others: what was made on any will do.
+            made = [p for (known, _), p in self._plans.items() if known == key and fits(p)]
+            if not made:
+                raise UnsupportedError(
+                    "a CUDA graph can capture this step only after it ran outside of the graph with the same "
+                    "parameters and gradient dtypes: take a few steps first, as torch's notes on graphs do"
+                )
+            self._captured.append(made[-1])
+            return made[-1]
+        plan = self._plans.get((key, stream))
+        if plan is None or not fits(plan):
+            plan = make()
+            several = [known for known, p in self._plans.items() if p.size > 1]
+            if plan.size > 1 and len(several) >= KEPT:
+                del self._plans[several[0]]
+            self._plans[key, stream] = plan
+        return plan
+
+    def _keeper(self, device: torch.device) -> list[Any] | None:
+        return self._captured if capturing(device) else None
+
+    def update(
+        self,
+        code: int,
+        entries: Sequence[tuple[Slot, Tensor]],
+        hyper: tuple[float, ...],
+        lr: Tensor | None,
+        factors: Sequence[Number],
+        sign: float,
+        skip: Tensor | None,
+        device: torch.device,
+    ) -> Tensor | None:
+        """Update each (slot, flat gradient) by algorithm `code`; returns the flag of masters out of range.
+
+        `factors` (numbers or 0-d tensors) and `sign` multiply the gradients; `hyper` is what the kernel
+        `scalars` takes, with `lr` in place of its first where that is a device tensor.
+        """
+        slots = [slot for slot, _ in entries]
+        places = tuple(grad.data_ptr() for _, grad in entries)
+        kinds = [(grad.dtype, _aligned([*slot.row, at])) for (slot, grad), at in zip(entries, places)]
+        key = ("update", slots[0].row[0], len(slots))
+        plan: UpdatePlan = self._find(
+            key, device, lambda p: p.fits(slots, kinds), lambda: UpdatePlan(slots, kinds, device)
+        )
+        keep = self._keeper(device)
+        grads, settings = plan.grads.get(places, keep), plan.hyper.get(hyper, keep)
+        factor, tensors = _factors(factors, sign, device)
+        count = len(slots)
+        _launch(
+            kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
+            lr, skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
+        )  # fmt: skip
+        for (kind, grad, state, aligned), (items, programs) in plan.items.items():
+            _launch(
+                kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
+                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned, TILE=TILE,
+            )  # fmt: skip
+        if plan.over is None or keep is not None:
+            return None  # under capture the flag waits on the device for the next step outside the graph
+        flag = plan.over.to(torch.bool)
+        plan.over.zero_()
+        return flag
+
+    def measure(self, grads: Sequence[Tensor], inv_scale: Number) -> GradStats:
+        """Finite flag, norm and largest magnitude of flat gradients on one device, in one read of each.
+
+        Squares are added up in fp32 within a work item (in three ranges, so that none overflows or vanishes)
+        and in float64 over items, always in the same order: the same gradients give the same bits.
+        """
+        device = grads[0].device
+        places = tuple(grad.data_ptr() for grad in grads)
+        kinds = tuple((g.numel(), g.dtype, at % 16 == 0) for g, at in zip(grads, places))
+        key = ("measure", kinds)
+        plan: MeasurePlan = self._find(key, device, lambda p: True, lambda: MeasurePlan(kinds, device))
+        table = plan.grads.get(places, self._keeper(device))
+        finite = torch.empty((), dtype=torch.bool, device=device)
+        stats = torch.empty(2, dtype=torch.float32, device=device)
+        for (grad, aligned), (items, programs) in plan.items.items():
+            _launch(
+                kernels().measure, device, programs, table, items, plan.sums, plan.peaks,
+                GRAD=grad, ALIGNED=aligned, TILE=TILE,
+            )  # fmt: skip
+        factor, (inverse, _) = _factors([inv_scale, None], 1.0, device)
+        _launch(
+            kernels().total, device, 1, plan.sums, plan.peaks, plan.count, factor, inverse,
+            finite.view(torch.uint8), stats, LANES=1024,
+        )  # fmt: skip
+        return GradStats(finite, stats[0], stats[1])
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    return all(address % 16 == 0 for address in addresses[:5]) and addresses[-1] % 16 == 0
+
+
+def _factors(
+    given: Sequence[Number], sign: float, device: torch.device
+) -> tuple[float, tuple[Tensor | None, ...]]:
+    """Numbers multiplied in fp32 and, beside them, tensors as 0-d fp32 on the device (None: none)."""
+    product = torch.tensor(sign, dtype=torch.float32)
+    tensors: list[Tensor | None] = []
+    for one in given:
+        if isinstance(one, Tensor) and (one.device.type != "cpu" or device.type == "cpu"):
+            tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
+        else:
+            tensors.append(None)
+            product = product if one is None else product * torch.tensor(float(one), dtype=torch.float32)
+    return float(product), tuple(tensors)
+
+
+def _launch(kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
+    """Launch on `device`, fused multiply-add off."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=False)
+        return
+    with _quiet():
+        kernel[(programs,)](*args, **constants)
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """In the interpreter numpy computes, and warns of infinities that a GPU passes over."""
+    import numpy as np
+
+    return np.errstate(all="ignore")

@@ -1,0 +1,353 @@
+"""What ties an optimizer's masters to the model's weights: pairs, hooks, widening and writing back.
+
+It never refers to the optimizer, so that the optimizer's hooks may own it without a cycle.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _foreach_utils
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.gradients.widen import Widened, foreach_copy_, widen
+from halfstep.names import canonical, named_parameters
+
+foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
+LOW = frozenset({torch.float16, torch.bfloat16})
+OWNERS = WeakTensorKeyDictionary()
+"""Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
+
+
+# torch drops an optimizer's hooks when it is copied, so the copy would silently never update the model.
+_NO_COPY = (
+    "an optimizer with MasterWeights cannot be copied or pickled: build a new one and load its state_dict(), "
+    "which holds the masters"
+)
+
+
+class Master(nn.Parameter):
+    """An fp32 parameter whose gradient is that of its 16-bit weight, widened when first read."""
+
+    _source: Tensor
+    _owner: "weakref.ref[Link]"
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient shared with the weight, in fp32."""
+        grad = self._source.grad
+        if grad is not None and grad.dtype in LOW:
+            owner = self._owner()
+            if owner is None:
+                self._source.grad = grad.float()
+            else:
+                owner.widen()
+            grad = self._source.grad
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._source.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._source.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Master":
+        raise UnsupportedError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(_NO_COPY)
+
+
+def weight_of(parameter: Tensor) -> Tensor:
+    """The model's weight behind a master; any other parameter as it is."""
+    return parameter._source if isinstance(parameter, Master) else parameter
+
+
+def _choose_foreach_for(kind: type) -> None:
+    # torch picks its foreach kernels by the exact type of a parameter; DTensor enters itself the same way.
+    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
+        kinds = getattr(module, "_foreach_supported_types", None)
+        if isinstance(kinds, list) and kind not in kinds:
+            cast(list[type], kinds).append(kind)
+
+
+_choose_foreach_for(Master)
+
+
+def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
+    master = Master(value, requires_grad=weight.requires_grad)
+    master._source = weight
+    master._owner = weakref.ref(owner) if owner is not None else cast(Any, lambda: None)
+    # The weight may carry an fp32 gradient from now on; torch still makes 16-bit ones in backward.
+    weight.grad_dtype = None
+    return master
+
+
+class LoadHook:
+    """Module hook: an fp32 checkpoint loaded into 16-bit weights reaches the masters unrounded.
+
+    A copied or pickled model keeps an empty one, so that masters are never copied along with a model.
+    """
+
+    def __init__(self, link: "Link | None" = None, prefix: str = "") -> None:
+        self._link: weakref.ref[Link] | None = weakref.ref(link) if link is not None else None
+        self._prefix = prefix
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+        """Hand the checkpoint's values to the masters of this module's parameters."""
+        link = self._link() if self._link is not None else None
+        if link is not None:
+            given = {id(p): state.get(prefix + name) for name, p in module.named_parameters()}
+            link.take({key: value for key, value in given.items() if value is not None})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LoadHook":
+        return LoadHook()
+
+    def __reduce__(self) -> tuple[type["LoadHook"], tuple[()]]:
+        return LoadHook, ()
+
+
+class Link:
+    """The pairs of one optimizer, in its order, and the hooks that keep them together."""
+
+    def __init__(self, models: Sequence[nn.Module], names: Mapping[Tensor, str]) -> None:
+        self.weights: list[Tensor] = []
+        self.masters: list[Master] = []
+        self._named: list[str | None] = []
+        self._versions: list[int] = []
+        self._models = [weakref.ref(model) for model in models]
+        self._given = names
+        self._pending: list[Tensor] | None = None
+        self.finish: Callable[[], None] | None = None
+        """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]) -> None:
+        """Give each 16-bit parameter in the groups that has no master one, in its place, with its state."""
+        found = list(self._newcomers(optimizer))
+        if not found:
+            return
+        names = self._known()
+        for _, _, weight in found:
+            self._check(weight, names)
+        for params, index, weight in found:
+            given = initial.get(weight)
+            value = weight.float() if given is None else given.to(weight.device, torch.float32)
+            master = _master_of(weight, value.detach(), self)
+            params[index] = master
+            if weight in optimizer.state:
+                optimizer.state[master] = widen_state(optimizer.state.pop(weight))
+            OWNERS[weight] = weakref.ref(self)
+            self.weights.append(weight)
+            self.masters.append(master)
+            self._named.append(names.get(weight))
+            self._versions.append(weight._version)
+
+    def _newcomers(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Tensor], int, Tensor]]:
+        for group in optimizer.param_groups:
+            for index, p in enumerate(group["params"]):
+                dtype = p.dtype
+                if dtype is torch.float32 or dtype is torch.float64 or dtype.is_complex:
+                    continue
+                if p.requires_grad:
+                    yield group["params"], index, p
+
+    def _known(self) -> dict[Tensor, str]:
+        known = dict(self._given)
+        models = [model for ref in self._models if (model := ref()) is not None]
+        for index, model in enumerate(models):
+            prefix = f"{index}." if len(models) > 1 else ""
+            known.update({p: prefix + name for name, p in named_parameters(model).items()})
+        return known
+
+    def _check(self, weight: Tensor, names: Mapping[Tensor, str]) -> None:
+        what = (
+            f"parameter {names[weight]!r}"
+            if weight in names
+            else f"a parameter of shape {list(weight.shape)}"
+        )
+        if weight.dtype not in LOW:
+            raise UnsupportedError(
+                f"{what} is {weight.dtype}; masters are kept for float16 and bfloat16 weights"
+            )
+        if weight.is_meta or isinstance(weight, nn.UninitializedParameter):
+            raise UnsupportedError(f"{what} has no values yet (meta or lazy); materialise the model first")
+        if self._models and not self.masters and weight not in names:
+            raise ConfigError(f"{what} in the optimizer is not a parameter of the model that was given")
+        owner = OWNERS.get(weight)
+        if owner is not None and owner() is not None:
+            raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
+
+    def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """A name for each master: canonical, the group's own `param_names`, or `group.position`."""
+        here: dict[int, str] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            own = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                here[id(p)] = canonical(own[i]) if own else f"{g}.{i}"
+        return [name or here[id(m)] for name, m in zip(self._named, self.masters)]
+
+    @torch.no_grad()
+    def widen(self) -> Widened | None:
+        """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor.
+
+        Returns the measurements of those that were widened now, where widening gave any.
+        """
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+        low = [w for w in self.weights if w.grad is not None and w.grad.dtype in LOW]
+        dense = [w for w in low if not cast(Tensor, w.grad).is_sparse]
+        wide, measured = widen([cast(Tensor, w.grad) for w in dense]) if dense else ([], None)
+        for w, g in zip(dense, wide):
+            w.grad = g
+        for w in low:
+            grad = cast(Tensor, w.grad)
+            if grad.is_sparse:
+                w.grad = grad.to(torch.float32)
+        return measured
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the weights: nearest, ties to even, as torch casts."""
+        if self.weights:
+            foreach_copy_(self.weights, self.masters)
+        self._versions = [w._version for w in self.weights]
+
+    @torch.no_grad()
+    def sync(self, everything: bool = False) -> None:
+        """Take in weights changed in place since the last write-back, where they differ from the masters."""
+        for w, m, seen in zip(self.weights, self.masters, self._versions):
+            if everything or w._version != seen:
+                m.copy_(torch.where(m.to(w.dtype) == w, m, w.to(torch.float32)))
+        self._versions = [w._version for w in self.weights]
+
+    @torch.no_grad()
+    def take(self, values: Mapping[int, Tensor]) -> None:
+        """Set masters from values by the id of their weight; a wrong shape is left for torch to refuse."""
+        for w, m in zip(self.weights, self.masters):
+            value = values.get(id(w))
+            # 16-bit values say nothing new where they are the rounded master; `sync` takes the others.
+            if value is not None and value.shape == m.shape and value.dtype not in LOW:
+                m.copy_(value)
+
+    def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """The saved masters in our order; CheckpointError where names or shapes do not fit."""
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
+        names = self.names(optimizer)
+        if set(names) != set(state):
+            by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)
+            if not (by_place and len(names) == len(state)):
+                missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
+                raise CheckpointError(
+                    f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
+                )
+            state = dict(zip(names, state.values()))
+        for name, master in zip(names, self.masters):
+            if state[name].shape != master.shape:
+                given, own = list(state[name].shape), list(master.shape)
+                raise CheckpointError(
+                    f"the saved master of {name!r} has shape {given}, the parameter has {own}"
+                )
+        return [state[name] for name in names]
+
+    @torch.no_grad()
+    def load(self, values: Sequence[Tensor]) -> None:
+        """Set the masters, in our order, and round them into the weights."""
+        for master, value in zip(self.masters, values):
+            master.copy_(value)
+        self.write_back()
+
+    @torch.no_grad()
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give groups, state and gradients back to the weights."""
+        self.write_back()
+        mine = {id(m): w for w, m in zip(self.weights, self.masters)}
+        for group in optimizer.param_groups:
+            group["params"][:] = [mine.get(id(p), p) for p in group["params"]]
+        for weight, master in zip(self.weights, self.masters):
+            if master in optimizer.state:
+                optimizer.state[weight] = narrow_state(optimizer.state.pop(master), weight.dtype)
+            # grad_dtype stays None (any): torch cannot give the default back, and a fixed one would outlast
+            # a cast.
+            weight.grad = None if weight.grad is None else weight.grad.to(weight.dtype)
+            OWNERS.pop(weight, None)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step pre-hook."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "an optimizer with MasterWeights cannot be compiled; compile the model only"
+            )
+        self.adopt(optimizer, {})
+        self.sync()
+        self.widen()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook."""
+        self.write_back()
+
+    def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Add the masters by name."""
+        self.sync()
+        masters = (m.detach().clone() for m in self.masters)
+        return {**state, "masters": dict(zip(self.names(optimizer), masters))}
+
+    def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
+        self.adopt(optimizer, {})
+        saved = state.get("masters")
+        self._pending = None if saved is None else self.matched(optimizer, saved)
+        return {key: value for key, value in state.items() if key != "masters"}
+
+    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the masters that `before_load` found."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.load(pending)
+
+    def places(self, models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Master]]:
+        """Every place in the modules that holds one of our weights: (module, key, weight, master)."""
+        mine = {id(w): m for w, m in zip(self.weights, self.masters)}
+        modules = {id(module): module for model in models for module in model.modules()}
+        return [
+            (module, key, p, mine[id(getattr(p, "_stands_for", p))])
+            for module in modules.values()
+            for key, p in module._parameters.items()
+            if p is not None and id(getattr(p, "_stands_for", p)) in mine
+        ]
+
+
+def _is_place(name: str) -> bool:
+    return all(part.isdigit() for part in name.split("."))
+
+
+def widen_state(value: Any) -> Any:
+    """Optimizer state with its 16-bit tensors cast to fp32, containers rebuilt."""
+    return _map_state(value, lambda t: t.float() if t.dtype in LOW else t)
+
+
+def narrow_state(state: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    """Optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays as it is."""
+
+    def narrow(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    return {key: value if key == "step" else _map_state(value, narrow) for key, value in state.items()}
+
+
+def _map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: _map_state(v, change) for k, v in cast(dict[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        items = [_map_state(v, change) for v in cast(Sequence[Any], value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value

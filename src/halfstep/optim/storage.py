@@ -1,0 +1,218 @@
+"""One parameter as the step sees it: flat views of weight, master and states, and how to read and write them.
+
+A slot is made from a parameter and its entry in `optimizer.state` and may be made again at any time; it owns
+nothing. Here and in the kernels is all knowledge of how weights and states are stored.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.kernels import codes as L
+from halfstep.optim import rounding, split
+from halfstep.optim.algorithms import Algorithm
+
+MASTERS = ("exact", "fp32", "stochastic", None)
+STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
+STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
+_KINDS: dict[tuple[torch.dtype, str | None], int] = {
+    (torch.bfloat16, "exact"): L.BF16_EXACT,
+    (torch.bfloat16, "fp32"): L.BF16_MASTER,
+    (torch.bfloat16, "stochastic"): L.BF16_STOCHASTIC,
+    (torch.bfloat16, None): L.BF16_NONE,
+    (torch.float16, "exact"): L.FP16_EXACT,
+    (torch.float16, "fp32"): L.FP16_MASTER,
+    (torch.float16, None): L.FP16_NONE,
+}
+LOW_DTYPES = split.LOW_DTYPES
+WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
+EXACT = (L.BF16_EXACT, L.FP16_EXACT)
+
+
+def kind_of(dtype: torch.dtype, master: str | None) -> int:
+    """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
+    if dtype == torch.float32:
+        return L.PLAIN
+    kind = _KINDS.get((dtype, master))
+    if kind is None:
+        raise UnsupportedError(
+            f"hs.optim updates bf16, fp16 and fp32 weights; {dtype} with master={master!r} is none of them "
+            "(stochastic rounding is for bf16; float64 and complex weights: use torch.optim)"
+        )
+    return kind
+
+
+def flat(t: Tensor) -> Tensor:
+    """The elements in memory order, as one dimension that shares storage; the memory must have no gaps."""
+    t = t.detach()
+    if t.is_contiguous():
+        return t.view(-1)
+    if not is_dense(t):
+        raise UnsupportedError(
+            f"a parameter of shape {list(t.shape)} and stride {list(t.stride())} is a slice of another "
+            "tensor; give the optimizer contiguous parameters"
+        )
+    return t.as_strided((t.numel(),), (1,))
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(t.shape, t.stride()), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient)."""
+
+    param: Tensor
+    kind: int
+    state_kind: int
+    weight: Tensor
+    extra: Tensor | None
+    states: list[Tensor]
+    tops: list[Tensor]
+    step: Tensor
+    base_key: int
+    row: list[int] = field(default_factory=list[int])
+    rounds_randomly: bool = False
+
+    def __post_init__(self) -> None:
+        self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
+        columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.tops)]
+        self.row = [0 if t is None else t.data_ptr() for t in columns]
+
+    def fits(self) -> bool:
+        """Whether the parameter still is where it was when the slot was made."""
+        return self.param.data_ptr() == self.row[0] and self.param.dtype is self.weight.dtype
+
+
+def _pad(tensors: list[Tensor]) -> list[Tensor | None]:
+    return [*tensors, None, None][:2]
+
+
+def fill_state(
+    state: dict[str, Any],
+    p: Tensor,
+    algorithm: Algorithm,
+    kind: int,
+    state_kind: int,
+    value: Tensor | None = None,
+) -> None:
+    """Give `state` the entries it lacks for this algorithm and kind; `value` (fp32) is the first master."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+    for name in algorithm.states:
+        if name not in state:
+            like = torch.empty_like(p, dtype=STORED[state_kind])
+            state[name] = like.zero_()
+            if state_kind == L.STATE_8BIT:
+                blocks = rounding.blocks_of(p.numel())
+                state[name + "_exponents"] = torch.full(
+                    (blocks,), L.LEAST_TOP, dtype=torch.uint8, device=p.device
+                )
+    if kind in WITH_MASTER and ("master" not in state or value is not None):
+        state["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
+    if kind in EXACT and ("lacking" not in state or value is not None):
+        state["lacking"] = torch.zeros_like(p, dtype=torch.int16)
+    if value is not None:
+        write_weight(kind, flat(_like(value, p)), flat(p), extra_of(state, kind), None)
+
+
+def _like(value: Tensor, p: Tensor) -> Tensor:
+    """`value` as fp32 in p's memory order, on p's device."""
+    return torch.empty_like(p, dtype=torch.float32).copy_(value)
+
+
+def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
+    """The flat master or lacking bits."""
+    if kind in WITH_MASTER:
+        return flat(state["master"])
+    return flat(state["lacking"]) if kind in EXACT else None
+
+
+def make_slot(
+    p: Tensor, state: dict[str, Any], algorithm: Algorithm, kind: int, state_kind: int, base_key: int
+) -> Slot:
+    """The slot of a parameter whose state is complete."""
+    states = [flat(state[name]) for name in algorithm.states]
+    tops = [state[name + "_exponents"] for name in algorithm.states] if state_kind == L.STATE_8BIT else []
+    weight = flat(p)
+    return Slot(p, kind, state_kind, weight, extra_of(state, kind), states, tops, state["step"], base_key)
+
+
+def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
+    """The fp32 value of a flat weight: its master where it has one."""
+    if kind in EXACT:
+        assert extra is not None
+        return split.join(weight, extra)
+    return extra if extra is not None else weight.to(torch.float32)
+
+
+def write_weight(
+    kind: int, value: Tensor, weight: Tensor, extra: Tensor | None, random: Tensor | None
+) -> Tensor | None:
+    """Store fp32 `value`; returns a 0-d bool tensor where a value might not fit (exact fp16), else None."""
+    over: Tensor | None = None
+    if kind == L.BF16_EXACT:
+        half, lacking = split.split_bf16(value)
+    elif kind == L.FP16_EXACT:
+        half = value.to(torch.float16)
+        too_large = half.isinf() & value.isfinite()
+        half = torch.where(too_large, half.sign() * 65504, half)
+        lacking = split.lacking_fp16(value, half).masked_fill(too_large, 0)
+        over = too_large.any()
+    else:
+        lacking = value
+        if kind == L.BF16_MASTER:
+            half = split.round_away(value)
+        elif kind == L.BF16_STOCHASTIC:
+            half = weight if random is None else rounding.round_random(value, random)
+            half = value.to(torch.bfloat16) if random is None else half
+        else:
+            half = value.to(weight.dtype)
+    weight.copy_(half)
+    if extra is not None:
+        extra.copy_(lacking)
+    return over
+
+
+def read_state(slot: Slot, index: int) -> Tensor:
+    """One state as flat fp32."""
+    stored = slot.states[index]
+    if slot.state_kind == L.STATE_8BIT:
+        return rounding.decode(stored, slot.tops[index], signed=index == 0)
+    return stored.to(torch.float32)
+
+
+def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None) -> None:
+    """Store one state; `random` holds 32 bits an element, `bounds` what no value of a block exceeds."""
+    stored = slot.states[index]
+    if slot.state_kind == L.STATE_FP32:
+        stored.copy_(value)
+        return
+    assert random is not None
+    random = random >> 16 if index else random
+    if slot.state_kind == L.STATE_BF16:
+        stored.copy_(rounding.round_random(value, random))
+        return
+    assert bounds is not None
+    tops = rounding.exponents_for(bounds)
+    stored.copy_(rounding.encode(value, tops, random, signed=index == 0))
+    slot.tops[index].copy_(tops)
+
+
+def check_options(master: str | None, state_dtype: str) -> None:
+    """Raise ConfigError for a master or state format that does not exist."""
+    if master not in MASTERS:
+        raise ConfigError(f"master={master!r}: choose one of {', '.join(map(repr, MASTERS))}")
+    if state_dtype not in STATE_DTYPES:
+        raise ConfigError(f"state_dtype={state_dtype!r}: choose one of {', '.join(map(repr, STATE_DTYPES))}")

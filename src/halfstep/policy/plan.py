@@ -1,0 +1,317 @@
+"""A plan: which module gets which precision, and why, as a list of rules that reads and writes TOML.
+
+A rule names modules by a glob over their path or by class. Rules are ranked, so that their order in the file
+does not matter; a rule that matches nothing and two of equal rank are errors. `convert.py` applies plans.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import ConfigError, PlanError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.names import canonical_all
+from halfstep.policy.levels import Level, level_of
+from halfstep.policy.ops import Rule
+from halfstep.policy.policy import Policy, checked_edits
+
+Rank = tuple[int, int, int, bool]
+_TYPE = "type:"
+_MODULE_RULES = (Rule.FULL, Rule.LOW, Rule.KEEP)
+# The class names under which torch and the common model libraries keep normalisation layers.
+NORM_PATTERNS = ("type:_NormBase", "type:GroupNorm", "type:*LayerNorm", "type:*RMSNorm")
+
+
+@dataclass(frozen=True)
+class PlanRule:
+    """What the modules that `pattern` matches get, and why. The rule reaches everything below a match.
+
+    pattern: a module path in which `*`, `?` and `[...]` match within one component and `**` any number of
+    components ("encoder", "blocks.*.attn", "**.head", "**"); or "type:" and a class name or glob, compared
+    with the module's class and its bases ("type:LayerNorm", "type:*Norm").
+    dtype: parameters and floating buffers are stored in it; None leaves them.
+    rule: what the module's ops do: FULL runs them in fp32, LOW in the compute dtype, KEEP as given.
+    ops: edits to the op table inside the module.
+    required: False lets the rule match nothing; level defaults are such and yield to required equals.
+    One rule holds for a module, whole: what it leaves unset stays as the module has it.
+    Raises PlanError for a pattern that cannot be read and for a rule that sets nothing.
+    """
+
+    pattern: str
+    dtype: torch.dtype | None = None
+    rule: Rule | None = None
+    reason: str = ""
+    ops: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the pattern and the values; freeze the op edits."""
+        body = self.pattern.removeprefix(_TYPE) if isinstance(self.pattern, str) else ""
+        if not body or (body == self.pattern and "" in body.split(".")):
+            raise PlanError(
+                f"cannot read plan pattern {self.pattern!r}: expected a module path such as 'blocks.*.attn', "
+                "'**' for all, or 'type:LayerNorm'"
+            )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        if self.rule is not None and self.rule not in _MODULE_RULES:
+            given = f"given {self.rule!r:.60}"
+            raise PlanError(
+                f"plan rule {self.pattern!r}: a module can be Rule.FULL, Rule.LOW or Rule.KEEP, {given}"
+            )
+        if not isinstance(self.reason, str):
+            raise PlanError(f"plan rule {self.pattern!r}: reason={self.reason!r:.60}: expected a text")
+        edits = checked_edits(self.ops)
+        named = {rule.value: [op for op, given in edits.items() if given is rule] for rule in Rule}
+        object.__setattr__(self, "ops", Policy().with_rules(**named).edits)
+        if self.dtype is None and self.rule is None and not self.ops:
+            raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, a rule or ops")
+
+    def __hash__(self) -> int:
+        edits = tuple(self.ops.items())
+        return hash((self.pattern, self.dtype, self.rule, self.reason, edits, self.required))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PlanRule, (self.pattern, self.dtype, self.rule, self.reason, dict(self.ops), self.required))
+
+    def rank(self, path: str, module: nn.Module) -> Rank | None:
+        """Return how closely this rule matches a module at `path` (higher wins), or None.
+
+        From the closest: (4) the path itself, written out; (3) a glob that matches the path; (2) a class, the
+        nearest base first; (0) the pattern "**". `Plan.resolve` adds (1), a rule that matches a module above.
+        Among equals more literal characters win, then required rules over defaults.
+        """
+        literal = len(re.sub(r"\[[^\]]*\]|[*?]", "", self.pattern))
+        if self.pattern == "**":
+            return (0, 0, 0, self.required)
+        if self.pattern.startswith(_TYPE):
+            names = [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
+            hits = [i for i, name in enumerate(names) if fnmatchcase(name, self.pattern.removeprefix(_TYPE))]
+            return (2, -hits[0], literal, self.required) if hits else None
+        if self.pattern == path:
+            return (4, 0, literal, self.required)
+        components = path.split(".") if path else []
+        return (3, 0, literal, self.required) if _globs(self.pattern.split("."), components) else None
+
+
+def _globs(pattern: list[str], path: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return _globs(pattern[1:], path) or (bool(path) and _globs(pattern, path[1:]))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _globs(pattern[1:], path[1:])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rules that together give every module its precision. An immutable value; `+` adds rules."""
+
+    rules: tuple[PlanRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Freeze the rules; refuse a pattern written twice."""
+        if not isinstance(self.rules, list | tuple) or not all(isinstance(r, PlanRule) for r in self.rules):
+            raise PlanError(f"a plan is a list of PlanRule, got {self.rules!r:.60}")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        seen: set[tuple[str, bool]] = set()
+        for rule in self.rules:
+            key = (rule.pattern, rule.required)
+            if key in seen:
+                raise PlanError(f"two plan rules have the pattern {rule.pattern!r}: merge them into one")
+            seen.add(key)
+
+    @classmethod
+    def empty(cls) -> Plan:
+        """Return the plan that changes nothing."""
+        return cls()
+
+    @classmethod
+    def for_level(cls, level: str | Level, dtype: str | torch.dtype | None = None) -> Plan:
+        """Return the rules a level stands for: none at O0 and O1, which leave modules as they are."""
+        row, fixed = level_of(level)
+        low = row.check_dtype(dtype if dtype is not None else fixed)
+        if row.param_role == "full":
+            return cls()
+        rules = [PlanRule("**", dtype=low, reason=f"{row.name}: {row.summary}", required=False)]
+        if row.norm_fp32:
+            reason = f"{row.name}: fp32 weights and statistics cost little and keep small updates"
+            rules += [PlanRule(p, dtype=torch.float32, reason=reason, required=False) for p in NORM_PATTERNS]
+        return cls(tuple(rules))
+
+    def with_rules(self, *rules: PlanRule) -> Plan:
+        """Return this plan with rules added."""
+        return Plan((*self.rules, *rules))
+
+    def __add__(self, other: Plan) -> Plan:
+        if not isinstance(other, Plan):
+            raise PlanError(f"a plan adds a plan, got {other!r:.60}: give single rules to with_rules()")
+        return self.with_rules(*other.rules)
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def resolve(self, model: nn.Module) -> Mapping[str, PlanRule]:
+        """Return the rule that holds for each module, by module path; modules without one are absent.
+
+        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError
+        for a required rule that matches no module, for two rules of equal rank on one module, and for one
+        shared under two paths whose rules differ.
+        """
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"a plan is resolved for a torch.nn.Module, got {type(model).__name__}")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        public = canonical_all(modules)
+        matched: set[PlanRule] = set()
+        resolved: dict[str, PlanRule] = {}
+        owner: dict[int, str] = {}
+        for path, module in modules.items():
+            own = self._ranked(public[path], module)
+            matched.update(rule for _, rule in own)
+            chosen = _closest(own, public[path], resolved.get(_nearest_above(path, resolved)))
+            if chosen is not None:
+                resolved[path] = chosen
+            first = owner.setdefault(id(module), path)
+            if resolved.get(first) != chosen:
+                raise PlanError(
+                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} "
+                    f"holds for the first and {_shown(chosen)} for the second: give both the same rule"
+                )
+        for rule in self.rules:
+            if rule.required and rule not in matched:
+                raise PlanError(_no_match(rule, public.values(), modules.values()))
+        return MappingProxyType(resolved)
+
+    def _ranked(self, path: str, module: nn.Module) -> list[tuple[Rank, PlanRule]]:
+        ranks = [(rule.rank(path, module), rule) for rule in self.rules]
+        return sorted(
+            ((rank, rule) for rank, rule in ranks if rank is not None), key=lambda pair: pair[0], reverse=True
+        )
+
+    def to_toml(self) -> str:
+        """Return the plan as TOML that `from_toml` reads back to an equal plan."""
+        tables = ["# A halfstep plan: [[rule]] tables, each a pattern, what it sets and why.\n"]
+        return "\n".join(tables + [_rule_to_toml(rule) for rule in self.rules])
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """Read a plan; PlanError names the rule and key that cannot be read."""
+        if not isinstance(text, str):
+            raise PlanError(f"a plan is read from TOML text, got {type(text).__name__}: read the file first")
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"this plan is not TOML: {error}") from error
+        tables = document.pop("rule", [])
+        if document or not isinstance(tables, list):
+            extra = ", ".join(map(repr, document)) or "a [rule] table"
+            raise PlanError(f"a plan holds [[rule]] tables only, given {extra}")
+        return cls(tuple(_rule_from_toml(table, index) for index, table in enumerate(tables, 1)))
+
+
+def _nearest_above(path: str, resolved: Mapping[str, PlanRule]) -> str:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in resolved:
+            return path
+    return ""
+
+
+def _closest(own: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None) -> PlanRule | None:
+    """Choose among a module's own matches, closest first, and the rule of the nearest module above."""
+    if len(own) > 1 and own[0][0] == own[1][0]:
+        first, second = own[0][1].pattern, own[1][1].pattern
+        raise PlanError(
+            f"plan rules {first!r} and {second!r} match module {path!r} equally closely: "
+            f"write one of them more closely, or add a rule for {path!r} itself"
+        )
+    if own and (own[0][0][0] > 1 or above is None):
+        return own[0][1]
+    return above
+
+
+def _shown(rule: PlanRule | None) -> str:
+    return "no rule" if rule is None else f"rule {rule.pattern!r}"
+
+
+def _no_match(rule: PlanRule, paths: Iterable[str], modules: Iterable[nn.Module]) -> str:
+    if rule.pattern.startswith(_TYPE):
+        names = sorted({type(module).__name__ for module in modules})
+        near = difflib.get_close_matches(rule.pattern.removeprefix(_TYPE), names, n=3) or names[:8]
+        return f"plan rule {rule.pattern!r} matches no module; classes in this model: {', '.join(near)}"
+    names = [path for path in paths if path]
+    near = difflib.get_close_matches(rule.pattern, names, n=3) or names[:8]
+    return f"plan rule {rule.pattern!r} matches no module; module paths in this model: {', '.join(near)}"
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def _quoted(text: str) -> str:
+    """Write a TOML basic string: every control character escaped."""
+    written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
+    return f'"{"".join(written)}"'
+
+
+def _rule_to_toml(rule: PlanRule) -> str:
+    lines = ["[[rule]]", f"pattern = {_quoted(rule.pattern)}"]
+    if rule.dtype is not None:
+        lines.append(f"dtype = {_quoted(dtype_name(rule.dtype))}")
+    if rule.rule is not None:
+        lines.append(f"rule = {_quoted(rule.rule.value)}")
+    if rule.ops:
+        edits = ", ".join(f"{_quoted(name)} = {_quoted(edit.value)}" for name, edit in rule.ops.items())
+        lines.append(f"ops = {{ {edits} }}")
+    if not rule.required:
+        lines.append("required = false")
+    return "\n".join([*lines, f"reason = {_quoted(rule.reason)}"]) + "\n"
+
+
+_KEYS: Mapping[str, type] = {
+    "pattern": str,
+    "dtype": str,
+    "rule": str,
+    "reason": str,
+    "ops": dict,
+    "required": bool,
+}
+
+
+def _rule_from_toml(table: Any, index: int) -> PlanRule:
+    where = f"rule {index} of the plan"
+    if not isinstance(table, dict) or "pattern" not in table:
+        raise PlanError(f"{where} has no pattern: each [[rule]] needs one")
+    for key, value in table.items():
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_KEYS)}"
+            raise PlanError(f"{where} ({table['pattern']!r}) has the unknown key {key!r}: {hint}")
+        if not isinstance(value, _KEYS[key]):
+            raise PlanError(f"{where}: {key} must be a {_KEYS[key].__name__}, given {value!r}")
+    values: dict[str, Any] = dict(table)
+    try:
+        if "rule" in values:
+            values["rule"] = _rule_word(values["rule"])
+        values["ops"] = {name: _rule_word(word) for name, word in values.get("ops", {}).items()}
+        return PlanRule(**values)
+    except ConfigError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _rule_word(word: Any) -> Rule:
+    words = [rule.value for rule in Rule]
+    if word not in words:
+        raise PlanError(f"unknown rule {word!r}: expected one of {', '.join(words)}")
+    return Rule(word)

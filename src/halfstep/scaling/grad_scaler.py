@@ -1,0 +1,496 @@
+"""GradScaler: torch's interface around an immutable loss scale, with an outcome for every step.
+
+Differences from torch's, each on purpose: a skipped step is told; found-inf is an OR over tensors, devices
+and ranks; the scale stays inside bounds and a run of skips is an error; fp16 gradients can be unscaled; state
+is kept neither by `id()` nor on the optimizer. What loss scales do is decided in `scaling.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep import distributed
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    HalfstepWarning,
+    ScalerStateError,
+    UnsupportedError,
+)
+from halfstep.gradients.stats import finite_and_norm, measure
+from halfstep.gradients.unscale import any_of, kernels_of, unscale_
+from halfstep.scaling.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    HeadroomLossScale,
+    LossScale,
+    NoLossScale,
+    SkipCount,
+    home_device,
+    multiply,
+)
+from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OURS = "halfstep"
+
+
+class Stage(Enum):
+    """Where an optimizer stands within one iteration."""
+
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the gradients of one optimizer were found to be in this iteration."""
+
+    stage: Stage
+    found_inf: Tensor
+    norm: Tensor
+    max_abs: Tensor | None
+
+
+class _PerOptimizer:
+    """Entries of one iteration, weakly tied to optimizer objects; copies follow copied optimizers."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[weakref.ref[Any], _Checked]] = []
+
+    def get(self, optimizer: Any) -> _Checked | None:
+        return next((entry for ref, entry in self._entries if ref() is optimizer), None)
+
+    def put(self, optimizer: Any, entry: _Checked) -> None:
+        others = [(ref, e) for ref, e in self._entries if ref() is not optimizer]
+        self._entries = [*others, (weakref.ref(optimizer), entry)]
+
+    def __iter__(self) -> Iterator[_Checked]:
+        return (entry for _, entry in self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PerOptimizer:
+        twin = _PerOptimizer()
+        for ref, entry in self._entries:
+            if (optimizer := ref()) is not None:
+                twin.put(memo.get(id(optimizer), optimizer), entry)
+        return twin
+
+
+class GradScaler:
+    """Scale losses, unscale and check gradients, skip bad steps, adjust the scale.
+
+    Arguments up to `enabled` are torch's; `device` may stay None (the scale lives where the losses are).
+    `loss_scale` takes any LossScale instead of the four numbers. `min_scale` and `max_scale` bound the scale
+    (by default the powers of two that float32 can hold and invert); `hysteresis` as in DynamicLossScale.
+    `max_skips` skipped iterations in a row raise LossScaleCollapsed in `update`. Where torch.distributed is
+    initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
+    (`across_ranks=False`: each rank decides alone).
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: LossScale | None = None,
+        min_scale: float = SMALLEST_SCALE,
+        max_scale: float = LARGEST_SCALE,
+        hysteresis: int = 1,
+        max_skips: int = 50,
+        group: Any = None,
+        across_ranks: bool = True,
+    ) -> None:
+        if device is not None and not isinstance(device, str | torch.device):
+            raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {device!r}")
+        self._device = device
+        if loss_scale is None:
+            rates = (growth_factor, backoff_factor, growth_interval)
+            loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
+        elif not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {loss_scale!r}")
+        self._loss_scale = loss_scale if enabled else NoLossScale()
+        self._skips = SkipCount(limit=max_skips)
+        self._group = group
+        self._across_ranks = across_ranks
+        self._has_scaled = False
+        self._warned = False
+        self._checked = _PerOptimizer()
+        self._queue = OutcomeQueue()
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The current loss scale value."""
+        return self._loss_scale
+
+    @property
+    def skips(self) -> SkipCount:
+        """How many iterations were skipped, as far as known (on an accelerator at most 2 steps late)."""
+        return self._skips
+
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled and bad steps skipped."""
+        return not isinstance(self._loss_scale, NoLossScale)
+
+    def scale(self, outputs: Any) -> Any:
+        """Return a tensor, or a nest or iterable of tensors, times the scale; 16-bit ones become fp32."""
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, Tensor):
+            self._has_scaled = True
+            return multiply(outputs, self._loss_scale.tensor(outputs.device))
+        if isinstance(outputs, Mapping):
+            return {key: self.scale(item) for key, item in outputs.items()}
+        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+            return type(outputs)(*map(self.scale, outputs))
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+            return map(self.scale, outputs)
+        raise ConfigError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the scale out of the optimizer's gradients in place, once an iteration, e.g. to clip them.
+
+        Computed in fp32 and stored in each gradient's dtype; fp16 gradients are accepted (values that fall
+        below 2^-25 become 0 there). Raises ScalerStateError out of turn.
+        """
+        if not self.is_enabled():
+            return
+        self._require_scaled("unscale_")
+        self._refuse_out_of_turn(optimizer)
+        grads = _gradients(optimizer)
+        inv_scale = self._loss_scale.inverse(_home(grads))
+        found = self._over_ranks(unscale_(grads, inv_scale))
+        _, norm, max_abs = self._look(grads)
+        self._checked.put(optimizer, _Checked(Stage.UNSCALED, found, norm, max_abs))
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
+        """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
+
+        Returns the Outcome; what the optimizer's own step returned is `outcome.result`. An optimizer with
+        `one_pass` (halfstep.optim) or torch's fused kernels gets the flag as a device scalar and nothing is
+        read back; for any other the flag is read, as torch does. Closures are refused: they would run
+        backward unscaled. Raises ScalerStateError out of turn.
+        """
+        if not self.is_enabled():
+            return self._plain_step(optimizer, args, kwargs)
+        _refuse_closure(args, kwargs)
+        self._require_scaled("step")
+        entry = self._checked.get(optimizer)
+        if entry is not None and entry.stage is Stage.STEPPED:
+            raise ScalerStateError("step() has already been called since the last update().")
+        if entry is None and not _gradients(optimizer) and not self._shares_flag():
+            raise ScalerStateError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
+                "Call scaler.scale(loss).backward() before step."
+            )
+        if getattr(optimizer, "one_pass", False):
+            take = self._one_pass_step
+        else:
+            take = self._fused_step if _takes_flags(optimizer) else self._checked_step
+        entry, result = take(optimizer, entry, args, kwargs)
+        self._checked.put(optimizer, replace(entry, stage=Stage.STEPPED))
+        return self._outcome(entry, result)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale once an iteration, after all steps; or set it to `new_scale`.
+
+        Raises LossScaleCollapsed after `max_skips` skipped iterations in a row (on an accelerator at most 2
+        iterations late), ScalerStateError where no gradients were checked.
+        """
+        if not self.is_enabled():
+            return
+        self._require_scaled("update")
+        checked, self._checked = list(self._checked), _PerOptimizer()
+        if new_scale is not None:
+            self._loss_scale = self._loss_scale.with_value(new_scale)
+            return
+        if not checked:
+            raise ScalerStateError("No inf checks were recorded prior to update.")
+        found = any_of([entry.found_inf for entry in checked])
+        max_abs = _largest([entry.max_abs for entry in checked], found.device)
+        outcome = Outcome(taken=~found, finite=~found, scale=self._loss_scale.value)
+        self._loss_scale = self._next(found, max_abs)
+        for record in self._queue.push(outcome):
+            self._skips = self._skips.after(record.taken, scale=record.scale)
+
+    def _next(self, found: Tensor, max_abs: Tensor | None) -> LossScale:
+        if found.device.type == "cpu":
+            return self._loss_scale.adjust(not found, None if max_abs is None else float(max_abs))
+        update = kernels_of(found.device.type).update_scale
+        if update is not None and type(self._loss_scale) is DynamicLossScale:
+            return self._loss_scale.adjust_by_kernel(update, found)
+        return self._loss_scale.adjust(~found, max_abs)
+
+    def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Step without scaling: never skips, but says what the gradients were."""
+        closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
+        stats = None if closure else measure(_gradients(optimizer))
+        result = optimizer.step(*args, **kwargs)
+        stats = stats or measure(_gradients(optimizer))
+        outcome = Outcome(
+            taken=True, finite=stats.finite, grad_norm=stats.norm, max_abs=stats.max_abs, result=result
+        )
+        for record in self._queue.push(outcome):
+            self._tell(record)
+        return outcome
+
+    def _tell(self, record: StepRecord) -> None:
+        if not record.finite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "gradients hold inf or NaN and the step was taken, since this GradScaler is disabled; "
+                "later such steps are told by their outcomes only",
+                HalfstepWarning,
+                stacklevel=4,
+            )
+
+    def _look(
+        self, grads: list[Tensor], inv_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
+        if not self._loss_scale.needs_max_abs:
+            return finite_and_norm(grads, inv_scale)
+        stats = measure(grads, inv_scale)
+        return stats.finite, stats.norm, stats.max_abs
+
+    def _one_pass_step(
+        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Checked, Any]:
+        inv_scale = None
+        if entry is None:
+            inv_scale = self._loss_scale.inverse(_home(_gradients(optimizer)))
+            stats = optimizer.measure(inv_scale=inv_scale)
+            found = self._over_ranks(~stats.finite)
+            entry = _Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs)
+        return entry, optimizer.step(*args, inv_scale=inv_scale, found_inf=entry.found_inf, **kwargs)
+
+    def _fused_step(
+        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Checked, Any]:
+        """Hand scale and flag to torch's fused kernels, which look for them on the optimizer."""
+        scale = None
+        if entry is None:
+            grads = _gradients(optimizer)
+            scale = self._loss_scale.tensor(_home(grads))
+            finite, norm, max_abs = self._look(grads, self._loss_scale.inverse(_home(grads)))
+            entry = _Checked(Stage.UNSCALED, self._over_ranks(~finite), norm, max_abs)
+        before = {
+            name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
+        }
+        try:
+            optimizer.grad_scale, optimizer.found_inf = scale, entry.found_inf.float()
+            return entry, optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            vars(optimizer).update(before)
+
+    def _checked_step(
+        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Checked, Any]:
+        if entry is None:
+            self.unscale_(optimizer)
+            entry = cast(_Checked, self._checked.get(optimizer))
+        return entry, None if bool(entry.found_inf) else optimizer.step(*args, **kwargs)
+
+    def _outcome(self, entry: _Checked, result: Any) -> Outcome:
+        finite = ~entry.found_inf
+        return Outcome(
+            taken=finite,
+            finite=finite,
+            scale=self._loss_scale.value,
+            grad_norm=entry.norm,
+            max_abs=entry.max_abs,
+            result=result,
+        )
+
+    def _shares_flag(self) -> bool:
+        return self._across_ranks and distributed.world_size(self._group) > 1
+
+    def _over_ranks(self, found: Tensor) -> Tensor:
+        return distributed.all_ranks(found, self._group) if self._across_ranks else found
+
+    def _require_scaled(self, method: str) -> None:
+        if not self._has_scaled:
+            raise ScalerStateError(
+                f"Attempted {method} but no loss was scaled yet.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration."
+            )
+
+    def _refuse_out_of_turn(self, optimizer: Any) -> None:
+        entry = self._checked.get(optimizer)
+        if entry is None:
+            return
+        if entry.stage is Stage.UNSCALED:
+            raise ScalerStateError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        raise ScalerStateError("unscale_() is being called after step().")
+
+    def get_scale(self) -> float:
+        """Return the scale as a float, 1.0 when disabled (synchronises on an accelerator)."""
+        return self._loss_scale.read()
+
+    def get_growth_factor(self) -> float:
+        """Return the factor of growth."""
+        return self._dynamic().growth
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor of growth."""
+        self._edit(growth=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor applied on overflow."""
+        return self._dynamic().backoff
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor applied on overflow."""
+        self._edit(backoff=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of clean steps in a row before growth."""
+        return self._dynamic().interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of clean steps in a row before growth."""
+        self._edit(interval=new_interval)
+
+    def _dynamic(self) -> DynamicLossScale:
+        scale = self._loss_scale
+        scale = scale.limit if isinstance(scale, HeadroomLossScale) else scale
+        if not isinstance(scale, DynamicLossScale):
+            raise UnsupportedError(f"{type(scale).__name__} neither grows nor backs off")
+        return scale
+
+    def _edit(self, **changes: Any) -> None:
+        edited = replace(self._dynamic(), **changes)
+        scale = self._loss_scale
+        self._loss_scale = replace(scale, limit=edited) if isinstance(scale, HeadroomLossScale) else edited
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries; empty when disabled.
+
+        What those five cannot say (another kind of loss scale, bounds, hysteresis, a run of skips) goes under
+        the key "halfstep", which torch's scaler ignores. Call after `update`.
+        """
+        if not self.is_enabled():
+            return {}
+        state: dict[str, Any] = {}
+        plain = False
+        if isinstance(self._loss_scale, DynamicLossScale | HeadroomLossScale):
+            d = self._dynamic()
+            numbers = (self.get_scale(), d.growth, d.backoff, d.interval, int(d.clean))
+            state = dict(zip(_TORCH_KEYS, numbers, strict=True))
+            usual = (1, SMALLEST_SCALE, LARGEST_SCALE)
+            plain = d is self._loss_scale and (d.hysteresis, d.min, d.max) == usual
+        self._count_skips()
+        if not plain or self._skips.in_row:
+            state[_OURS] = {"loss_scale": self._loss_scale.state_dict(), "skips_in_row": self._skips.in_row}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up a state saved by this scaler or by torch's; ignored when disabled.
+
+        Raises ScalerStateError for the empty state of a disabled scaler and CheckpointError for one that is
+        neither.
+        """
+        if not self.is_enabled():
+            return
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"not a GradScaler state but a {type(state_dict).__name__}")
+        if not state_dict:
+            raise ScalerStateError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of "
+                "GradScaler."
+            )
+        ours = state_dict.get(_OURS)
+        if ours is not None:
+            try:
+                scale, in_row = LossScale.from_state(ours["loss_scale"]), int(ours["skips_in_row"])
+            except (TypeError, KeyError, ValueError) as error:
+                raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
+            self._loss_scale, self._skips = scale, replace(self._skips, in_row=in_row)
+            return
+        missing = [key for key in _TORCH_KEYS if key not in state_dict]
+        if missing:
+            raise CheckpointError(f"not a GradScaler state: {', '.join(missing)} missing")
+        scale, growth, backoff, interval, clean = (state_dict[key] for key in _TORCH_KEYS)
+        try:
+            state = {"current": float(scale), "clean": int(clean), "overflows": 0}
+            self._edit(growth=growth, backoff=backoff, interval=interval, **state)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
+        self._skips = replace(self._skips, in_row=0)
+
+    def _count_skips(self) -> None:
+        for record in self._queue.drain():
+            self._skips = self._skips.after(record.taken, scale=record.scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if len(self._checked):
+            raise ScalerStateError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
+                "after scaler.update()."
+            )
+        self._count_skips()
+        kept = {k: v for k, v in vars(self).items() if k not in ("_queue", "_checked")}
+        return kept | {"_loss_scale": LossScale.from_state(self._loss_scale.state_dict())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._checked, self._queue = _PerOptimizer(), OutcomeQueue()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        self._count_skips()
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(vars(self))
+        twin._checked, twin._queue = copy.deepcopy(self._checked, memo), OutcomeQueue()
+        return twin
+
+    def __repr__(self) -> str:
+        return f"GradScaler({self._loss_scale})"
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    found = (p.grad for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    return [grad for grad in found if grad is not None]
+
+
+def _home(grads: list[Tensor]) -> torch.device:
+    return home_device(grads) if grads else torch.device("cpu")
+
+
+def _largest(peaks: list[Tensor | None], device: torch.device) -> Tensor | None:
+    """Return the largest of the magnitudes, None unless all were measured."""
+    known = [peak.to(device, torch.float32, non_blocking=True) for peak in peaks if peak is not None]
+    return torch.stack(known).amax() if len(known) == len(peaks) else None
+
+
+def _takes_flags(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("closure") is not None or any(callable(arg) for arg in args):
+        raise UnsupportedError(
+            "Closure use is not currently supported if GradScaler is enabled: the closure would run backward "
+            "on an unscaled loss. Run forward and backward yourself, then step(optimizer) without a closure."
+        )

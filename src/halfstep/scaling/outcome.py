@@ -1,0 +1,250 @@
+"""What one optimizer step did, told without making the accelerator wait.
+
+An `Outcome` holds device scalars as the step left them and copies them to the host, all in one transfer, when
+a property is first read. `StepRecord` is the plain value that comes out; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.devices.capability import Arriving, send_to_host
+
+Scalar = bool | float | Tensor | None
+
+_FIELDS = ("taken", "finite", "scale", "grad_norm", "max_abs")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step's outcome as plain Python values.
+
+    `taken`: the weights were updated. `finite`: no gradient held inf or NaN. `scale`: the loss scale the
+    gradients carried. `grad_norm`, `max_abs`: 2-norm and largest magnitude of the unscaled gradients before
+    clipping, None where nobody measured them. `reason`: why a step was skipped, or what was wrong with one
+    that was taken; empty when there is nothing to say. `step`: the caller's step number, None if not counted.
+    """
+
+    taken: bool
+    finite: bool
+    scale: float
+    grad_norm: float | None
+    max_abs: float | None
+    reason: str
+    step: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as a JSON-ready dict."""
+        return asdict(self)
+
+
+class Outcome:
+    """The lazily read outcome of one step; `bool(outcome)` is `outcome.taken`.
+
+    Arguments may be Python values or 0-d tensors, which must not be changed in place afterwards. `result` is
+    what the wrapped optimizer's own `step` returned. `reason` overrides the sentence derived from the values.
+    `on_read` runs once, with the record, when the values arrive on the host: errors that travel late (a loss
+    scale that collapsed) are raised there. Building, storing and printing an outcome never synchronises.
+    """
+
+    def __init__(
+        self,
+        *,
+        taken: bool | Tensor,
+        finite: bool | Tensor,
+        scale: float | Tensor = 1.0,
+        grad_norm: float | Tensor | None = None,
+        max_abs: float | Tensor | None = None,
+        step: int | None = None,
+        reason: str | None = None,
+        result: Any = None,
+        on_read: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._values: dict[str, Scalar] = {
+            "taken": taken,
+            "finite": finite,
+            "scale": scale,
+            "grad_norm": grad_norm,
+            "max_abs": max_abs,
+        }
+        self._step = step
+        self._reason = reason
+        self._record: StepRecord | None = None
+        self._on_read = on_read
+        self._copies: list[_Copy] | None = None
+        self.result = result
+
+    @property
+    def taken(self) -> bool:
+        """Whether the weights were updated."""
+        return self.read().taken
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient was finite."""
+        return self.read().finite
+
+    @property
+    def scale(self) -> float:
+        """The loss scale the gradients of this step carried."""
+        return self.read().scale
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the unscaled gradients before clipping, if measured."""
+        return self.read().grad_norm
+
+    @property
+    def max_abs(self) -> float | None:
+        """The largest magnitude among the unscaled gradients, if measured."""
+        return self.read().max_abs
+
+    @property
+    def reason(self) -> str:
+        """Why the step was skipped or what was wrong; empty for an ordinary step."""
+        return self.read().reason
+
+    @property
+    def step(self) -> int | None:
+        """The caller's step number."""
+        return self._step
+
+    def device_value(self, name: str) -> Scalar:
+        """Return `taken`, `finite`, `scale`, `grad_norm` or `max_abs` as the step left it, unread."""
+        return self._values[name]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are on the host already."""
+        return self._record is not None
+
+    def start_copy(self) -> None:
+        """Begin copying device values to the host behind the work already queued, without waiting."""
+        if self._copies is None:
+            self._copies = _start_copies(self._values)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading would not wait: the values are on the host or their copy has finished."""
+        return self._copies is not None and all(copy.done() for copy in self._copies)
+
+    def _host_values(self) -> dict[str, Scalar]:
+        host: dict[str, Scalar] = {
+            name: None if isinstance(v, Tensor) else v for name, v in self._values.items()
+        }
+        for copy in self._copies or ():
+            host.update(copy.wait())
+        return host
+
+    def read(self) -> StepRecord:
+        """Copy the values to the host (once, in one transfer a device) and return them."""
+        if self._record is None:
+            self.start_copy()
+            host = {name: None if v is None else float(v) for name, v in self._host_values().items()}
+            taken, finite = bool(host["taken"]), bool(host["finite"])
+            reason = _reason(taken, finite) if self._reason is None else self._reason
+            self._record = StepRecord(
+                taken,
+                finite,
+                cast(float, host["scale"]),
+                host["grad_norm"],
+                host["max_abs"],
+                reason,
+                self._step,
+            )
+            on_read, self._on_read = self._on_read, None
+            if on_read is not None:
+                on_read(self._record)
+        return self._record
+
+    def __bool__(self) -> bool:
+        return self.read().taken
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy as plain values."""
+        record = self.read()
+        values: dict[str, Scalar] = {name: getattr(record, name) for name in _FIELDS}
+        return self.__dict__ | {"_values": values, "_on_read": None, "_copies": None}
+
+    def __repr__(self) -> str:
+        on_host = self._record is not None or not any(_is_remote(v) for v in self._values.values())
+        if not on_host:
+            return f"Outcome(step={self._step}, on the device, not read)"
+        return f"Outcome({', '.join(f'{k}={v!r}' for k, v in self.read().as_dict().items())})"
+
+
+def _reason(taken: bool, finite: bool) -> str:
+    if finite:
+        return "" if taken else "skipped"
+    what = "gradients hold inf or NaN"
+    return f"taken although {what}" if taken else f"skipped: {what}"
+
+
+def _is_remote(value: Scalar) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Scalars of one device on their way to the host, packed into one tensor."""
+
+    names: tuple[str, ...]
+    packed: Arriving
+
+    def done(self) -> bool:
+        return self.packed.done()
+
+    def wait(self) -> dict[str, float]:
+        return dict(zip(self.names, cast(list[float], self.packed.wait().tolist()), strict=True))
+
+
+def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[name] = value.detach()
+    return [_start_copy(tensors) for tensors in by_device.values()]
+
+
+def _start_copy(tensors: Mapping[str, Tensor]) -> _Copy:
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+    packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()])
+    return _Copy(tuple(tensors), send_to_host(packed))
+
+
+class OutcomeQueue:
+    """Reads outcomes at most `late` steps after they were pushed, without making the accelerator wait.
+
+    An outcome whose values are on the host is read at once.
+    """
+
+    def __init__(self, late: int = 2) -> None:
+        self._late = late
+        self._waiting: deque[Outcome] = deque()
+
+    def __copy__(self) -> OutcomeQueue:
+        twin = OutcomeQueue(self._late)
+        twin._waiting.extend(self._waiting)
+        return twin
+
+    def push(self, outcome: Outcome) -> list[StepRecord]:
+        """Queue one outcome; return, oldest first, the records of those that have arrived."""
+        outcome.start_copy()
+        self._waiting.append(outcome)
+        return self._take(self._late)
+
+    def drain(self) -> list[StepRecord]:
+        """Wait for all that are queued and return their records, oldest first."""
+        return self._take(0)
+
+    def _take(self, may_wait: int) -> list[StepRecord]:
+        records: list[StepRecord] = []
+        while self._waiting and (len(self._waiting) > may_wait or self._waiting[0].arrived):
+            records.append(self._waiting.popleft().read())
+        return records

@@ -1,0 +1,129 @@
+"""What a session notices that is done past it: a direct step, gradients changed while they carry the scale.
+
+And what keeps one loss from leaving gradients with the parameters of another's optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.errors import ScalerStateError
+from halfstep.formats import FP16
+from halfstep.optim.masters import weight_of
+from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.session.steppers import Stepper, parameters_of
+
+CHANGED = (
+    "gradients were changed between backward() and step() while they carry the loss scale: clipping then "
+    "cuts far too much. Use step(clip_norm=...), or call unscale() before you change them (said once)"
+)
+
+#: One gradient as it was: which tensor, its dtype, how often it was changed in place.
+Mark = tuple[int, torch.dtype, int]
+
+
+@dataclass
+class Pending:
+    """What backward left behind for one optimizer: the scale its gradients carry, who shares its loss."""
+
+    scale: LossScale
+    group: frozenset[int]
+    found_inf: bool | Tensor | None = None
+    finite: bool | Tensor | None = None
+    """Whether they were finite when `unscale` divided the scale out; None where they still carry it."""
+    marks: list[Mark] = field(default_factory=list[Mark])
+    edited: bool = False
+
+    @property
+    def carried(self) -> LossScale:
+        """The scale that the gradients carry now."""
+        return self.scale if self.finite is None else NoLossScale()
+
+
+def refuse_direct_steps(
+    optimizers: Sequence[torch.optim.Optimizer], carried: Callable[[int], float]
+) -> list[RemovableHandle]:
+    """Make `optimizer.step()` an error while its gradients carry a loss scale; returns the hooks.
+
+    `carried(index)` gives the scale of an optimizer's gradients, 1 where they carry none; a method is held
+    weakly, so that an optimizer does not keep its session alive.
+    """
+    weak = weakref.WeakMethod(carried)
+
+    def hook_for(index: int) -> Callable[..., None]:
+        def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            scale_of = weak()
+            scale = 1.0 if scale_of is None else scale_of(index)
+            if scale != 1.0:
+                raise ScalerStateError(
+                    f"{type(optimizer).__name__}.step() was called on gradients that carry the session's "
+                    f"loss scale {scale:g}: call session.step(), which divides it out (and backward() "
+                    "without GradScaler)"
+                )
+
+        return refuse
+
+    return [o.register_step_pre_hook(hook_for(i)) for i, o in enumerate(optimizers)]
+
+
+def check_gradients(stepper: Stepper, after_backward: bool) -> None:
+    """Raise ScalerStateError where a step has nothing to work on; reads no values."""
+    if after_backward and stepper.releases:
+        return
+    if all(weight_of(p).grad is None for p in parameters_of(stepper.optimizer)):
+        why = "call backward(loss) on this session first"
+        if after_backward:
+            kind = type(stepper.optimizer).__name__
+            why = (
+                f"the loss does not depend on the parameters of this {kind}. Is it computed from this model?"
+            )
+        raise ScalerStateError(f"step() found no gradients: {why}")
+
+
+def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
+    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
+        for group in optimizer.param_groups:
+            eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
+            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
+                return (
+                    f"{type(optimizer).__name__}'s eps {eps:g} is zero beside fp16 weights: it divides "
+                    "by zero where a gradient is zero: use level O2, halfstep.optim or eps=1e-4"
+                )
+    return "pass skip_nonfinite=True to prepare() to skip such steps"
+
+
+def marks(optimizer: torch.optim.Optimizer) -> list[Mark]:
+    """What tells later whether the gradients of an optimizer were changed in place; reads no values."""
+    weights = (weight_of(p) for p in parameters_of(optimizer))
+    return [(id(g), g.dtype, g._version) for w in weights if (g := w.grad) is not None]
+
+
+def changed(before: Collection[Mark], now: Sequence[Mark]) -> bool:
+    """Whether a gradient that is still the same tensor was changed in place."""
+    versions = {mark[:2]: mark[2] for mark in before}
+    return any(versions.get(mark[:2], mark[2]) != mark[2] for mark in now)
+
+
+@contextmanager
+def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collection[int]) -> Generator[None]:
+    """Within, backward changes no gradient that belongs to none of the optimizers with these indices."""
+    weights = [{weight_of(p) for p in parameters_of(o)} for o in optimizers]
+    mine = set[Tensor]().union(*(weights[i] for i in named))
+    others = set[Tensor]().union(*weights) - mine
+    before = [(w, w.grad) for w in others]
+    for w in others:
+        w.grad = None
+    try:
+        yield
+    finally:
+        for w, grad in before:
+            w.grad = grad

@@ -1,0 +1,489 @@
+"""`prepare`: the one facade over autocast, conversion, masters, loss scale and the checked step.
+
+A `Session` keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero)
+and tells what each step did. It decides nothing about formats and holds no numerics of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.autocast.context import autocast
+from halfstep.convert.conversion import Conversion
+from halfstep.distributed import all_ranks, world_size
+from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.numerics.replayable import Replayable
+from halfstep.optim.masters import MasterWeights
+from halfstep.policy.levels import Level, level_of
+from halfstep.policy.plan import Plan
+from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import LossScale, NoLossScale, SkipCount, StaticLossScale, all_finite
+from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.session.guards import (
+    CHANGED,
+    Pending,
+    changed,
+    check_gradients,
+    epsilon_hint,
+    kept_gradients,
+    marks,
+    refuse_direct_steps,
+)
+from halfstep.session.prepare import (
+    Optimizers,
+    apply_level,
+    as_models,
+    as_optimizers,
+    check_clip,
+    check_ownership,
+    check_scheduler,
+    device_of,
+    fill_stand_ins,
+    fit_states,
+    loss_scale_of,
+    one_pass_masters,
+    policy_of,
+    read_state,
+    warn_of_low_weights,
+    with_outputs_of,
+)
+from halfstep.session.steppers import Measured, OnePassStepper, Stepper, TorchStepper
+
+Models = nn.Module | Sequence[nn.Module]
+Listener = Callable[["Session", Outcome], None]
+EarlyListener = Callable[["Session", torch.optim.Optimizer], None]
+
+#: Why a step with released gradients counts as skipped.
+PARTLY = (
+    "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
+    "were updated"
+)
+
+#: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
+WATCHED_STEPS = 20
+
+#: Outcomes that `Session.history` keeps.
+HISTORY = 10_000
+
+
+def prepare(
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    level: str | Level = "O1",
+    dtype: str | torch.dtype | None = None,
+    policy: str | Policy | None = None,
+    plan: Plan | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    skip_nonfinite: bool | None = None,
+    max_skips: int = 50,
+) -> Session:
+    """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
+
+    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
+    built before keep working; `Session.revert()` undoes everything.
+
+    Args:
+        model: one module or several (a generator and a discriminator, say).
+        optimizer: none (evaluation only), one or several, over parameters of these models.
+        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
+            such as "bf16-mixed".
+        dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
+        policy: op rules, compute and output dtype, instead of the level's.
+        plan: precision by module path, on top of the level.
+        loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
+            O2 and none otherwise.
+        skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
+        max_skips: skips in a row that raise LossScaleCollapsed.
+
+    Raises:
+        ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
+            parameters of another model.
+        UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
+    """
+    models = as_models(model)
+    optimizers = as_optimizers(optimizer)
+    row, word_dtype = level_of(level)
+    device = device_of(models)
+    chosen = policy_of(row, dtype, word_dtype, policy, device)
+    row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
+    check_ownership(models, optimizers)
+    warn_of_low_weights(row, optimizers)
+    scale = loss_scale_of(loss_scale, row, compute)
+    skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
+    conversions, masters = apply_level(row, models, optimizers, plan, compute)
+    counts = SkipCount(limit=max_skips)
+    return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
+
+
+class Session:
+    """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
+
+    `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
+    called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
+    looks at its gradients; neither may change anything.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        level: Level,
+        policy: Policy,
+        loss_scale: LossScale,
+        device: torch.device,
+        skip_nonfinite: bool,
+        skips: SkipCount,
+        conversions: list[Conversion],
+        masters: dict[int, MasterWeights],
+    ) -> None:
+        self.models, self.optimizers = models, optimizers
+        self.level, self.policy, self.device = level, policy, device
+        self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
+        self.conversions, self.masters = conversions, masters
+        self._region = policy, autocast(device.type, policy=policy)
+        self.steps = 0
+        self.history: deque[Outcome] = deque(maxlen=HISTORY)
+        self.listeners: list[Listener] = []
+        self.early_listeners: list[EarlyListener] = []
+        self._pending: dict[int, Pending] = {}
+        self._kept: dict[int, LossScale] = {}
+        self._queue = OutcomeQueue()
+        self._warned = self._warned_of_change = False
+        self.found_inf: bool | Tensor | None = None
+        """What is known of the gradients while an update uses them; None where it looks as it goes."""
+        self._replay: Replayable | None = None
+        self._steppers: list[Stepper] = [
+            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, masters.get(i))
+            for i, o in enumerate(optimizers)
+        ]
+        self._releasing = [
+            (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
+        ]
+        free = isinstance(loss_scale, NoLossScale)
+        self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
+
+    @property
+    def model(self) -> nn.Module:
+        """The first (usually the only) model."""
+        return self.models[0]
+
+    def autocast(self, enabled: bool = True) -> autocast:
+        """The region to run forward and loss in: ops run under the session's policy."""
+        if enabled and not torch.compiler.is_compiling():
+            if self._region[0] is not self.policy:  # a replay tries another one
+                self._region = self.policy, autocast(self.device.type, policy=self.policy)
+            return self._region[1]
+        return autocast(self.device.type, policy=self.policy, enabled=enabled)
+
+    def backward(
+        self, loss: Tensor, optimizer: Optimizers = None, *, more: bool = False, **kwargs: Any
+    ) -> None:
+        """Scale the loss and run backward; call it several times before a step to accumulate.
+
+        Args:
+            loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled.
+            optimizer: the optimizers whose parameters this loss trains; None means all. Gradients of the
+                others stay as they are. An inf found in the gradients of one skips those of the same loss.
+            more: further backward passes follow before the step; needed only with released gradients, which
+                are applied by the last pass and clipped by the `clip_norm` and norm of the step before.
+            kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
+
+        Raises:
+            ConfigError: a loss without a graph or of several numbers, or an optimizer not of this session.
+        """
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ConfigError(
+                "backward got a loss that no parameter can learn from (requires_grad is False): "
+                "compute it with gradients enabled and without detach()"
+            )
+        if loss.numel() != 1 and "gradient" not in kwargs:
+            raise ConfigError(
+                f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
+                "reduce it (loss.mean()) or pass gradient="
+            )
+        indices = self._indices(optimizer)
+        apart = len(indices) < len(self.optimizers)
+        with ExitStack() if self._releasing or apart else nullcontext() as stack:
+            if stack is not None and apart:
+                stack.enter_context(kept_gradients(self.optimizers, indices))
+            for index, stepper in self._releasing:
+                assert stack is not None
+                inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
+                stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
+            self._open(indices)
+            self.loss_scale.scale(loss).backward(**kwargs)
+        if self._handles and self.steps < WATCHED_STEPS:
+            for index in indices:
+                self._pending[index].marks = marks(self.optimizers[index])
+
+    def scale(self, tree: Any) -> Any:
+        """Scale losses without running backward, for `torch.autograd.grad` and the like."""
+        return self.loss_scale.scale(tree)
+
+    def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Divide the loss scale out of the gradients now, to look at or change them before `step`.
+
+        Needed only for what `step(clip_norm=...)` does not do: clipping by value, noise, a norm of one's own.
+        16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
+        Raises as `step` does, and UnsupportedError where gradients are released during backward.
+        """
+        index = self._index(optimizer)
+        check_gradients(self._steppers[index], index in self._pending)
+        pending = self._pending.setdefault(index, self._pending.get(index) or self._unscaled_gradients(index))
+        if not isinstance(pending.carried, NoLossScale):
+            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
+            found = self._steppers[index].unscale(pending.scale.inverse(self.device))
+            pending.finite = not found if self.device.type == "cpu" else ~found
+
+    def _carried(self, index: int) -> float:
+        """The scale that an optimizer's gradients carry; 1 where none."""
+        pending = self._pending.get(index)
+        return 1.0 if pending is None or isinstance(pending.carried, NoLossScale) else pending.scale.read()
+
+    def _indices(self, optimizer: Optimizers) -> list[int]:
+        if optimizer is None:
+            return list(range(len(self.optimizers)))
+        named = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        return [self._index(one) for one in named]
+
+    def _index(self, optimizer: torch.optim.Optimizer | None) -> int:
+        if optimizer is None:
+            if len(self.optimizers) != 1:
+                raise ConfigError(f"this session has {len(self.optimizers)} optimizers: name the one to step")
+            return 0
+        for index, mine in enumerate(self.optimizers):
+            if mine is optimizer:
+                return index
+        raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")
+
+    def _open(self, indices: Sequence[int]) -> None:
+        """Note which scale the coming gradients carry; bring older ones to it."""
+        group = frozenset(indices)
+        for index in indices:
+            before = self._pending.get(index)
+            carried = self._kept.pop(index, None) if before is None else before.carried
+            if carried is not None and carried is not self.loss_scale:
+                self._rescale(index, carried)
+            others = frozenset[int]() if before is None else before.group
+            self._pending[index] = Pending(self.loss_scale, group | others)
+
+    def _rescale(self, index: int, old: LossScale) -> None:
+        gradients = self._steppers[index].gradients()
+        if gradients:
+            home = gradients[0].device
+            factor = self.loss_scale.tensor(home) * old.inverse(home)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        clip_norm: float | None = None,
+        scheduler: Any = None,
+        zero_grad: bool = True,
+    ) -> Outcome:
+        """Unscale, check, clip, update, write back and zero; returns what happened.
+
+        Args:
+            optimizer: which one, where the session has several.
+            clip_norm: clip the 2-norm of this optimizer's unscaled gradients to this.
+            scheduler: advanced only if the step was taken (on an accelerator at most two steps late). One
+                whose step() wants a metric is refused: call it yourself.
+            zero_grad: drop the gradients afterwards; those kept are added to as if they carried no scale.
+
+        Raises:
+            ScalerStateError: no gradients, or gradients that did not come through `backward`.
+            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
+            LossScaleCollapsed: `max_skips` steps in a row were skipped.
+        """
+        index = self._index(optimizer)
+        check_clip(clip_norm)
+        check_scheduler(scheduler)
+        stepper = self._steppers[index]
+        check_gradients(stepper, index in self._pending)
+        pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
+        carried = pending.carried
+        if pending.marks and pending.finite is None:
+            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
+        for listener in self.early_listeners:
+            listener(self, self.optimizers[index])
+        inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
+        first, wants_max = pending.found_inf is None, self.loss_scale.needs_max_abs
+        if clip_norm is None and not self.skip_nonfinite:
+            measured = stepper.look_and_update(inv_scale, wants_max)
+            found = self._found_inf(index, pending, measured.finite)
+        else:
+            measured = stepper.measure(inv_scale, wants_max)
+            found = self._found_inf(index, pending, measured.finite)
+            self.found_inf = found
+            stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
+            self.found_inf = None
+        if first:
+            self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
+        if zero_grad:
+            stepper.clear()
+        else:
+            self._kept[index] = NoLossScale() if stepper.unscaled else carried
+        self.steps += 1
+        partly = found is True and self.skip_nonfinite and stepper.releases
+        return self._tell(pending, measured, found, PARTLY if partly else None, scheduler)
+
+    def _tell(
+        self,
+        pending: Pending,
+        measured: Measured,
+        found: bool | Tensor,
+        reason: str | None,
+        scheduler: Any,
+    ) -> Outcome:
+        """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
+        here = isinstance(found, bool)
+        outcome = Outcome(
+            taken=_inverse(found) if self.skip_nonfinite else True,
+            finite=_inverse(found),
+            scale=pending.scale.value,
+            grad_norm=measured.norm,
+            max_abs=measured.max_abs,
+            step=self.steps,
+            reason=reason,
+            on_read=None if here else partial(self._arrived_late, scheduler, pending.edited),
+        )
+        self.history.append(outcome)
+        if here:
+            taken = not (found and self.skip_nonfinite)
+            self._arrived(scheduler, taken, not found, pending.scale, self.steps, pending.edited)
+        else:
+            self._queue.push(outcome)
+        for listener in self.listeners:
+            listener(self, outcome)
+        return outcome
+
+    def _unscaled_gradients(self, index: int) -> Pending:
+        if not isinstance(self.loss_scale, NoLossScale):
+            raise ScalerStateError(
+                "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
+            )
+        return Pending(self.loss_scale, frozenset({index}))
+
+    def _found_inf(self, index: int, pending: Pending, finite: bool | Tensor) -> bool | Tensor:
+        """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
+        found = _inverse(finite if pending.finite is None else pending.finite & finite)
+        if pending.found_inf is not None:
+            return found | pending.found_inf
+        siblings = [j for j in pending.group if j != index and j in self._pending]
+        for other in siblings:
+            theirs = ~all_finite(self._steppers[other].gradients())
+            found = found | (theirs.to(self.device) if isinstance(found, Tensor) else bool(theirs))
+        if self.skip_nonfinite and world_size() > 1:
+            everywhere = all_ranks(torch.as_tensor(found, device=self.device))
+            found = everywhere if isinstance(found, Tensor) else bool(everywhere)
+        for other in siblings:
+            self._pending[other].found_inf = found
+        return found
+
+    def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
+        scale = StaticLossScale(record.scale)
+        self._arrived(scheduler, record.taken, record.finite, scale, record.step, edited)
+
+    def _arrived(
+        self, scheduler: Any, taken: bool, finite: bool, scale: LossScale, step: int | None, edited: bool
+    ) -> None:
+        """Count, warn and advance the scheduler once what a step did is known on the host."""
+        if scheduler is not None and taken:
+            scheduler.step()
+        if taken and not finite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"step {step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
+                f"does; {epsilon_hint(self.optimizers)} (said once)",
+                HalfstepWarning,
+                stacklevel=4,
+            )
+        if edited and finite and not self._warned_of_change:
+            self._warned_of_change = True
+            warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
+        if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
+            self.skips = self.skips.after(taken, scale=None if taken else scale.read())
+
+    def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
+        """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
+
+        What is traced is told in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
+        """
+        if self._replay is None:
+            self._replay = Replayable(self)
+        return self._replay.run(step, *batch)
+
+    def sync(self) -> None:
+        """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
+        self._queue.drain()
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
+        modes = [(m, m.training) for model in self.models for m in model.modules()]
+        with ExitStack() as stack, torch.inference_mode():
+            for masters in self.masters.values():
+                stack.enter_context(masters.swap())
+            for conversion in self.conversions if self.level.masters else ():
+                stack.enter_context(conversion.suspended())
+            fill_stand_ins(self.models, one_pass_masters(self.level, self.optimizers))
+            for model in self.models:
+                model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale and counts as plain values; models and optimizers save themselves."""
+        self.sync()
+        return {
+            "format": 1,
+            "level": self.level.name,
+            "policy": str(self.policy),
+            "loss_scale": self.loss_scale.state_dict(),
+            "steps": self.steps,
+            "skips_in_row": self.skips.in_row,
+            "skips": self.skips.total,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
+        """
+        scale, steps, in_row, total = read_state(state, self.level, self.policy)
+        self.loss_scale, self.steps = scale, steps
+        self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
+
+    def revert(self) -> None:
+        """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
+        exact = one_pass_masters(self.level, self.optimizers)
+        for conversion in self.conversions:
+            conversion.revert()
+        for optimizer, values in exact.items():
+            optimizer.seed_masters(values)
+        for masters in self.masters.values():
+            masters.revert()
+        if self.conversions:
+            fit_states(self.level, self.optimizers)
+        for handle in self._handles:
+            handle.remove()
+        self.conversions, self.masters, self._handles = [], {}, []
+
+
+def _inverse(flag: bool | Tensor) -> bool | Tensor:
+    return ~flag if isinstance(flag, Tensor) else not flag

@@ -1,0 +1,272 @@
+"""How each kind of optimizer takes a checked step: one-pass ones, and torch ones with or without masters.
+
+A stepper measures the gradients of one optimizer and then updates or skips. `Session` decides when; what the
+numbers mean (scales, ranks, outcomes) is decided there, never here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ScalerStateError, UnsupportedError
+from halfstep.gradients.stats import measure
+from halfstep.gradients.unscale import unscale_
+from halfstep.gradients.widen import Widened
+from halfstep.optim.masters import MasterWeights
+from halfstep.policy.levels import LOW_DTYPES
+
+
+class Measured(NamedTuple):
+    """What one look at the unscaled gradients gave: Python values on a CPU, 0-d tensors elsewhere.
+
+    `max_abs` is None where nobody asked for it.
+    """
+
+    finite: bool | Tensor
+    norm: float | Tensor
+    max_abs: float | Tensor | None
+
+
+class Stepper(Protocol):
+    """What `Session` needs of an optimizer, whatever its kind."""
+
+    optimizer: torch.optim.Optimizer
+    releases: bool
+    unscaled: bool
+    """Whether the last `update` divided the loss scale out of the gradients where they lie."""
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as backward left them."""
+        ...
+
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
+        ...
+
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """Unscale, clip and update, or skip where `found_inf` is set."""
+        ...
+
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
+        ...
+
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
+        ...
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        ...
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors in the optimizer's groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class OnePassStepper:
+    """An optimizer of `halfstep.optim`: unscale, clip, skip and update happen in its own single pass."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self.unscaled = False
+        self._inv_scale: Tensor | None = None
+        self.releases = self.optimizer.release is not None
+        self._released = False
+
+    def during_backward(
+        self, named: bool, more: bool, inv_scale: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """Return the region for a backward pass of an optimizer that releases gradients.
+
+        Gradients only add up where the loss is not this optimizer's (`named`) or `more` passes follow; else
+        they are applied with `inv_scale`, clipped as the step before was.
+        """
+        if not named or more:
+            return self.optimizer.release.hold()
+        if self._released:
+            raise ScalerStateError(
+                "backward() ran again before step(), but gradients were released and applied already: pass "
+                "more=True to every backward() of a step but the last"
+            )
+        self._released = True
+        self.optimizer.release.configure(inv_scale, self.optimizer.release.clip_norm)
+        return nullcontext()
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as backward left them."""
+        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """One pass of the optimizer's own kernels over the gradients."""
+        self._inv_scale = inv_scale
+        known = self.optimizer.measure_on_host(inv_scale)
+        if known is not None:
+            return Measured(*known)
+        return _on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
+
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """One pass of the optimizer's own kernels over weights, gradients and states."""
+        clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
+        if self.releases:
+            self.optimizer.release.clip_norm, self._released = clip_norm, False
+        self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
+
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """One pass over gradients, weights and states, where the optimizer has one."""
+        if not self.optimizer.planned:
+            measured = self.measure(inv_scale, needs_max_abs)
+            self.update(measured, None, False)
+            return measured
+        self.optimizer.step(inv_scale=inv_scale, look=True)
+        looked = self.optimizer.looked
+        return self.measure(inv_scale, needs_max_abs) if looked is None else Measured(*looked)
+
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
+        if self.releases:
+            raise UnsupportedError(
+                "gradients were released and applied during backward: build the optimizer without "
+                "release_gradients to change them before the step"
+            )
+        for p in parameters_of(self.optimizer):
+            if p.grad is not None and p.grad.dtype in LOW_DTYPES:
+                p.grad_dtype = None  # any: torch otherwise wants the parameter's own
+                p.grad = p.grad.float()
+        return unscale_(self.gradients(), inv_scale)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        _clear(self.optimizer)
+
+
+class TorchStepper:
+    """A torch optimizer, with or without masters; skipping reads one flag."""
+
+    releases = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
+        self.optimizer = optimizer
+        self.unscaled = False
+        self._masters = masters
+        self._inv_scale: Tensor | None = None
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as backward left them; those of masters widened to fp32."""
+        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """Read the gradients once, twice where the largest magnitude is asked for.
+
+        Where widening them for masters has measured them already, only the others are read.
+        """
+        if self._needs_closure:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
+                "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
+            )
+        self._inv_scale = inv_scale
+        widened = None if self._masters is None else self._masters.link.widen()
+        gradients = self.gradients()
+        if widened is not None:
+            return _complete(widened, gradients, inv_scale, needs_max_abs)
+        return _look(gradients, inv_scale, needs_max_abs)
+
+    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+        """Unscale and clip in place, then the optimizer's own step."""
+        self.unscaled = False
+        if found_inf:
+            return
+        self.unscaled = True
+        if self._inv_scale is not None:
+            unscale_(self.gradients(), self._inv_scale)
+        if clip_norm is not None:
+            self._clip(measured.norm, clip_norm)
+        self.optimizer.step()
+
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+        """`measure`, then `update`."""
+        measured = self.measure(inv_scale, needs_max_abs)
+        self.update(measured, None, False)
+        return measured
+
+    def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
+        gradients = self.gradients()
+        if not any(g.is_sparse for g in gradients):
+            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
+            return
+        coefficient = _clip_coefficient(norm, clip_norm)  # torch's own has no norm of sparse gradients
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+
+    def unscale(self, inv_scale: Tensor) -> Tensor:
+        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
+        if self._masters is not None:
+            self._masters.link.widen()
+        return unscale_(self.gradients(), inv_scale)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        _clear(self.optimizer)
+
+
+def _clear(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's own zero_grad does 15 us slower."""
+    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
+    if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
+        norm = _fp32_norm(gradients)
+        if math.isfinite(norm):
+            return Measured(True, norm if inv_scale is None else norm * float(inv_scale), None)
+    return _on_host_if_cpu(measure(gradients, inv_scale))
+
+
+def _complete(
+    widened: Widened, gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool
+) -> Measured:
+    """Add the gradients that widening did not measure; read all where these are not finite."""
+    seen = {id(g) for g in widened.grads}
+    rest = _look([g for g in gradients if id(g) not in seen], None, needs_max_abs)
+    if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.max_abs, Tensor):
+        return _look(gradients, inv_scale, needs_max_abs)
+    factor = 1.0 if inv_scale is None else float(inv_scale)
+    max_abs = max(widened.max_abs, rest.max_abs or 0.0) * factor if needs_max_abs else None
+    return Measured(True, widened.norm_with(rest.norm) * factor, max_abs)
+
+
+def _fp32_norm(gradients: list[Tensor]) -> float:
+    """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
+    if any(g.layout != torch.strided for g in gradients):
+        return math.nan
+    norms = torch._foreach_norm(gradients, 2)  # pyright: ignore[reportPrivateImportUsage]
+    return math.hypot(*(float(norm) for norm in norms))
+
+
+def _clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
+    """`min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
+    coefficient = clip_norm / (norm + 1e-6)
+    return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
+
+
+def _on_host_if_cpu(stats: Any) -> Measured:
+    """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
+    if stats.norm.device.type != "cpu":
+        return Measured(stats.finite, stats.norm, stats.max_abs)
+    return Measured(bool(stats.finite), float(stats.norm), float(stats.max_abs))

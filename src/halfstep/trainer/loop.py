@@ -1,0 +1,463 @@
+"""A training loop that is short enough to read: fit, evaluate, checkpoints, resume, callbacks, loggers.
+
+Precision is `hs.prepare`'s; the loop only calls it. Losses, metrics and outcomes stay on the device and are
+read together every `read_every` steps, so that the steady step waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep import checkpoint as _checkpoint
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
+from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.trace import Trace
+from halfstep.scaling.outcome import Outcome
+from halfstep.session.session import prepare
+from halfstep.trainer.position import MicroBatches, Position
+
+_PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
+
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""(model output, target) -> 0-d tensor, the mean over the batch."""
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """Share of positions whose largest entry of the last dimension is the target's; 0-d fp32."""
+    return (output.argmax(-1) == target).float().mean()
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """One step as the host knows it: loss, whether it was taken, the scale its gradients carried."""
+
+    step: int
+    loss: float
+    taken: bool
+    scale: float
+    grad_norm: float | None
+    reason: str
+
+
+@dataclass
+class History:
+    """What `fit` saw: a StepLog for each step, the wall time, and where the loss stopped being finite."""
+
+    steps: list[StepLog] = field(default_factory=list)
+    seconds: float = 0.0
+    diverged_at: int | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [log.loss for log in self.steps]
+
+    @property
+    def skipped(self) -> list[int]:
+        """The numbers of the steps that were not taken."""
+        return [log.step for log in self.steps if not log.taken]
+
+
+class Logger(Protocol):
+    """Where numbers go: anything with this method."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of `step`; called every `read_every` steps and after an evaluation."""
+        ...
+
+
+class Callback:
+    """Hooks into `Trainer.fit`; override what is needed. Values are on the host in `on_read` alone."""
+
+    def on_fit_start(self, trainer: Trainer, steps: int) -> None:
+        """Before the first step; `steps` is the number of the last one."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After every step; `trainer.step` counts it."""
+
+    def on_read(self, trainer: Trainer, logs: Sequence[StepLog]) -> None:
+        """After losses and outcomes arrived on the host."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """After every pass over the loader; `trainer.epoch` counts it."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last step, also when an error ends the loop."""
+
+
+class ProgressBar(Callback):
+    """A rich progress bar on standard error."""
+
+    def on_fit_start(self, trainer: Trainer, steps: int) -> None:
+        """Draw the bar."""
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn
+
+        columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]}"))
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("training", total=steps, completed=trainer.step, loss="")
+        self._bar.start()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Advance."""
+        self._bar.update(self._task, completed=trainer.step)
+
+    def on_read(self, trainer: Trainer, logs: Sequence[StepLog]) -> None:
+        """Show the last loss."""
+        self._bar.update(self._task, loss=f"{logs[-1].loss:.4g}")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Leave the terminal as it was."""
+        self._bar.stop()
+
+
+class _Step:
+    """One step of a Trainer: forward and backward of each of its batches, then the update."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
+        """Returns the step's loss, unscaled and detached, and its outcome."""
+        own = self._trainer
+        total: Tensor | None = None
+        for x, y in batches:
+            with own.amp.autocast():
+                loss = own.loss_fn(own.model(x), y) / own.accumulate
+            own.amp.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
+
+
+class Trainer:
+    """Trains `model` with `optimizer` on batches (input, target) at a precision level.
+
+    `level`, `dtype`, `policy`, `plan`, `loss_scale` go to `hs.prepare`. `accumulate` batches make one step.
+    `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and
+    `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
+    progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
+
+    With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
+    told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
+    Training goes on as if nothing had been replayed; a range that only a dynamic loss scale's present value
+    exceeds is kept without a warning. A run that goes well pays for noting random state and buffers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        level: str = "O1",
+        dtype: str | torch.dtype | None = None,
+        policy: Any = None,
+        plan: Any = None,
+        loss_scale: Any = None,
+        device: str | torch.device | None = None,
+        clip_norm: float | None = None,
+        scheduler: Any = None,
+        accumulate: int = 1,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] = (),
+        checkpoints: str | Path | None = None,
+        checkpoint_every: int = 0,
+        keep: int = 3,
+        read_every: int = 50,
+        progress: bool | None = None,
+        trace: bool = False,
+    ) -> None:
+        counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
+        _check_options({**counts, "keep": keep}, checkpoints)
+        _check_callables(loss_fn, metrics, callbacks, loggers)
+        if device is not None:
+            model.to(device)
+        self.names = _checkpoint.parameter_names(model, optimizer)
+        self.amp = prepare(
+            model,
+            optimizer,
+            level=level,
+            dtype=dtype,
+            policy=policy,
+            plan=plan,
+            loss_scale=loss_scale,
+        )
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate
+        self.metrics = dict(metrics or {})
+        self.loggers = tuple(loggers)
+        show = sys.stderr.isatty() if progress is None else progress
+        self.callbacks = (*callbacks, *([ProgressBar()] if show else []))
+        self.folder = None if checkpoints is None else _checkpoint.CheckpointFolder(checkpoints, keep)
+        self.checkpoint_every, self.read_every = checkpoint_every, read_every
+        self.step = self.epoch = 0
+        self.history = History()
+        self._step = _Step(self)
+        others = () if scheduler is None else (scheduler,)
+        self._replayable = Replayable(self.amp, others=others) if trace else None
+        self._pending: list[tuple[int, Tensor, Any]] = []
+        self._position: Position | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def traces(self) -> Sequence[tuple[int, Trace]]:
+        """Step number and trace of each bad step that was replayed and had a cause of its own."""
+        return [] if self._replayable is None else self._replayable.traces
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        resume: bool = False,
+    ) -> History:
+        """Train until step number `steps`, or for `epochs` passes of a loader with a length.
+
+        Raises DataError for a batch with inf or NaN (before it touches the weights) or an empty loader, and
+        CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
+        """
+        last = self._last_step(loader, steps, epochs)
+        self._position = Position(loader, self._end_epoch)
+        self.history = History()
+        if resume:
+            self._resume()
+        started = time.perf_counter()
+        self._tell("on_fit_start", last)
+        try:
+            self.model.train()
+            batches = iter(self._position)
+            while self.step < last:
+                self._train_step(batches)
+                if len(self._pending) >= self.read_every:
+                    self._read()
+                if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+                    self.save()
+            if self._replayable is not None:
+                self._replayable.settle()
+            self._read()
+        except HalfstepError:
+            with suppress(HalfstepError):
+                self._read()
+            raise
+        finally:
+            self.history.seconds = time.perf_counter() - started
+            self._tell("on_fit_end")
+        return self.history
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once."""
+        sums: dict[str, Tensor] = {}
+        count = 0
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for x, y in map(self._move, loader):
+                    with self.amp.autocast():
+                        output = self.model(x)
+                        values = {"loss": self.loss_fn(output, y)}
+                    values |= {name: metric(output, y) for name, metric in self.metrics.items()}
+                    for name, value in values.items():
+                        sums[name] = sums.get(name, 0.0) + value.double() * len(x)
+                    count += len(x)
+        finally:
+            for module, training in modes:
+                module.training = training
+        if not count:
+            raise DataError("the loader gave no batches; evaluate needs at least one")
+        means = dict(zip(sums, (torch.stack(list(sums.values())) / count).tolist()))
+        self._log(means, prefix="test ")
+        return means
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment into the folder; returns its path."""
+        if self.folder is None:
+            raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
+        return self.folder.save(self.step, self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
+        return {
+            "format": _checkpoint.FORMAT,
+            "step": self.step,
+            "epoch": self.epoch,
+            "threads": torch.get_num_threads(),
+            "model": _checkpoint.model_state(self.model),
+            "optimizer": _checkpoint.optimizer_state(self.optimizer, self.names),
+            "amp": self.amp.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "random": _checkpoint.random_state(),
+            "position": None if self._position is None else self._position.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a `state_dict` over; CheckpointError when it is of another model or layout."""
+        if state.get("format") != _checkpoint.FORMAT:
+            raise CheckpointError(
+                f"checkpoint layout {state.get('format')!r}; this version reads {_checkpoint.FORMAT}"
+            )
+        missing = sorted(_PARTS - state.keys())
+        if missing:
+            raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
+        _checkpoint.warn_if_threads_differ(state["threads"])
+        if (self.scheduler is None) != (state["scheduler"] is None):
+            with_it, without = (
+                ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
+            )
+            raise CheckpointError(
+                f"the {with_it} has a scheduler, the {without} has none: resume with the same"
+            )
+        _checkpoint.check_model_state(self.model, state["model"])
+        _checkpoint.check_optimizer_state(self.optimizer, self.names, state["optimizer"])
+        self.amp.load_state_dict(state["amp"])
+        _checkpoint.load_model_state(self.model, state["model"])
+        _checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.epoch = int(state["step"]), int(state["epoch"])
+        if self._position is not None and state["position"] is not None:
+            self._position.load_state_dict(state["position"])
+        _checkpoint.load_random_state(state["random"])
+
+    def _resume(self) -> None:
+        if self.folder is None:
+            raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
+        state = self.folder.load_latest()
+        if state is not None:
+            self.load_state_dict(state)
+
+    def _last_step(self, loader: Iterable[Any], steps: int | None, epochs: int | None) -> int:
+        if (steps is None) == (epochs is None):
+            raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
+        for name, value in (("steps", steps), ("epochs", epochs)):
+            if value is not None and not _is_count(value):
+                raise ConfigError(f"fit got {name}={value!r}; expected a whole number")
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
+        if steps is not None:
+            last = steps
+        elif hasattr(loader, "__len__"):
+            last = int(epochs or 0) * (len(loader) // self.accumulate)  # type: ignore[arg-type]
+        else:
+            raise ConfigError(f"a {type(loader).__name__} has no length; give steps= instead of epochs=")
+        if last < 1:
+            raise ConfigError(f"fit would train {last} steps; give steps= or epochs= of at least 1")
+        return last
+
+    def _train_step(self, batches: Iterator[Any]) -> None:
+        def fetch() -> tuple[Any, Any]:
+            return self._move(next(batches))
+
+        if self._replayable is None:
+            total, outcome = self._step(fetch() for _ in range(self.accumulate))
+        else:
+            self._replayable.steps = self.step
+            total, outcome = self._replayable.run(self._step, MicroBatches(fetch, self.accumulate))
+        self.step += 1
+        self._pending.append((self.step, total, outcome))
+        self._tell("on_step_end")
+
+    def _move(self, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise DataError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
+        for part, value in zip(("input", "target"), batch):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
+                _require_finite(value, part, self.step + 1)
+        x, y = (v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for v in batch)
+        return x, y
+
+    def _read(self) -> None:
+        if not self._pending:
+            return
+        losses = torch.stack([loss.float() for _, loss, _ in self._pending]).tolist()
+        logs = [
+            StepLog(step, loss, o.taken, o.scale, o.grad_norm, o.reason)
+            for (step, _, outcome), loss in zip(self._pending, losses)
+            for o in (outcome.read(),)
+        ]
+        self._pending.clear()
+        self.history.steps.extend(logs)
+        self._check_divergence(logs)
+        self._log({"loss": logs[-1].loss, "scale": logs[-1].scale, "skipped": len(self.history.skipped)})
+        self._tell("on_read", logs)
+
+    def _check_divergence(self, logs: Sequence[StepLog]) -> None:
+        bad = [log.step for log in logs if log.taken and not math.isfinite(log.loss)]
+        if bad and self.history.diverged_at is None:
+            self.history.diverged_at = bad[0]
+            warnings.warn(
+                f"the loss is not finite from step {bad[0]} on, yet steps were taken: the run has diverged "
+                "(a dynamic loss scale skips such steps; a lower learning rate or bf16 may avoid them)",
+                HalfstepWarning,
+                stacklevel=4,
+            )
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self._tell("on_epoch_end")
+
+    def _log(self, values: Mapping[str, float], prefix: str = "") -> None:
+        for logger in self.loggers:
+            logger.log(self.step, {prefix + name: value for name, value in values.items()})
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
+
+
+def _require_finite(value: Tensor, part: str, step: int) -> None:
+    # A sum is not finite as soon as one element is not; only then is the exact and slower look needed.
+    if not math.isfinite(value.sum(dtype=torch.float64).item()):
+        finite = value.isfinite()
+        bad = int((~finite).sum())
+        if bad:
+            kind = "NaN or inf" if bool(value.isnan().any()) else "inf"
+            raise DataError(
+                f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
+                "clean the data, nothing was updated with it"
+            )
+
+
+def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) -> None:
+    for name, value in counts.items():
+        least = 0 if name == "checkpoint_every" else 1
+        if not _is_count(value) or value < least:
+            raise ConfigError(f"{name}={value!r}; expected a whole number, {least} or more")
+    every = counts["checkpoint_every"]
+    if every and checkpoints is None:
+        raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
+    if checkpoints is not None and not isinstance(checkpoints, str | Path):
+        raise ConfigError(f"checkpoints={checkpoints!r}; expected a folder's path")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_callables(loss_fn: Any, metrics: Any, callbacks: Any, loggers: Any) -> None:
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn={loss_fn!r}; expected a function (output, target) -> loss")
+    if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
+        raise ConfigError(f"metrics={metrics!r}; expected names and functions (output, target) -> value")
+    for name, given in (("callbacks", callbacks), ("loggers", loggers)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise ConfigError(f"{name}={given!r}; expected a list")

@@ -1,0 +1,104 @@
+"""Batches as a training loop needs them: a position that can be saved, and steps that can be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from halfstep import checkpoint as _checkpoint
+from halfstep.errors import CheckpointError, DataError
+from halfstep.numerics.snapshot import random_state
+
+
+class Position:
+    """Batches without end from a loader, and where in it training stands.
+
+    A loader with `state_dict` and `load_state_dict` is asked; for any other the random state at the start of
+    the pass is kept, and resuming replays the pass up to the batch.
+    """
+
+    def __init__(self, loader: Iterable[Any], on_epoch_end: Callable[[], None]) -> None:
+        self.loader, self.on_epoch_end = loader, on_epoch_end
+        self.own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.served = 0
+        self.start: dict[str, Any] = {}
+        self._resume: dict[str, Any] | None = None
+
+    def _generator(self) -> torch.Generator | None:
+        return getattr(self.loader, "generator", None)
+
+    def _begin(self) -> Iterator[Any]:
+        if self.own:
+            return iter(self.loader)
+        generator = self._generator()
+        if self._resume is None:
+            self.start = _checkpoint.random_state()
+            if generator is not None:
+                self.start["generator"] = generator.get_state()
+            self.served = 0
+            return iter(self.loader)
+        now, self.start, self.served = (
+            _checkpoint.random_state(),
+            self._resume["start"],
+            self._resume["served"],
+        )
+        self._resume = None
+        _checkpoint.load_random_state(self.start)
+        if generator is not None and "generator" in self.start:
+            generator.set_state(self.start["generator"].cpu())
+        batches = iter(self.loader)
+        for _ in range(self.served):
+            next(batches)
+        _checkpoint.load_random_state(now)
+        return batches
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = 0
+        while True:
+            empty += 1
+            for batch in self._begin():
+                empty = 0
+                self.served += 1
+                yield batch
+            if empty > 1:
+                raise DataError(
+                    "a pass over the loader gave no batches; fit needs at least one in every pass "
+                    "(a generator can be read once only: pass a list or a DataLoader)"
+                )
+            self.on_epoch_end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own state, or how to get to the next batch again."""
+        loader: Any = self.loader
+        return {"loader": loader.state_dict()} if self.own else {"start": self.start, "served": self.served}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; CheckpointError for the state of another kind of loader."""
+        loader: Any = self.loader
+        if self.own != ("loader" in state):
+            raise CheckpointError("the checkpoint was written with another kind of loader")
+        if self.own:
+            loader.load_state_dict(state["loader"])
+        else:
+            self._resume = dict(state)
+
+
+class MicroBatches:
+    """The batches of one step, fetched as the step asks for them; a replay gets the same ones again.
+
+    Random generators are as they were after each fetch then: a loader may have drawn from them.
+    """
+
+    def __init__(self, fetch: Callable[[], Any], count: int) -> None:
+        self._fetch, self._count = fetch, count
+        self._fetched: list[tuple[Any, Callable[[], None]]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in range(self._count):
+            if place == len(self._fetched):
+                self._fetched.append((self._fetch(), random_state()))
+            else:
+                self._fetched[place][1]()
+            yield self._fetched[place][0]
