@@ -17,10 +17,10 @@ from halfstep.autocast import (
     disabled,
     frozen_weights,
 )
+from halfstep.autocast.own_ops import op as own_op
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
 from halfstep.policy.ops import Rule
-from halfstep.policy.policy import op as own_op
 from tests.autocast_samples import Sample, cpu_samples, cuda_samples, outcome, tensors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import checkpoint
+from halfstep import checkpoint, rng
 from halfstep.checkpoint import CheckpointFolder
 from halfstep.errors import CheckpointError
 
@@ -207,12 +207,12 @@ def test_every_generator_comes_back(tmp_path):
     random.seed(1)
     numpy.random.seed(2)
     torch.manual_seed(3)
-    path = checkpoint.save(tmp_path / "a.pt", checkpoint.random_state())
+    path = checkpoint.save(tmp_path / "a.pt", rng.random_state())
     wanted = (random.random(), numpy.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
     random.seed(7)
     numpy.random.seed(7)
     torch.manual_seed(7)
-    checkpoint.load_random_state(checkpoint.load(path))
+    rng.load_random_state(checkpoint.load(path))
     assert (random.random(), numpy.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == wanted
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from halfstep.devices import Capability, capability
+from halfstep.devices import Capability, capabilities, memory
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 CPU = torch.device("cpu")
@@ -18,15 +18,15 @@ CPU = torch.device("cpu")
 def fresh(tmp_path, monkeypatch):
     """No memory of earlier measurements, on disk or in the process; counts those that are made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(capability, "_known", {})
-    monkeypatch.setattr(capability, "_declared", {})
+    monkeypatch.setattr(capabilities, "_known", {})
+    monkeypatch.setattr(capabilities, "_declared", {})
     made = []
 
     def measure(device, dtype):
         made.append(dtype)
         return {torch.bfloat16: (0.3, ""), torch.float16: (35.0, "")}.get(dtype, (None, "no kernel"))
 
-    monkeypatch.setattr(capability, "_measure", measure)
+    monkeypatch.setattr(capabilities, "_measure", measure)
     return made
 
 
@@ -39,29 +39,29 @@ def python(code: str, **env: str) -> str:
 
 
 def test_status_follows_from_the_measured_ratio(fresh):
-    assert capability.capability("cpu", "bf16").status == "native"
-    slow = capability.capability("cpu", "fp16")
+    assert capabilities.capability("cpu", "bf16").status == "native"
+    slow = capabilities.capability("cpu", "fp16")
     assert (slow.status, slow.ratio) == ("slow", 35.0)
-    absent = capability.capability("cpu", "e5m2")
+    absent = capabilities.capability("cpu", "e5m2")
     assert (absent.status, absent.why, absent.ratio) == ("absent", "no kernel", None)
-    assert capability.is_slow("cpu", torch.float16)
-    assert not capability.is_slow("cpu", "bf16")
+    assert capabilities.is_slow("cpu", torch.float16)
+    assert not capabilities.is_slow("cpu", "bf16")
 
 
 def test_fp32_and_fp64_are_never_slow(fresh, monkeypatch):
-    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (9.0, ""))
-    assert capability.capability("cpu", "fp32").ratio == 1.0
-    assert capability.capability("cpu", "fp64").status == "native"
+    monkeypatch.setattr(capabilities, "_measure", lambda device, dtype: (9.0, ""))
+    assert capabilities.capability("cpu", "fp32").ratio == 1.0
+    assert capabilities.capability("cpu", "fp64").status == "native"
 
 
 def test_each_dtype_is_measured_once_and_found_again_on_disk(fresh, monkeypatch):
-    first = capability.capability("cpu", "fp16")
-    assert capability.capability(CPU, torch.float16) == first
-    monkeypatch.setattr(capability, "_known", {})
-    assert capability.capability("cpu", "fp16") == first
+    first = capabilities.capability("cpu", "fp16")
+    assert capabilities.capability(CPU, torch.float16) == first
+    monkeypatch.setattr(capabilities, "_known", {})
+    assert capabilities.capability("cpu", "fp16") == first
     assert fresh == [torch.float16]
-    capability.capability("cpu", "bf16")
-    assert set(json.loads(capability.cache_file(CPU).read_text())) == {"fp16", "bf16"}
+    capabilities.capability("cpu", "bf16")
+    assert set(json.loads(capabilities.cache_file(CPU).read_text())) == {"fp16", "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_each_dtype_is_measured_once_and_found_again_on_disk(fresh, monkeypatch)
      '{"fp16": {"ratio": -1.0, "problem": ""}}', '{"fp16": {}}'],
 )  # fmt: skip
 def test_a_corrupt_cache_is_measured_again(fresh, content):
-    file = capability.cache_file(CPU)
+    file = capabilities.cache_file(CPU)
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    assert capability.capability("cpu", "fp16").ratio == 35.0
+    assert capabilities.capability("cpu", "fp16").ratio == 35.0
     assert json.loads(file.read_text())["fp16"]["ratio"] == 35.0
 
 
@@ -81,8 +81,8 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(fresh, tmp_path, 
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert capability.capability("cpu", "fp16").status == "slow"
-    assert capability.capability("cpu", "fp16").status == "slow"
+    assert capabilities.capability("cpu", "fp16").status == "slow"
+    assert capabilities.capability("cpu", "fp16").status == "slow"
     assert fresh == [torch.float16]
 
 
@@ -91,20 +91,20 @@ def test_nothing_half_written_is_left_when_the_move_fails(fresh, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", refuse)
-    assert capability.capability("cpu", "bf16").status == "native"
-    assert list(capability.cache_file(CPU).parent.iterdir()) == []
+    assert capabilities.capability("cpu", "bf16").status == "native"
+    assert list(capabilities.cache_file(CPU).parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
 def test_a_limit_on_the_instruction_set_has_its_own_cache(fresh, monkeypatch, limit):
-    free = capability.cache_file(CPU)
+    free = capabilities.cache_file(CPU)
     monkeypatch.setenv(limit, "AVX2")
-    assert capability.cache_file(CPU) != free
+    assert capabilities.cache_file(CPU) != free
 
 
 def test_a_real_measurement_of_this_cpu_leaves_no_trace():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    ratio, problem = capability._measure(CPU, torch.bfloat16)
+    ratio, problem = capabilities._measure(CPU, torch.bfloat16)
     assert problem == ""
     assert 0.01 < ratio < 1000
     assert torch.get_num_threads() == threads
@@ -113,7 +113,7 @@ def test_a_real_measurement_of_this_cpu_leaves_no_trace():
 
 def test_a_measurement_does_not_see_the_callers_region():
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        ratio, problem = capability._measure(CPU, torch.float64)
+        ratio, problem = capabilities._measure(CPU, torch.float64)
     assert problem == ""
     assert ratio > 1
 
@@ -132,17 +132,17 @@ def test_bf16_is_native_with_avx512_and_slow_without(tmp_path):
 
 
 def test_the_reason_names_the_limit(fresh, monkeypatch):
-    monkeypatch.setattr(capability, "_cpu_facts", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(capability.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(capabilities, "_cpu_facts", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(capabilities.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    why = capability._reason(CPU, torch.bfloat16, 40.0, "slow")
+    why = capabilities._reason(CPU, torch.bfloat16, 40.0, "slow")
     assert why == "ONEDNN_MAX_CPU_ISA=AVX2 hides this CPU's avx512_bf16"
 
 
 def test_a_cpu_defaults_to_bf16_even_where_it_is_slow(fresh, monkeypatch):
-    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (40.0, ""))
-    assert capability.default_dtype("cpu") == torch.bfloat16
-    assert capability.is_slow("cpu", "bf16")
+    monkeypatch.setattr(capabilities, "_measure", lambda device, dtype: (40.0, ""))
+    assert capabilities.default_dtype("cpu") == torch.bfloat16
+    assert capabilities.is_slow("cpu", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -155,44 +155,44 @@ def test_a_cpu_defaults_to_bf16_even_where_it_is_slow(fresh, monkeypatch):
     ],
 )
 def test_another_device_defaults_to_what_is_native(fresh, dtypes, slow, expected):
-    capability.declare("meta", dtypes, tuple(capability.parse_dtype(d) for d in slow))
-    assert capability.default_dtype("meta") == expected
+    capabilities.declare("meta", dtypes, tuple(capabilities.parse_dtype(d) for d in slow))
+    assert capabilities.default_dtype("meta") == expected
 
 
 def test_a_device_without_16_bits_says_so(fresh):
-    capability.declare("meta", (torch.float32,))
+    capabilities.declare("meta", (torch.float32,))
     with pytest.raises(UnsupportedError, match="neither bf16 nor fp16"):
-        capability.default_dtype("meta")
+        capabilities.default_dtype("meta")
     with pytest.raises(UnsupportedError, match=r"bf16 does not work on meta: its vendor.*use fp32"):
-        capability.check_dtype("meta", "bf16")
+        capabilities.check_dtype("meta", "bf16")
 
 
 def test_declaring_replaces_what_was_known(fresh):
-    assert capability.capability("meta", "fp16").status == "native"
-    capability.declare("meta", (torch.float16,), slow=(torch.float16,))
-    assert capability.capability("meta", "fp16") == Capability(
+    assert capabilities.capability("meta", "fp16").status == "native"
+    capabilities.declare("meta", (torch.float16,), slow=(torch.float16,))
+    assert capabilities.capability("meta", "fp16") == Capability(
         "meta", torch.float16, "slow", "declared by its vendor"
     )
     with pytest.raises(ConfigError, match=r"slow=\['bf16'\] is not among the dtypes"):
-        capability.declare("meta", (torch.float16,), slow=(torch.bfloat16,))
+        capabilities.declare("meta", (torch.float16,), slow=(torch.bfloat16,))
 
 
 def test_check_dtype_returns_what_works(fresh):
-    assert capability.check_dtype("cpu", "half") == torch.float16
+    assert capabilities.check_dtype("cpu", "half") == torch.float16
     with pytest.raises(UnsupportedError, match="e4m3fn does not work on cpu: no kernel; use bf16 or fp16"):
-        capability.check_dtype("cpu", "e4m3fn")
+        capabilities.check_dtype("cpu", "e4m3fn")
 
 
 def test_unknown_devices_are_refused():
     with pytest.raises(ConfigError, match="unknown device 'tpu9'"):
-        capability.capability("tpu9", "bf16")
+        capabilities.capability("tpu9", "bf16")
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="'cuda' is not usable here"):
-            capability.default_dtype("cuda")
+            capabilities.default_dtype("cuda")
 
 
 def test_matmul_precision_is_reported():
-    assert capability.float32_matmul_precision() == torch.get_float32_matmul_precision()
+    assert memory.float32_matmul_precision() == torch.get_float32_matmul_precision()
 
 
 FAULTS = """
@@ -219,6 +219,6 @@ def test_kept_memory_is_not_mapped_again():
 
 
 def test_without_glibc_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(capability.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(capabilities.platform, "libc_ver", lambda: ("", ""))
     with pytest.warns(HalfstepWarning, match="needs Linux with glibc"):
-        assert capability.keep_freed_memory() is False
+        assert memory.keep_freed_memory() is False

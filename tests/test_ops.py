@@ -14,7 +14,8 @@ from halfstep.autocast import regions
 from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import ConfigError
 from halfstep.policy import ops
-from halfstep.policy.ops import TABLES, Rule, canonical_op, rows
+from halfstep.policy.op_names import canonical_op
+from halfstep.policy.ops import TABLES, Rule, rows
 
 ROOT = Path(__file__).parents[1]
 MEASURED = json.loads((ROOT / "benchmarks/results/op_rules.json").read_text())["ops"]

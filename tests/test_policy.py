@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.autocast.own_ops import op
 from halfstep.errors import ConfigError
-from halfstep.policy import Policy, ops
+from halfstep.policy import Policy, op_names
 from halfstep.policy import policy as policies
 from halfstep.policy.ops import TABLES, Rule
-from halfstep.policy.policy import op, set_own_op_caller
+from halfstep.policy.policy import set_own_op_caller
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 EDITS = st.dictionaries(st.sampled_from(sorted(TABLES["halfstep"])), st.sampled_from(list(Rule)), max_size=5)
@@ -161,7 +162,7 @@ def test_own_functions_can_be_given_rules() -> None:
     assert policy.rule_of(name) is Rule.FULL
     assert Policy.parse(str(policy)) == policy
     assert Policy().with_rules(low=[name]).rule_of(name) is Rule.LOW
-    assert ops.canonical_op(scaled) == name
+    assert op_names.canonical_op(scaled) == name
 
 
 def test_only_functions_become_own_ops() -> None:

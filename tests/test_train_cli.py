@@ -169,27 +169,28 @@ def test_corrupt_data_leaves_no_report(capsys, tmp_path, content):
 
 
 def test_an_unsupported_dtype_on_this_device_is_told(capsys, monkeypatch):
-    from halfstep.devices import capability
+    from halfstep.devices import capabilities
 
-    absent = capability.Capability("cpu", torch.float16, "absent", "no kernels were built", None)
-    real = capability.capability
+    absent = capabilities.Capability("cpu", torch.float16, "absent", "no kernels were built", None)
+    real = capabilities.capability
     monkeypatch.setattr(
-        capability,
+        capabilities,
         "capability",
-        lambda d, t: absent if capability.parse_dtype(t) == torch.float16 else real(d, t),
+        lambda d, t: absent if capabilities.parse_dtype(t) == torch.float16 else real(d, t),
     )
     assert main(["train", "digits-mlp", "--level", "O1", "--dtype", "fp16", "--steps", "1"]) == 2
     assert "fp16 does not work on cpu: no kernels were built" in capsys.readouterr().err
 
 
 def test_a_slow_dtype_is_told_in_the_table(capsys, monkeypatch):
+    from halfstep.devices import capabilities
 
-    slow = capability.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
-    real = capability.capability
+    slow = capabilities.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
+    real = capabilities.capability
     monkeypatch.setattr(
-        capability,
+        capabilities,
         "capability",
-        lambda d, t: slow if capability.parse_dtype(t) == torch.bfloat16 else real(d, t),
+        lambda d, t: slow if capabilities.parse_dtype(t) == torch.bfloat16 else real(d, t),
     )
     assert (
         main(["train", "digits-mlp", "--level", "O1", "--dtype", "bf16", "--steps", "2", "--threads", "1"])

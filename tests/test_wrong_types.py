@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep import formats
-from halfstep.devices import capability
+from halfstep.devices import capabilities, register
 from halfstep.errors import ConfigError, PlanError
 from halfstep.policy import Policy
 from halfstep.policy.levels import LEVELS
@@ -32,7 +32,7 @@ HEAD = PlanRule("head", dtype=torch.float32)
 
 @pytest.fixture(autouse=True)
 def _nothing_declared(monkeypatch):
-    monkeypatch.setattr(capability, "_declared", {})
+    monkeypatch.setattr(capabilities, "_declared", {})
 
 
 # What is called, and the types that it takes, right or of no consequence.
@@ -46,21 +46,21 @@ DOORS = {
     "tensor to round": (lambda x: formats.round_to(x, "bf16"), torch.Tensor),
     "dtype": (formats.parse_dtype, ()),
     "dtype's name": (formats.dtype_name, torch.dtype),
-    "device": (capability.resolve, type(None)),
-    "device that can": (lambda x: capability.capability(x, "fp32"), type(None)),
-    "device with a default": (capability.default_dtype, type(None)),
-    "device's facts": (capability.machine, type(None)),
-    "device's file": (capability.cache_file, type(None)),
-    "dtype it can": (lambda x: capability.check_dtype("cpu", x), ()),
-    "name declared": (lambda x: capability.declare(x, ["bf16"]), str),
-    "dtypes declared": (lambda x: capability.declare("chip", x), list),
-    "dtype declared": (lambda x: capability.declare("chip", [x]), ()),
-    "slow dtypes": (lambda x: capability.declare("chip", ["bf16"], x), list),
-    "name registered": (capability.register, ()),
-    "dtypes registered": (lambda x: capability.register("chip", dtypes=x), list),
-    "finite check": (lambda x: capability.register("chip", finite_check=x), type(None)),
-    "scale update": (lambda x: capability.register("chip", update_scale=x), type(None)),
-    "collective": (lambda x: capability.register("chip", collective=x), (str, type(None))),
+    "device": (capabilities.resolve, type(None)),
+    "device that can": (lambda x: capabilities.capability(x, "fp32"), type(None)),
+    "device with a default": (capabilities.default_dtype, type(None)),
+    "device's facts": (capabilities.machine, type(None)),
+    "device's file": (capabilities.cache_file, type(None)),
+    "dtype it can": (lambda x: capabilities.check_dtype("cpu", x), ()),
+    "name declared": (lambda x: capabilities.declare(x, ["bf16"]), str),
+    "dtypes declared": (lambda x: capabilities.declare("chip", x), list),
+    "dtype declared": (lambda x: capabilities.declare("chip", [x]), ()),
+    "slow dtypes": (lambda x: capabilities.declare("chip", ["bf16"], x), list),
+    "name registered": (register.register, ()),
+    "dtypes registered": (lambda x: register.register("chip", dtypes=x), list),
+    "finite check": (lambda x: register.register("chip", finite_check=x), type(None)),
+    "scale update": (lambda x: register.register("chip", update_scale=x), type(None)),
+    "collective": (lambda x: register.register("chip", collective=x), (str, type(None))),
     "level's dtype": (LEVELS["O2"].policy, ()),
     "dtype at O0": (LEVELS["O0"].policy, type(None)),
     "level's table": (lambda x: LEVELS["O1"].policy("fp16", x), type(None)),
@@ -105,11 +105,11 @@ SAID = [
     (lambda: formats.decode(1.5, "bf16"), "a bit pattern as an int"),
     (lambda: formats.encode(Fraction(1, 3), "bf16"), "1/3 is not a number of bf16"),
     (lambda: formats.encode(10**400, "e4m3fn"), "is not a number of e4m3fn"),
-    (lambda: capability.declare("chip", "bf16"), "dtypes='bf16': expected a list of dtypes"),
-    (lambda: capability.declare("chip", ["bf16"], ["fp16"]), r"slow=\['fp16'\] is not among"),
-    (lambda: capability.register(3), "3 cannot name a device"),
-    (lambda: capability.register("npu2"), "'npu2' cannot name a device: expected lower-case letters"),
-    (lambda: capability.register("npu", finite_check=3), "3 is no function: finite_check"),
+    (lambda: capabilities.declare("chip", "bf16"), "dtypes='bf16': expected a list of dtypes"),
+    (lambda: capabilities.declare("chip", ["bf16"], ["fp16"]), r"slow=\['fp16'\] is not among"),
+    (lambda: register.register(3), "3 cannot name a device"),
+    (lambda: register.register("npu2"), "'npu2' cannot name a device: expected lower-case letters"),
+    (lambda: register.register("npu", finite_check=3), "3 is no function: finite_check"),
     (lambda: Policy(edits={"exp": "low"}), "edit 'exp': 'low': expected .* a Rule"),
     (lambda: Policy(edits={"expp": Rule.LOW}), "unknown op 'expp'.*exp"),
     (lambda: Policy(edits={"torch.exp": Rule.LOW}), "edit 'torch.exp': the op is called 'exp'"),
@@ -160,13 +160,15 @@ def test_a_rule_is_asked_for_by_name_or_function(exp):
 
 
 def test_a_question_without_a_device_is_asked_again_after_a_declaration(monkeypatch):
-    monkeypatch.setattr(capability, "_known", {})
-    capability.capability(None, "fp32")
-    capability.capability("cpu", "fp32")
-    capability.declare("chip", ["bf16"])
-    assert list(capability._known) == [("cpu", torch.float32)]
+    monkeypatch.setattr(capabilities, "_known", {})
+    capabilities.capability(None, "fp32")
+    capabilities.capability("cpu", "fp32")
+    capabilities.declare("chip", ["bf16"])
+    assert list(capabilities._known) == [("cpu", torch.float32)]
 
 
 def test_facts_and_file_of_a_device_are_found_by_its_name():
-    assert capability.machine("cpu") == capability.machine(torch.device("cpu")) == capability.machine(None)
-    assert capability.cache_file("cpu") == capability.cache_file(torch.device("cpu"))
+    assert (
+        capabilities.machine("cpu") == capabilities.machine(torch.device("cpu")) == capabilities.machine(None)
+    )
+    assert capabilities.cache_file("cpu") == capabilities.cache_file(torch.device("cpu"))

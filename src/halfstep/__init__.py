@@ -1,9 +1,13 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
 from halfstep import devices, distributed, optim
-from halfstep.autocast.context import active_policy, autocast, custom_bwd, custom_fwd, frozen_weights
-from halfstep.compat import device_module as accelerators
-from halfstep.convert.conversion import Conversion, convert, to_float
+from halfstep.autocast.context import active_policy, autocast
+from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.autocast.frozen import frozen_weights
+from halfstep.autocast.own_ops import op
+from halfstep.compat import device_module as device_module
+from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.to_float import to_float
 from halfstep.errors import (
     BannedOpError,
     CheckpointError,
@@ -26,20 +30,15 @@ from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import LEVELS, Level
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
-from halfstep.policy.policy import Policy, op
+from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler
-from halfstep.scaling.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-    all_finite,
-    select_tree,
-)
+from halfstep.scaling.headroom import HeadroomLossScale
+from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome
-from halfstep.session.session import Session, prepare
+from halfstep.session.prepare import prepare
+from halfstep.session.session import Session
 from halfstep.trainer.loop import Trainer
+from halfstep.trees import all_finite, select_tree
 
 __all__ = [
     "FORMATS",

@@ -8,8 +8,6 @@ Deciding when to save is the Trainer's.
 from __future__ import annotations
 
 import os
-import random
-import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -201,33 +199,6 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
 
 def _is_numeric(value: Any) -> bool:
     return isinstance(value, int | float | tuple) and not isinstance(value, bool)
-
-
-def random_state() -> dict[str, Any]:
-    """Python's, torch's, numpy's (if imported) and CUDA's (if in use) generators."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        import numpy
-
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def load_random_state(state: Mapping[str, Any]) -> None:
-    """Put every generator of a `random_state` back."""
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    if "numpy" in state:
-        import numpy
-
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.cpu().numpy().astype("uint32"), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
 
 
 class CheckpointFolder:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.autocast import autocast, regions
-from halfstep.devices import capability
+from halfstep.devices import capabilities
 from halfstep.errors import BannedOpError, ConfigError, HalfstepError, UnsupportedError
 from halfstep.policy import Policy
 
@@ -33,8 +33,8 @@ def test_bad_arguments_are_errors_and_change_nothing(arguments, error, words) ->
 
 
 def test_a_dtype_the_device_lacks_is_an_error(monkeypatch) -> None:
-    absent = capability.Capability("cpu", torch.float16, "absent", "no kernels")
-    monkeypatch.setitem(capability._known, ("cpu", torch.float16), absent)
+    absent = capabilities.Capability("cpu", torch.float16, "absent", "no kernels")
+    monkeypatch.setitem(capabilities._known, ("cpu", torch.float16), absent)
     regions.forget()
     with pytest.raises(UnsupportedError, match=r"fp16 does not work on cpu: no kernels; use bf16"):
         autocast("cpu", "fp16")

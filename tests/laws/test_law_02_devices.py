@@ -3,44 +3,44 @@
 import pytest
 import torch
 
-from halfstep.devices import capability
+from halfstep.devices import capabilities
 from halfstep.errors import ConfigError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(capability, "_known", {})
-    monkeypatch.setattr(capability, "_declared", {})
+    monkeypatch.setattr(capabilities, "_known", {})
+    monkeypatch.setattr(capabilities, "_declared", {})
 
 
 def test_a_dtype_without_kernels_is_refused_with_the_reason(monkeypatch) -> None:
-    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (None, "no kernel for it"))
+    monkeypatch.setattr(capabilities, "_measure", lambda device, dtype: (None, "no kernel for it"))
     with pytest.raises(UnsupportedError, match=r"bf16 does not work on cpu: no kernel for it; use fp32"):
-        capability.check_dtype("cpu", "bf16")
+        capabilities.check_dtype("cpu", "bf16")
 
 
 def test_a_device_that_is_not_here_is_not_replaced_by_another() -> None:
-    absent = next(kind for kind in ("cuda", "xpu", "mps", "hpu") if kind not in capability.available())
+    absent = next(kind for kind in ("cuda", "xpu", "mps", "hpu") if kind not in capabilities.available())
     with pytest.raises(UnsupportedError, match=f"'{absent}' is not usable here"):
-        capability.resolve(absent)
+        capabilities.resolve(absent)
     with pytest.raises(ConfigError, match="unknown device 'quick'"):
-        capability.resolve("quick")
+        capabilities.resolve("quick")
 
 
 def test_no_16_bit_dtype_is_an_error_and_not_fp32() -> None:
-    capability.declare("meta", (torch.float32,))
+    capabilities.declare("meta", (torch.float32,))
     with pytest.raises(UnsupportedError, match="neither bf16 nor fp16"):
-        capability.default_dtype("meta")
+        capabilities.default_dtype("meta")
 
 
 def test_a_slow_dtype_is_told(monkeypatch) -> None:
-    monkeypatch.setattr(capability, "_measure", lambda device, dtype: (30.0, ""))
-    assert capability.capability("cpu", "fp16").status == "slow"
-    assert capability.is_slow("cpu", "fp16")
+    monkeypatch.setattr(capabilities, "_measure", lambda device, dtype: (30.0, ""))
+    assert capabilities.capability("cpu", "fp16").status == "slow"
+    assert capabilities.is_slow("cpu", "fp16")
 
 
 def test_what_a_vendor_did_not_declare_is_absent() -> None:
-    capability.declare("meta", (torch.bfloat16,))
+    capabilities.declare("meta", (torch.bfloat16,))
     with pytest.raises(UnsupportedError, match="its vendor declares no fp16"):
-        capability.check_dtype("meta", "fp16")
+        capabilities.check_dtype("meta", "fp16")

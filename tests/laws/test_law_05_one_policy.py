@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.autocast import autocast, disabled, regions
-from halfstep.devices import capability
+from halfstep.devices import capabilities
 from halfstep.policy import Policy, ops
 from tests.autocast_samples import Sample, cuda_samples, outcome
 
@@ -16,14 +16,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def pretended_cuda(monkeypatch):
     """CUDA without CUDA: fake tensors dispatch to torch's own CUDA autocast kernels and compute nothing."""
-    resolve = capability.resolve
+    resolve = capabilities.resolve
     monkeypatch.setattr(
-        capability, "resolve", lambda d=None: torch.device(d) if str(d) == "cuda" else resolve(d)
+        capabilities, "resolve", lambda d=None: torch.device(d) if str(d) == "cuda" else resolve(d)
     )
-    capability.declare("cuda", (BF16, FP16))
+    capabilities.declare("cuda", (BF16, FP16))
     regions.forget()
     yield
-    capability._declared.pop("cuda")
+    capabilities._declared.pop("cuda")
     regions.forget()
 
 

@@ -10,6 +10,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import nn
 
 from halfstep.autocast import active_policy, autocast, disabled, regions
+from halfstep.autocast import state as states_
 from halfstep.policy import Policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,7 +20,7 @@ CARRIERS = ("cpu", "maia", "ipu")
 
 def state() -> tuple[object, ...]:
     torch_state = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in CARRIERS)
-    here = regions.thread()
+    here = states_.thread()
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return (

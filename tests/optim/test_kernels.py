@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
+from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import pool
-from halfstep.optim import SGD, Adam, AdamW, Lion, cpu
+from halfstep.optim import SGD, Adam, AdamW, Lion
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (0, 1, 7, 128, 1000, 2049, 70001)
@@ -71,7 +72,7 @@ def test_kernels_equal_reference(row: Any):
 def test_measure_equals_float64(dtype: torch.dtype):
     g = torch.Generator().manual_seed(5)
     grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
-    finite, norm, max_abs = cpu.measure(grads, 0.5)
+    finite, norm, max_abs = cpus_.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
     assert max_abs == pytest.approx(wide.abs().max().item(), rel=1e-7)
@@ -84,7 +85,7 @@ def test_measure_equals_float64(dtype: torch.dtype):
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
     grad[place] = bad
-    finite, _, max_abs = cpu.measure([good, grad], 1.0)
+    finite, _, max_abs = cpus_.measure([good, grad], 1.0)
     assert not finite
     assert not math.isfinite(max_abs)
 
@@ -125,13 +126,13 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
     expected, _ = run("reference", AdamW, {}, BF16, BF16)
     monkeypatch.setitem(sys.modules, "halfstep.kernels.cpu.models", None)
     monkeypatch.delattr("halfstep.kernels.cpu.models")
-    cpu.kernels.cache_clear()
+    cpus_.kernels.cache_clear()
     try:
         with pytest.warns(HalfstepWarning, match="pip install numba") as said:
             params, _ = run("auto", AdamW, {}, BF16, BF16)
         assert len(said) == 1
     finally:
-        cpu.kernels.cache_clear()
+        cpus_.kernels.cache_clear()
     for p, q in zip(params, expected):
         assert torch.equal(bits(p), bits(q))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.autocast import cpu_kernels
 from halfstep.autocast.cpu_kernels import SavedLow
@@ -333,33 +332,6 @@ def refusal(name: str, reason: str, compute: torch.dtype) -> BannedOpError:
 
 def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kwargs: Kwargs) -> Any:
     raise refusal(name, reason, compute)
-
-
-def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """The arguments of an own Python function, trees included, cast as its rule says.
-
-    Raises:
-        BannedOpError: the rule is BANNED.
-    """
-    if row.rule is Rule.BANNED:
-        raise refusal(row.name, row.reason, compute)
-    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    dtypes = [t.dtype for t in leaves if t.dtype in _CASTABLE or t.dtype is _F64]
-    if not dtypes:
-        return args, kwargs
-    if row.rule is Rule.FULL:
-        target = _F32
-    elif row.rule is Rule.KEEP:
-        target = dtypes[0]
-    elif row.rule is Rule.WIDEST or _F64 in dtypes:
-        target = cast("torch.dtype", widest(dtypes))
-    else:
-        target = compute
-
-    def change(value: Any) -> Any:
-        return value.to(target) if isinstance(value, torch.Tensor) and value.dtype in _CASTABLE else value
-
-    return pytree.tree_map(change, (tuple(args), dict(kwargs)))
 
 
 # Weights cast once for a scope, by id: the weight and its copies by dtype.

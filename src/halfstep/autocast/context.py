@@ -1,7 +1,6 @@
 """Regions in which ops run under a precision policy: `autocast` and what goes with it.
 
-This is the public face. Which policy holds where lives in `regions.py`, what a rule does to an op in
-`casting.py`.
+Which policy holds where lives in `regions.py`, what a rule does to an op in `casts.py`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,13 @@ import inspect
 import threading
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import contextmanager
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
-from halfstep.autocast import casts, regions
-from halfstep.autocast.regions import Switch
+from halfstep.autocast import regions, state
+from halfstep.autocast.state import Switch
 from halfstep.errors import ConfigError
-from halfstep.formats import parse_dtype
-from halfstep.policy import policy as policies
-from halfstep.policy.ops import OpRow
 from halfstep.policy.policy import Policy
 
 P = ParamSpec("P")
@@ -78,14 +72,14 @@ class autocast:
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            self._states[0] = [*self._states.get(0, []), regions.turn(self._traced)]
+            self._states[0] = [*self._states.get(0, []), state.turn(self._traced)]
         else:
             self._states.setdefault(threading.get_ident(), []).append(regions.enter(self._setting))
         return self
 
     def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
-            regions.turn_back(self._traced[0], self._states[0][-1])
+            state.turn_back(self._traced[0], self._states[0][-1])
             self._states[0] = self._states[0][:-1]
         else:
             regions.leave(self._states[threading.get_ident()].pop())
@@ -193,132 +187,7 @@ def disabled(device_type: str | None = None) -> autocast:
 def active_policy(device_type: str | None = None) -> Policy | None:
     """The policy of the innermost region of this thread (on `device_type`), None outside or where it is
     off."""
-    for setting in reversed(regions.thread().entered):
+    for setting in reversed(state.thread().entered):
         if device_type is None or setting.device_type == device_type:
             return setting.policy if setting.switch[1] else None
     return None
-
-
-def _call_own(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function registered by `halfstep.op`: one op, cast by its rule, with no casting inside."""
-    kind = _first_device((args, kwargs))
-    row, compute = _rule(name, kind)
-    if row is None:
-        return fn(*args, **kwargs)
-    args, kwargs = casts.cast_arguments(row, compute, args, kwargs)
-    with autocast(kind, enabled=False):
-        return fn(*args, **kwargs)
-
-
-def _rule(name: str, device_type: str) -> tuple[OpRow | None, torch.dtype]:
-    setting = regions.in_force(device_type)
-    return (None, torch.float32) if setting is None else (setting.policy.rows().get(name), setting.dtype)
-
-
-_rule._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-policies.set_own_op_caller(_call_own)
-
-
-# --- torch.autograd.Function -------------------------------------------------------------------------------
-
-
-def _first_device(args: Any) -> str:
-    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-    floating = [t for t in tensors if t.is_floating_point()]
-    return (floating or tensors)[0].device.type if tensors else "cpu"
-
-
-def _here(device_type: str) -> Callable[[], Any]:
-    """What enters again the region, ours or torch's, that is in force now."""
-    setting = regions.in_force(device_type)
-    if setting is not None:
-        return functools.partial(autocast, device_type, policy=setting.policy)
-    on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return functools.partial(torch.autocast, device_type, dtype if on else None, on)
-
-
-def custom_fwd(
-    fwd: Callable[..., Any] | None = None,
-    *,
-    device_type: str | None = None,
-    cast_inputs: str | torch.dtype | None = None,
-) -> Callable[..., Any]:
-    """Decorate `forward` of a `torch.autograd.Function`; its `backward` takes `custom_bwd`.
-
-    Without `cast_inputs`, forward runs in the region it is called in and backward in the same. With it,
-    inside a region the floating inputs are cast to that dtype, and both run with autocast off.
-
-    Args:
-        fwd: the static method; None when called with keywords only.
-        device_type: whose region counts; None takes the device of the first floating input.
-        cast_inputs: a dtype; fp64 inputs keep theirs.
-    """
-    if fwd is None:
-        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    wanted = None if cast_inputs is None else parse_dtype(cast_inputs)
-
-    @functools.wraps(fwd)
-    def wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = device_type or _first_device((args, kwargs))
-        if wanted is None or not torch.is_autocast_enabled(kind):
-            ctx.halfstep_region = _here(kind)
-            return fwd(ctx, *args, **kwargs)
-        ctx.halfstep_region = functools.partial(autocast, kind, enabled=False)
-
-        def change(value: Any) -> Any:
-            fits = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == kind
-            return value.to(wanted) if fits and value.dtype is not torch.float64 else value
-
-        args, kwargs = pytree.tree_map(change, (args, kwargs))
-        with ctx.halfstep_region():
-            return fwd(ctx, *args, **kwargs)
-
-    return wrapper
-
-
-def custom_bwd(
-    bwd: Callable[..., Any] | None = None, *, device_type: str | None = None
-) -> Callable[..., Any]:
-    """Decorate `backward` of a Function whose forward has `custom_fwd`: it runs in forward's region.
-
-    `device_type` is accepted for likeness with torch.amp; forward decides.
-    """
-    if bwd is None:
-        return functools.partial(custom_bwd, device_type=device_type)
-
-    @functools.wraps(bwd)
-    def wrapper(ctx: Any, *grads: Any) -> Any:
-        region = getattr(ctx, "halfstep_region", None)
-        if region is None:
-            raise ConfigError("custom_bwd needs custom_fwd on the forward of the same Function")
-        with region():
-            return bwd(ctx, *grads)
-
-    return wrapper
-
-
-# --- frozen weights ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def frozen_weights(module: torch.nn.Module) -> Generator[None]:
-    """A scope in which autocast casts each fp32 weight of `module` once instead of at every use.
-
-    For recurrent cells and shared weights. The promise is the caller's: no weight changes inside, for a
-    change would not be seen. Every use sends its gradient to the fp32 weight, where they are summed in fp32.
-    The copies (2 bytes an element) live until the scope ends and in graphs made inside; the scope holds for
-    this thread, and does nothing in compiled code, which casts once anyway.
-    """
-    if torch.compiler.is_compiling():
-        yield
-        return
-    if not isinstance(module, torch.nn.Module):
-        raise ConfigError(f"frozen_weights takes a torch.nn.Module, got {type(module).__name__}")
-    frozen = regions.thread().frozen
-    weights = [p for p in module.parameters() if p.dtype is torch.float32 and id(p) not in frozen]
-    frozen.update((id(p), (p, {})) for p in weights)
-    try:
-        yield
-    finally:
-        for p in weights:
-            del frozen[id(p)]

@@ -63,7 +63,7 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _movement(contest: Any) -> dict[str, dict[str, float]]:
+def _movement(optimizer_race: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for entry in optimizer_race.entries():
         row = found.setdefault(entry.name, {})

@@ -20,7 +20,7 @@ from halfstep import devices
 from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.conformance.probe import Observed, groups, probe_casting, summary
-from halfstep.devices.capability import Capability
+from halfstep.devices.capabilities import Capability
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule

@@ -17,8 +17,9 @@ from torch.utils import backend_registration
 
 from halfstep import devices
 from halfstep.autocast import regions
-from halfstep.autocast.context import autocast, custom_bwd, custom_fwd
-from halfstep.devices.capability import Accelerator
+from halfstep.autocast.context import autocast
+from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
 from halfstep.policy.policy import Policy

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast import context as _native
-from halfstep.autocast.context import active_policy, custom_bwd, custom_fwd
-from halfstep.devices.capability import is_slow, resolve
+from halfstep.autocast.context import active_policy
+from halfstep.autocast.context import autocast as _native
+from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.ops import Rule, rows
 from halfstep.policy.policy import Policy

@@ -28,7 +28,8 @@ from halfstep.policy.levels import level_of
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.loss_scale import DynamicLossScale, StaticLossScale
-from halfstep.session.session import Session, prepare
+from halfstep.session.prepare import prepare
+from halfstep.session.session import Session
 
 Status = Literal["passes", "falls back", "absent", "fails"]
 

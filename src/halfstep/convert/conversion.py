@@ -16,21 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.convert.hooks import (
-    CastInputs,
-    CastOutputs,
-    Inside,
-    Power,
-    is_wide_float,
-    keeps_fp32,
-    set_flat_weights,
-)
+from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32, set_flat_weights
+from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import canonical_all, unwrap
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
+from halfstep.trees import is_wide_float
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -423,48 +417,3 @@ def _refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
     for module in modules:
         names = cast(list[str], module._flat_weights_names)
         set_flat_weights(module, [getattr(module, name, None) for name in names])
-
-
-def to_float(module: nn.Module, dtype: str | torch.dtype | None) -> nn.Module:
-    """Make a module and all in it compute in `dtype`, as MindSpore's `Cell.to_float`; returns the module.
-
-    Floating inputs are cast to it, parameters and buffers are cast in use and stay stored as they are,
-    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all
-    below it; None takes it off again. `convert` leaves such modules alone.
-    """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
-    chosen = None if dtype is None else parse_dtype(dtype)
-    for each in module.modules():
-        for hooks in (each._forward_pre_hooks, each._forward_hooks):
-            for key in [
-                k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
-            ]:
-                _unhook(each, key)
-        if chosen is not None:
-            _ToFloat(Power(), chosen).attach(each)
-    return module
-
-
-class _ToFloat(Inside):
-    """What `to_float` hangs on a module."""
-
-
-def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that `to_float` gave a module, or None."""
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, _ToFloat):
-            return owner.dtype
-    return None
-
-
-def _unhook(module: nn.Module, key: int) -> None:
-    for store in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ):
-        cast(dict[int, Any], store).pop(key, None)

@@ -6,8 +6,6 @@ cast on the fly, and set the autocast region its ops run in.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import threading
 import warnings
@@ -24,33 +22,7 @@ from halfstep.autocast.context import active_policy, autocast
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
-
-
-def is_wide_float(value: Any) -> bool:
-    """Whether it is a real floating tensor of 16 bits or more (8-bit floats keep their scale elsewhere)."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1
-
-
-def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """The nest with its floating tensors in `dtype`; integers, masks and complex numbers untouched.
-
-    Goes into lists, tuples, dicts, what pytree knows, dict subclasses and dataclasses; copies, never alters.
-    """
-
-    def on_leaf(leaf: Any) -> Any:
-        if is_wide_float(leaf):
-            return leaf.to(dtype)
-        if isinstance(leaf, dict):
-            changed = copy.copy(cast(dict[Any, Any], leaf))
-            for key, value in leaf.items():
-                changed[key] = cast_floats(value, dtype)
-            return changed
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            names = [f.name for f in dataclasses.fields(leaf) if f.init]
-            return dataclasses.replace(leaf, **{n: cast_floats(getattr(leaf, n), dtype) for n in names})
-        return leaf
-
-    return on_leaf(tree) if isinstance(tree, Tensor) else pytree.tree_map(on_leaf, tree)
+from halfstep.trees import cast_floats, is_wide_float
 
 
 class Power:

@@ -1,1 +1,43 @@
-"""TODO."""
+"""What a device can do with each dtype, how fast, and why not; and how a vendor's device is registered."""
+
+from halfstep.devices.capabilities import (
+    SLOW_RATIO,
+    Capability,
+    Declared,
+    Status,
+    available,
+    cache_file,
+    capability,
+    check_dtype,
+    declare,
+    default_dtype,
+    is_slow,
+    machine,
+    resolve,
+)
+from halfstep.devices.memory import float32_matmul_precision, keep_freed_memory
+from halfstep.devices.register import Accelerator, on_register, register
+from halfstep.devices.transfer import Arriving, send_to_host
+
+__all__ = [
+    "SLOW_RATIO",
+    "Accelerator",
+    "Arriving",
+    "Capability",
+    "Declared",
+    "Status",
+    "available",
+    "cache_file",
+    "capability",
+    "check_dtype",
+    "declare",
+    "default_dtype",
+    "float32_matmul_precision",
+    "is_slow",
+    "keep_freed_memory",
+    "machine",
+    "on_register",
+    "register",
+    "resolve",
+    "send_to_host",
+]

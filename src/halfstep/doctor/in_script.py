@@ -19,8 +19,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from halfstep.numerics.actors import Actors
 from halfstep.numerics.cures import remedy
-from halfstep.numerics.snapshot import Actors, run_eagerly
+from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape, is_finite
 from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.underflow import UnderflowProbe
@@ -216,7 +217,7 @@ class Examiner:
 
     def found(self, error: str | None) -> dict[str, Any]:
         """What goes back to the doctor."""
-        from halfstep.cli.doctor import document_of
+        from halfstep.doctor.document import document_of
 
         traces = [] if self.trace is None else [(self.done - 1, self.trace)]
         findings = [] if self._lint is None else list(dict.fromkeys(self._lint.findings))

@@ -57,7 +57,7 @@ def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> di
 def _merged(
     path: Path, watched: dict[str, Any], traced: dict[str, Any], findings: Sequence[Any], notes: Sequence[str]
 ) -> dict[str, Any]:
-    from halfstep.cli.doctor import verdict_of
+    from halfstep.doctor.document import verdict_of
 
     document = dict(watched["document"])
     document["target"] = path.name

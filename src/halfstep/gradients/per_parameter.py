@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.devices.capability import Arriving, send_to_host
+from halfstep.devices.transfer import Arriving, send_to_host
+from halfstep.gradients.cpu import GRADS, _items
 from halfstep.gradients.widen import LEAST
 from halfstep.kernels.pool import run_ranges
-from halfstep.optim.cpu import GRADS, _items
-from halfstep.scaling.loss_scale import dense_values, home_device
+from halfstep.trees import dense_values, home_device
 
 Ends = tuple[Tensor, Tensor]
 """Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""

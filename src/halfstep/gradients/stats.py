@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.gradients.unscale import unscale_
-from halfstep.scaling.loss_scale import dense_values, home_device
+from halfstep.trees import dense_values, home_device
 
 __all__ = ["GradStats", "combine", "finite_and_norm", "measure", "measure_over_ranks", "unscale_"]
 

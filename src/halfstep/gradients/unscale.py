@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.scaling.loss_scale import all_finite, dense_values, home_device, multiply
+from halfstep.trees import all_finite, dense_values, home_device, multiply
 
 CheckAndUnscale = Callable[[list[Tensor], Tensor, Tensor], None]
 UpdateScale = Callable[[Tensor, Tensor, Tensor, float, float, int], None]

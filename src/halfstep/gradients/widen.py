@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items
 from halfstep.kernels.pool import run_ranges
-from halfstep.optim.cpu import GRADS, HUGE, TINY, _items
 
 foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Compiled loops over the bits of weights, states and gradients, and the codes they share."""

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
+from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
 from halfstep.numerics.sites import Site, look, op_label, run_backward
-from halfstep.numerics.snapshot import Actors
 from halfstep.numerics.tape import Node
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 

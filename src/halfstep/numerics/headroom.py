@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from halfstep.formats import Format, format_of
 
@@ -88,51 +88,3 @@ def forecast(
         return None
     digits = max(0, math.floor(math.log10(max(left, 1))) - 1)
     return Forecast(path, kind, fmt.name, max(1, round(left, -digits).__trunc__()))
-
-
-@dataclass
-class Sample:
-    """One tensor at one step: `counts` from exponent `first` on, and what an exponent cannot tell."""
-
-    step: int
-    max_abs: float
-    dtype: str
-    first: int
-    counts: tuple[int, ...]
-    zeros: int
-    infs: int
-    nans: int
-    scale: float = 1.0
-
-    @property
-    def total(self) -> int:
-        """Elements counted."""
-        return sum(self.counts) + self.zeros + self.infs + self.nans
-
-
-@dataclass
-class Series:
-    """What was seen of one tensor: `kind` is weight, activation, activation_grad, gradient or update.
-
-    `steps` and `max_abs` go back to the start (thinned when long); `samples` are the latest histograms.
-    """
-
-    path: str
-    kind: str
-    steps: list[int] = field(default_factory=list)
-    max_abs: list[float] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-    def add(self, sample: Sample, keep: int) -> None:
-        """Appends a sample; the oldest histogram goes when there are more than `keep`."""
-        self.note(sample.step, sample.max_abs)
-        self.samples.append(sample)
-        del self.samples[:-keep]
-
-    def note(self, step: int, max_abs: float) -> None:
-        """Appends a largest magnitude alone."""
-        self.steps.append(step)
-        self.max_abs.append(max_abs)
-        if len(self.steps) > 4096:
-            half = len(self.steps) // 2
-            self.steps[:half], self.max_abs[:half] = self.steps[:half:2], self.max_abs[:half:2]

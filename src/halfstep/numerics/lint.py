@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from halfstep.errors import BannedOpError
 from halfstep.formats import FP16, Format, dtype_name, format_of
+from halfstep.numerics.actors import Actors
 from halfstep.numerics.sites import is_users
-from halfstep.numerics.snapshot import Actors
 from halfstep.numerics.tape import Node
 from halfstep.numerics.trace import trace_step
 

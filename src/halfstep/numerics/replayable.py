@@ -19,7 +19,8 @@ from torch import nn
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import largest
-from halfstep.numerics.snapshot import Actors, Snapshot
+from halfstep.numerics.actors import Actors
+from halfstep.numerics.snapshot import Snapshot
 from halfstep.numerics.tape import is_finite, tensors_in
 from halfstep.numerics.trace import BadOp, Trace, trace_step
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfstep.devices.capability import send_to_host
+from halfstep.devices.transfer import send_to_host
 from halfstep.formats import FORMATS, dtype_name
 from halfstep.gradients.per_parameter import Ends, ends_of, magnitudes
-from halfstep.numerics.headroom import Sample
 from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent
-from halfstep.scaling.loss_scale import dense_values
+from halfstep.numerics.series import Sample
+from halfstep.trees import dense_values
 
 _TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
 

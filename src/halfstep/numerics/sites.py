@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from halfstep.names import canonical
-from halfstep.policy.ops import canonical_op
+from halfstep.policy.op_names import canonical_op
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)

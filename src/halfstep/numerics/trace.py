@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from halfstep.distributed import gather, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
+from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause, explain
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.sites import Site
-from halfstep.numerics.snapshot import Actors, Snapshot, replay, run_eagerly
+from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
 from halfstep.numerics.trials import (
     Told,

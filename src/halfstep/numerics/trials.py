@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import gather
 from halfstep.errors import LossScaleCollapsed
+from halfstep.numerics.actors import Actors
 from halfstep.numerics.cures import FAILS, UNTRIED, WORKS, Apply, Cure, remedy, with_attributes
-from halfstep.numerics.snapshot import Actors, replay, run_eagerly
+from halfstep.numerics.snapshot import replay, run_eagerly
 
 #: Collectives for which a rank's own values are an answer of the right shape.
 _ANSWERED = frozenset(["c10d::allreduce_", "c10d::broadcast_", "c10d::barrier"])

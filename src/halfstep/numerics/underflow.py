@@ -17,8 +17,8 @@ from halfstep.numerics.cause import rerun
 from halfstep.numerics.tape import Node, Tape
 
 if TYPE_CHECKING:
+    from halfstep.numerics.actors import Actors
     from halfstep.numerics.cures import Cure
-    from halfstep.numerics.snapshot import Actors
 
 _MOSTLY = 0.5
 

@@ -26,9 +26,11 @@ from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.gradients.per_parameter import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
 from halfstep.names import canonical
-from halfstep.numerics.headroom import Forecast, Sample, Series, forecast, headroom
+from halfstep.numerics.actors import is_session
+from halfstep.numerics.headroom import Forecast, forecast, headroom
 from halfstep.numerics.sampling import Late, Seen, see, spread
-from halfstep.numerics.snapshot import is_session, replaying
+from halfstep.numerics.series import Sample, Series
+from halfstep.numerics.snapshot import replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 

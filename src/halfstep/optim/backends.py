@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.devices.capability import Arriving, send_to_host
+from halfstep.devices.transfer import Arriving, send_to_host
 from halfstep.errors import MasterRangeError
+from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
 from halfstep.optim import cpu, cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number, Row
@@ -100,7 +101,7 @@ def runner(backend: str, device: torch.device) -> str:
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
         if cuda.usable(device, backend == "triton"):
             return "triton"
-    elif backend == "auto" and device.type == "cpu" and cpu.kernels() is not None:
+    elif backend == "auto" and device.type == "cpu" and cpus_.kernels() is not None:
         return "numba"
     return "reference"
 
@@ -114,7 +115,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
     parts: list[GradStats] = []
     for (name, _), own in sets.items():
         if name == "numba":
-            found = cpu.measure(own, number(inv_scale))
+            found = cpus_.measure(own, number(inv_scale))
             parts.append(GradStats(*map(torch.tensor, found)))
         else:
             parts.append(plans.measure(own, inv_scale) if name == "triton" else measure(own, inv_scale))

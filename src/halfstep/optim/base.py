@@ -16,8 +16,9 @@ from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
 )
 
 from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats
-from halfstep.optim import backends, checkpoints, cpu, cuda, storage
+from halfstep.optim import backends, checkpoints, cuda, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
@@ -178,7 +179,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> tuple[bool, float, float] | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
-            return cpu.measure(grads, backends.number(inv_scale))
+            return cpus_.measure(grads, backends.number(inv_scale))
         return None
 
     def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
@@ -407,7 +408,7 @@ def dense_grad(p: Tensor) -> Tensor | None:
         raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
     if not (p.is_contiguous() and grad.is_contiguous()) and grad.stride() != p.stride():
         grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-    return grad if grad.dtype in cpu.GRADS else grad.to(torch.float32)
+    return grad if grad.dtype in cpus_.GRADS else grad.to(torch.float32)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from halfstep.gradients import cpu as cpus_
+from halfstep.gradients.cpu import Look
 from halfstep.optim import cpu, rounding
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.cpu import Look, Table, Variant
+from halfstep.optim.cpu import Table, Variant
 from halfstep.optim.storage import Slot
 
 Group = Mapping[str, Any]
@@ -28,7 +30,7 @@ class _Part:
         self.group, self.algorithm, self.slots = group, algorithm, slots
         self.table = Table(algorithm, variant, slots)
         self.random = any(slot.rounds_randomly for slot in slots)
-        self.grad_dtype = cpu.DTYPES[variant[1]]
+        self.grad_dtype = cpus_.DTYPES[variant[1]]
         self.counts: list[Any] = [slot.step.numpy() for slot in slots]
         self.places = [(slot.param, slot.row[0], slot.weight.dtype) for slot in slots]
 
@@ -98,7 +100,7 @@ class HostPlan:
         if p.grad is None:
             return True
         dense = p.is_cpu and p.is_contiguous() and p.grad.is_contiguous() and p.numel() > 0
-        return dense and p.grad.dtype in cpu.GRADS
+        return dense and p.grad.dtype in cpus_.GRADS
 
     def ready(self, groups: list[dict[str, Any]]) -> bool:
         """Whether everything is as when the plan was made; notes where the gradients are."""
@@ -123,4 +125,4 @@ class HostPlan:
         return any(over), None if inv_scale is None else self._seen(inv_scale)
 
     def _seen(self, inv_scale: float) -> Look:
-        return cpu.combined([part.table.totals() for part in self._parts], inv_scale)
+        return cpus_.combined([part.table.totals() for part in self._parts], inv_scale)

@@ -8,12 +8,10 @@ tensors lives in `autocast.py`.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -132,100 +130,9 @@ def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
     return TABLES[table]
 
 
-# Public spellings whose name differs from the op that reaches the dispatcher.
-_ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "cross_entropy": "cross_entropy_loss",
-        "grid_sample": "grid_sampler",
-        "nll_loss_nd": "nll_loss",
-        "ger": "addr",
-        "__matmul__": "matmul",
-        "__rmatmul__": "matmul",
-        "__pow__": "pow",
-        "__rpow__": "pow",
-        "__add__": "add",
-        "__sub__": "sub",
-        "__mul__": "mul",
-        "__truediv__": "div",
-    }
-)
-_PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.aten.", "torch.", "aten::", "aten.", "F.")
-_OPERATORS: Mapping[Any, str] = {
-    operator.matmul: "matmul",
-    operator.pow: "pow",
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.truediv: "div",
-}
-
-
 TAKES_DTYPE: frozenset[str] = frozenset(
     name for table in TABLES.values() for name, row in table.items() if row.via_dtype
 )
-_NN: Any = getattr(torch._C, "_nn")  # noqa: B009 - a submodule without stubs
-OWN_OP_MARK = "__halfstep_op__"
-OWN_OPS: dict[str, Callable[..., Any]] = {}
-
-
-def known_names() -> list[str]:
-    """Return every name that `canonical_op` accepts as is: aten ops and own functions."""
-    aten = {
-        name[6:].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
-    }
-    return sorted(aten | set(OWN_OPS))
-
-
-def _known(name: str) -> str | None:
-    name = _ALIASES.get(name, name)
-    if any(name in table for table in TABLES.values()) or hasattr(torch.ops.aten, name):
-        return name
-    return None
-
-
-def _name_of_callable(fn: Callable[..., Any]) -> str | None:
-    if hasattr(fn, OWN_OP_MARK):
-        return getattr(fn, OWN_OP_MARK)
-    if isinstance(fn, torch._ops.OpOverload):
-        fn = fn.overloadpacket
-    if isinstance(fn, torch._ops.OpOverloadPacket):
-        namespace, _, name = fn._qualified_op_name.partition("::")
-        return name if namespace == "aten" else fn._qualified_op_name
-    if fn in _OPERATORS:
-        return _OPERATORS[fn]
-    name = getattr(fn, "__name__", "")
-    homes = (torch, torch.nn.functional, torch.Tensor, _NN, torch.special, torch.linalg, torch.fft)
-    short = name.removeprefix("linalg_").removeprefix("fft_").removeprefix("special_")
-    return name if any(getattr(home, n, None) is fn for home in homes for n in (name, short)) else None
-
-
-def canonical_op(op: str | Callable[..., Any]) -> str | None:
-    """Return the aten name of an op given by name or as a torch function, method or operator; else None.
-
-    "exp", "torch.exp", `torch.exp`, `torch.Tensor.exp_` and `torch.ops.aten.exp` all give "exp". An op of
-    another library keeps its namespace ("mylib::op").
-    """
-    if isinstance(op, str):
-        if op in OWN_OPS:
-            return op
-        name = op
-        for prefix in _PREFIXES:
-            if name.startswith(prefix):
-                name = name.removeprefix(prefix)
-                break
-    else:
-        found = _name_of_callable(op)
-        if found is None:
-            return None
-        if found in OWN_OPS:
-            return found
-        name = found
-    if "::" in name:
-        namespace, _, rest = name.partition("::")
-        return name if hasattr(getattr(torch.ops, namespace), rest) else None
-    if not name.startswith("__"):
-        name = name.removesuffix("_") or name
-    return _known(name.partition(".")[0])
 
 
 _MEANINGS: Mapping[Rule, str] = MappingProxyType(

@@ -11,15 +11,16 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.policy import ops
-from halfstep.policy.ops import OpRow, Rule, canonical_op
+from halfstep.policy import op_names, ops
+from halfstep.policy.op_names import canonical_op
+from halfstep.policy.ops import OpRow, Rule
+from halfstep.trees import cast_tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,15 +174,15 @@ class Policy:
 
     def cast_to_param(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree of lists, tuples and dicts to the parameter dtype."""
-        return _cast_tree(tree, self.param_dtype)
+        return cast_tree(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree to the compute dtype."""
-        return _cast_tree(tree, self.compute_dtype)
+        return cast_tree(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree to the output dtype; the tree itself when that is None."""
-        return tree if self.output_dtype is None else _cast_tree(tree, self.output_dtype)
+        return tree if self.output_dtype is None else cast_tree(tree, self.output_dtype)
 
 
 def checked_edits(edits: Any) -> Mapping[str, Rule]:
@@ -226,58 +227,6 @@ def _resolve(op_like: OpLike) -> str:
         raise ConfigError(
             f"{shown!r} is not a torch op: decorate the function with @halfstep.op to give it a rule"
         )
-    near = difflib.get_close_matches(shown.rpartition(".")[2], ops.known_names(), n=4, cutoff=0.6)
+    near = difflib.get_close_matches(shown.rpartition(".")[2], op_names.known_names(), n=4, cutoff=0.6)
     hint = f"did you mean {', '.join(near)}?" if near else "see docs/ops.md for the names"
     raise ConfigError(f"unknown op {shown!r}: expected the name of an aten op; {hint}")
-
-
-def _cast_tree(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        # 8-bit floats carry their scale elsewhere; a plain cast would lose it.
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() > 1:
-            return leaf.to(dtype)
-        return leaf
-
-    return pytree.tree_map(cast, tree)
-
-
-class OwnOpCaller(Protocol):
-    """Runs a function registered by `op` under whatever policy is active."""
-
-    def __call__(
-        self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what `fn` returns; `name` is the one rules use."""
-        ...
-
-
-def _call_plainly(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fn(*args, **kwargs)
-
-
-_caller: OwnOpCaller = _call_plainly
-
-
-def set_own_op_caller(caller: OwnOpCaller) -> None:
-    """Install what runs functions registered by `op`; `autocast.py` does this once at import."""
-    global _caller
-    _caller = caller
-
-
-def op(fn: Callable[P, R]) -> Callable[P, R]:
-    """Register an own Python function as an op, so that `Policy.with_rules` can give it a rule.
-
-    In an active region its floating tensor arguments are cast as its rule says; elsewhere, and without a
-    rule, it runs as written. Its name is "module.qualname". ConfigError for anything but a function.
-    """
-    if not hasattr(fn, "__qualname__"):
-        raise ConfigError(f"op decorates functions, not {type(fn).__name__}")
-    name = f"{fn.__module__}.{fn.__qualname__}"
-
-    @functools.wraps(fn)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _caller(name, fn, args, kwargs)
-
-    ops.OWN_OPS[name] = wrapper
-    setattr(wrapper, ops.OWN_OP_MARK, name)
-    return wrapper

@@ -21,8 +21,9 @@ from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.policy.levels import LEVELS
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
-from halfstep.session.session import prepare
-from halfstep.trainer.loop import Callback, Trainer, accuracy
+from halfstep.session.prepare import prepare
+from halfstep.trainer.loop import Trainer
+from halfstep.trainer.records import Callback, accuracy
 
 OnStep = Callable[[str], None]
 """Told, after every step of every run, the name of the run."""

@@ -1,1 +1,30 @@
-"""TODO."""
+"""Loss scales, the scaler with torch's interface, and what a step's outcome was."""
+
+from halfstep.scaling.grad_scaler import GradScaler
+from halfstep.scaling.headroom import HeadroomLossScale
+from halfstep.scaling.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
+from halfstep.scaling.outcome import Outcome
+from halfstep.scaling.skips import SkipCount
+from halfstep.trees import all_finite, select_tree
+
+__all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "DynamicLossScale",
+    "GradScaler",
+    "HeadroomLossScale",
+    "LossScale",
+    "NoLossScale",
+    "Outcome",
+    "SkipCount",
+    "StaticLossScale",
+    "all_finite",
+    "select_tree",
+]

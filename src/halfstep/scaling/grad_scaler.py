@@ -28,18 +28,17 @@ from halfstep.errors import (
 )
 from halfstep.gradients.stats import finite_and_norm, measure
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
+from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     DynamicLossScale,
-    HeadroomLossScale,
     LossScale,
     NoLossScale,
-    SkipCount,
-    home_device,
-    multiply,
 )
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.scaling.skips import SkipCount
+from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OURS = "halfstep"

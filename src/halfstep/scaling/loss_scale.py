@@ -9,115 +9,59 @@ synchronisation, after `adjust(tensor)`. Holders with torch's interface are in `
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from halfstep.errors import ConfigError, LossScaleCollapsed
-from halfstep.formats import FP16
-from halfstep.scale_checks import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    check_bounds,
-    check_count,
-    check_one,
-    check_scale,
-    is_number,
-)
+from halfstep.errors import ConfigError
+from halfstep.trees import as_float32, map_floats, multiply, reciprocal
+
+#: The largest power of two in float32: no scale lies above.
+LARGEST_SCALE = 2.0**127
+#: Smallest scale whose reciprocal is a normal float32.
+SMALLEST_SCALE = 2.0**-126
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a Python number, NaN and infinities included."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_scale(owner: str, value: Any, low: float, high: float) -> None:
+    """Raise ConfigError unless `value` is a number within [low, high]."""
+    if not (is_number(value) and low <= value <= high):
+        raise ConfigError(f"{owner}: the scale must be a number in [{low:g}, {high:g}], got {value!r}")
+
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
+
+
+def check_bounds(owner: str, low: float, high: float) -> None:
+    """Raise ConfigError unless `low` and `high` are scales, in this order."""
+    if not (is_number(low) and is_number(high)) or not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
+        raise ConfigError(
+            f"{owner}: expected {SMALLEST_SCALE:g} <= min <= max <= {LARGEST_SCALE:g}, "
+            f"got min={low!r}, max={high!r}"
+        )
+
+
+def check_one(value: float | Tensor) -> None:
+    """Raise ConfigError for a tensor that is not one real number without a gradient; nothing is read."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad or value.is_complex()):
+        raise ConfigError(
+            "new_scale should be a float or a 1-element tensor with requires_grad=False, got "
+            f"{value.dtype} of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
+        )
+
 
 T = TypeVar("T")
 L = TypeVar("L", bound="LossScale")
-
-
-def as_float32(x: float) -> float:
-    """Round a Python float to float32 (nearest even); above its range the answer is inf."""
-    try:
-        return float(struct.unpack("f", struct.pack("f", x))[0])
-    except OverflowError:
-        return math.copysign(math.inf, x)
-
-
-def is_float_tensor(x: object) -> bool:
-    """Whether `x` is a real or complex floating tensor."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def map_floats(fn: Callable[[Tensor], Tensor], tree: T) -> T:
-    """Apply `fn` to every floating tensor of a nest (list, tuple, dict, named tuple ...); leave the rest."""
-
-    def on_leaf(leaf: Any) -> Any:
-        return fn(leaf) if is_float_tensor(leaf) else leaf
-
-    return pytree.tree_map(on_leaf, tree)
-
-
-def all_finite(tree: Any) -> Tensor:
-    """Return a 0-d bool tensor: no floating tensor in `tree` holds inf or NaN.
-
-    Tensors may differ in dtype and device and may be sparse. The answer lies on the first accelerator met,
-    otherwise on the CPU; nothing is read back. A nest without floating tensors is finite.
-    """
-    flags = [_finite(leaf) for leaf in pytree.tree_leaves(tree) if is_float_tensor(leaf)]
-    if not flags:
-        return torch.ones((), dtype=torch.bool)
-    home = home_device(flags)
-    return torch.stack([flag.to(home, non_blocking=True) for flag in flags]).all()
-
-
-def _finite(t: Tensor) -> Tensor:
-    t = dense_values(t.detach())
-    if t.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=t.device)
-    low, high = torch.aminmax(t)
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def dense_values(t: Tensor) -> Tensor:
-    """Return the numbers a tensor really holds: local shard, coalesced sparse values, complex as pairs."""
-    if type(t) is Tensor and t.layout is torch.strided and not t.is_complex():
-        return t
-    to_local = getattr(t, "to_local", None)
-    if to_local is not None:
-        t = cast(Tensor, to_local())
-    if t.layout != torch.strided:
-        t = (t if t.is_coalesced() else t.coalesce())._values() if t.is_sparse else t.values()
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def home_device(tensors: list[Tensor]) -> torch.device:
-    """Return where scalars of these tensors meet: the first accelerator, so that no copy waits."""
-    return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
-
-
-def select_tree(pred: bool | Tensor, a: T, b: T) -> T:
-    """Return nest `a` where `pred` (a bool or 0-d bool tensor) holds, else `b`, leaf by leaf.
-
-    Tensor leaves go through `torch.where`, so nothing synchronises; other leaves must be equal in both nests
-    unless `pred` is a plain bool. Raises ConfigError when the nests differ in shape.
-    """
-    if not isinstance(pred, Tensor):
-        return a if pred else b
-    leaves_a, spec_a = pytree.tree_flatten(a)
-    leaves_b, spec_b = pytree.tree_flatten(b)
-    if spec_a != spec_b:
-        raise ConfigError(f"select_tree needs two nests of one shape, got {spec_a} and {spec_b}")
-    return pytree.tree_unflatten([_select(pred, x, y) for x, y in zip(leaves_a, leaves_b)], spec_a)
-
-
-def _select(pred: Tensor, x: Any, y: Any) -> Any:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.where(pred.to(x.device, non_blocking=True), x, y)
-    if type(x) is type(y) and x == y:
-        return x
-    raise ConfigError(
-        f"select_tree cannot choose between {x!r} and {y!r} without reading the flag: "
-        "make them tensors, or pass a plain bool"
-    )
 
 
 class LossScale:
@@ -204,19 +148,6 @@ class LossScale:
             return kinds[kind](**{k: v for k, v in state.items() if k != "kind"})
         except TypeError as error:
             raise ConfigError(f"a {kind} state does not fit: {error}") from error
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1/scale in float32, rounded once where the device has float64."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-
-
-def multiply(t: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return t * factor computed in at least float32; `dtype` None keeps the computing dtype."""
-    if not t.is_complex():
-        t = t.to(torch.promote_types(t.dtype, torch.float32))
-    product = t * factor
-    return product if dtype is None else product.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -370,127 +301,3 @@ def _count_tensor(count: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count.to(device, non_blocking=True)
     return torch.full((), count, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True)
-class HeadroomLossScale(LossScale):
-    """The largest power of two that leaves `bits` of headroom under `overflow_at`, never above `limit`.
-
-    The largest gradient magnitude of the last `window` finite steps says how far the scale may go. A step
-    that overflows all the same (a jump, or an inf from inside the network) counts as a gradient that just
-    reached `overflow_at`, so the scale drops by `bits`, for `window` steps. `limit` is run as the blind
-    growth it replaces: where all that overflows is seen in the weight gradients, its scale is what a
-    DynamicLossScale of the same settings would have, ours is never above, and so a step is skipped only where
-    blind growth skips it too. A short `limit.interval` follows shrinking gradients closely at no price
-    in skips. `history` is the state (magnitudes of unscaled gradients); leave it to `adjust`.
-    """
-
-    needs_max_abs: ClassVar[bool] = True
-
-    bits: int = 2
-    window: int = 20
-    limit: DynamicLossScale = field(default_factory=DynamicLossScale)
-    overflow_at: float = FP16.max
-    history: tuple[float, ...] | Tensor = field(default=(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_count("HeadroomLossScale", "bits", self.bits)
-        check_count("HeadroomLossScale", "window", self.window)
-        check_scale("HeadroomLossScale (overflow_at)", self.overflow_at, 1.0, LARGEST_SCALE * 2)
-        if isinstance(self.limit, Mapping):
-            object.__setattr__(self, "limit", LossScale.from_state(self.limit))
-        if not isinstance(self.limit, DynamicLossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {self.limit!r}")
-        if isinstance(self.history, list):
-            object.__setattr__(self, "history", tuple(self.history))
-        known = isinstance(self.history, Tensor)
-        if not known and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
-            raise ConfigError(f"HeadroomLossScale: history must be a tuple of numbers, got {self.history!r}")
-
-    @property
-    def value(self) -> float | Tensor:
-        """The scale: a float on the host, a 0-d float32 tensor after `adjust(tensor)`."""
-        peak, limit = self._peak(), self.limit.value
-        if isinstance(peak, Tensor):
-            room = _power_of_two_below(self.overflow_at / (peak * 2.0**self.bits))
-            return torch.minimum(room, self.limit.tensor(peak.device)).clamp(min=self.limit.min)
-        assert not isinstance(limit, Tensor)  # history and limit move to a device together
-        spared = peak * 2.0**self.bits
-        if spared == 0.0:
-            return limit
-        room = as_float32(self.overflow_at / spared)
-        return as_float32(max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min))
-
-    def with_value(self, value: float | Tensor) -> HeadroomLossScale:
-        """Return this scale with its limit set to `value` and its memory of gradients emptied."""
-        return replace(self, limit=self.limit.with_value(value), history=())
-
-    def _peak(self) -> float | Tensor:
-        if isinstance(self.history, Tensor):
-            return self.history.max()
-        return max(self.history, default=0.0)
-
-    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> HeadroomLossScale:
-        """Return the next scale; ConfigError without `max_abs`. Tensors in, state on their device."""
-        if max_abs is None:
-            raise ConfigError(
-                "HeadroomLossScale.adjust(finite, max_abs) needs the largest magnitude of the unscaled "
-                "gradients; halfstep's GradScaler and sessions measure it"
-            )
-        if isinstance(finite, Tensor) or isinstance(max_abs, Tensor) or isinstance(self.history, Tensor):
-            return self._adjust_on_device(finite, max_abs)
-        at = self.read()
-        seen = as_float32(max_abs) if finite else as_float32(self.overflow_at / at)
-        clean = bool(finite) and self.limit.read() * seen <= self.overflow_at
-        return replace(self, limit=self.limit.adjust(clean), history=(*self.history, seen)[-self.window :])
-
-    def _adjust_on_device(self, finite: bool | Tensor, max_abs: float | Tensor) -> HeadroomLossScale:
-        device = home_device([x for x in (finite, max_abs, self.history) if isinstance(x, Tensor)])
-        flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
-        peak = torch.as_tensor(max_abs, dtype=torch.float32).to(device, non_blocking=True).reshape(())
-        seen = torch.where(flag, peak, self.overflow_at * self.inverse(device))
-        clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
-        past = torch.zeros(self.window, device=device)
-        if isinstance(self.history, Tensor):
-            past = self.history.to(device, non_blocking=True)
-        elif self.history:
-            past = torch.tensor((0.0,) * (self.window - len(self.history)) + self.history, device=device)
-        return replace(self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], seen.reshape(1)]))
-
-
-def _power_of_two_below(x: Tensor) -> Tensor:
-    """Return the largest power of two not above a positive normal float32 (its exponent bits alone)."""
-    return (x.float().clamp(max=LARGEST_SCALE).view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
-@dataclass(frozen=True)
-class SkipCount:
-    """How many steps were skipped: in a row, and since the beginning; an immutable host value.
-
-    `limit` skips in a row are a collapsed loss scale: `after` then raises.
-    """
-
-    in_row: int = 0
-    total: int = 0
-    steps: int = 0
-    limit: int = 50
-
-    def __post_init__(self) -> None:
-        check_count("SkipCount", "limit", self.limit)
-
-    def after(self, taken: bool, *, scale: float | None = None, first_bad_op: str = "") -> SkipCount:
-        """Return the count after one more step.
-
-        Raises LossScaleCollapsed when `limit` steps in a row were skipped; `scale` and `first_bad_op`
-        (where tracing is on) go into the message.
-        """
-        in_row = 0 if taken else self.in_row + 1
-        if in_row >= self.limit:
-            where = f" The first bad op was {first_bad_op}." if first_bad_op else ""
-            at = "" if scale is None else f" The loss scale is down to {scale:g}."
-            raise LossScaleCollapsed(
-                f"{in_row} steps in a row were skipped because the gradients held inf or NaN.{at}{where} "
-                "The cause is not the scale: look for NaN in the data, a division by zero or an op that "
-                "overflows in the forward pass, or train in bf16."
-            )
-        return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)

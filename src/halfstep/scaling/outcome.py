@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.devices.capability import Arriving, send_to_host
+from halfstep.devices.transfer import Arriving, send_to_host
 
 Scalar = bool | float | Tensor | None
 

@@ -1,1 +1,9 @@
-"""TODO."""
+"""`prepare` and the session it gives: checked steps over autocast, conversion, masters and loss scale."""
+
+from halfstep.session.prepare import prepare
+from halfstep.session.session import Session
+
+__all__ = [
+    "Session",
+    "prepare",
+]

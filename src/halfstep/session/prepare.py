@@ -1,39 +1,33 @@
 """What `prepare` checks and sets up before a session exists: arguments, ownership, loss scale, masters.
 
-Every function raises before it changes anything, or takes back what it changed. Nothing here runs in a step.
+Every function raises before it changes anything, or takes back what it changed. Steps are `session.py`'s.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import nn
 
 from halfstep import devices
 from halfstep.convert.conversion import Conversion, convert
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.optim.master_link import Master, narrow_state
+from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import LOW_DTYPES, Level
+from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import TABLES
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-)
-from halfstep.session.steppers import parameters_of
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+from halfstep.scaling.headroom import HeadroomLossScale
+from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from halfstep.scaling.skips import SkipCount
+from halfstep.session.session import Models, Optimizers, Session
+from halfstep.session.steppers import fit_states, parameters_of
 
 
 def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
@@ -223,69 +217,51 @@ def apply_level(
     return conversions, masters
 
 
-def check_clip(clip_norm: float | None) -> None:
-    """Raise ConfigError unless it is None or a number of at least 0."""
-    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm >= 0):
-        raise ConfigError(f"clip_norm={clip_norm!r}: expected a number of at least 0, or None")
+def prepare(
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    level: str | Level = "O1",
+    dtype: str | torch.dtype | None = None,
+    policy: str | Policy | None = None,
+    plan: Plan | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    skip_nonfinite: bool | None = None,
+    max_skips: int = 50,
+) -> Session:
+    """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
+    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
+    built before keep working; `Session.revert()` undoes everything.
 
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ConfigError for what cannot be advanced by `step()` alone."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
-            "call scheduler.step(metric) yourself, after an evaluation"
-        )
-    if not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
-        )
+    Args:
+        model: one module or several (a generator and a discriminator, say).
+        optimizer: none (evaluation only), one or several, over parameters of these models.
+        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
+            such as "bf16-mixed".
+        dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
+        policy: op rules, compute and output dtype, instead of the level's.
+        plan: precision by module path, on top of the level.
+        loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
+            O2 and none otherwise.
+        skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
+        max_skips: skips in a row that raise LossScaleCollapsed.
 
-
-def fit_states(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
-    if level.masters or level.param_role == "full":
-        return
-    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
-        for p, state in optimizer.state.items():
-            if isinstance(p, Tensor) and p.is_floating_point():
-                optimizer.state[p] = narrow_state(state, p.dtype)
-
-
-def one_pass_masters(
-    level: Level, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[Any, dict[Tensor, Tensor]]:
-    """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
-    if not level.masters:
-        return {}
-    return {o: o.masters() for o in optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
-
-
-def fill_stand_ins(models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]) -> None:
-    """Give the widened copies of a suspended conversion the masters' values."""
-    exact = {p: value for masters in held.values() for p, value in masters.items()}
-    for parameter in (p for model in models for p in model.parameters()):
-        original: Tensor | None = getattr(parameter, "_stands_for", None)
-        if original is not None and original in exact:
-            parameter.data.copy_(exact[original])
-
-
-def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
-    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
-    if not isinstance(state, Mapping) or state.get("format") != 1:
-        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
-    for what, own in (("level", level.name), ("policy", str(policy))):
-        if state.get(what) != own:
-            raise CheckpointError(
-                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
-                f"prepare with that {what} to resume"
-            )
-    try:
-        scale = LossScale.from_state(state["loss_scale"])
-        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
-    return scale, steps, in_row, total
+    Raises:
+        ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
+            parameters of another model.
+        UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
+    """
+    models = as_models(model)
+    optimizers = as_optimizers(optimizer)
+    row, word_dtype = level_of(level)
+    device = device_of(models)
+    chosen = policy_of(row, dtype, word_dtype, policy, device)
+    row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
+    check_ownership(models, optimizers)
+    warn_of_low_weights(row, optimizers)
+    scale = loss_scale_of(loss_scale, row, compute)
+    skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
+    conversions, masters = apply_level(row, models, optimizers, plan, compute)
+    counts = SkipCount(limit=max_skips)
+    return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)

@@ -16,49 +16,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.autocast.context import autocast
 from halfstep.convert.conversion import Conversion
 from halfstep.distributed import all_ranks, world_size
-from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import Level, level_of
-from halfstep.policy.plan import Plan
+from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import LossScale, NoLossScale, SkipCount, StaticLossScale, all_finite
+from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.scaling.skips import SkipCount
+from halfstep.session.gradient_state import Pending, changed, marks
 from halfstep.session.guards import (
     CHANGED,
-    Pending,
-    changed,
     check_gradients,
     epsilon_hint,
     kept_gradients,
-    marks,
     refuse_direct_steps,
 )
-from halfstep.session.prepare import (
-    Optimizers,
-    apply_level,
-    as_models,
-    as_optimizers,
-    check_clip,
-    check_ownership,
-    check_scheduler,
-    device_of,
+from halfstep.session.steppers import (
+    Measured,
+    OnePassStepper,
+    Stepper,
+    TorchStepper,
     fill_stand_ins,
     fit_states,
-    loss_scale_of,
     one_pass_masters,
-    policy_of,
-    read_state,
-    warn_of_low_weights,
-    with_outputs_of,
 )
-from halfstep.session.steppers import Measured, OnePassStepper, Stepper, TorchStepper
+from halfstep.trees import all_finite
 
 Models = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Listener = Callable[["Session", Outcome], None]
 EarlyListener = Callable[["Session", torch.optim.Optimizer], None]
 
@@ -73,56 +64,6 @@ WATCHED_STEPS = 20
 
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
-
-
-def prepare(
-    model: Models,
-    optimizer: Optimizers = None,
-    *,
-    level: str | Level = "O1",
-    dtype: str | torch.dtype | None = None,
-    policy: str | Policy | None = None,
-    plan: Plan | None = None,
-    loss_scale: LossScale | float | str | None = None,
-    skip_nonfinite: bool | None = None,
-    max_skips: int = 50,
-) -> Session:
-    """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
-
-    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
-    built before keep working; `Session.revert()` undoes everything.
-
-    Args:
-        model: one module or several (a generator and a discriminator, say).
-        optimizer: none (evaluation only), one or several, over parameters of these models.
-        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
-            such as "bf16-mixed".
-        dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
-        policy: op rules, compute and output dtype, instead of the level's.
-        plan: precision by module path, on top of the level.
-        loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
-            O2 and none otherwise.
-        skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
-        max_skips: skips in a row that raise LossScaleCollapsed.
-
-    Raises:
-        ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
-            parameters of another model.
-        UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
-    """
-    models = as_models(model)
-    optimizers = as_optimizers(optimizer)
-    row, word_dtype = level_of(level)
-    device = device_of(models)
-    chosen = policy_of(row, dtype, word_dtype, policy, device)
-    row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
-    check_ownership(models, optimizers)
-    warn_of_low_weights(row, optimizers)
-    scale = loss_scale_of(loss_scale, row, compute)
-    skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
-    conversions, masters = apply_level(row, models, optimizers, plan, compute)
-    counts = SkipCount(limit=max_skips)
-    return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
 
 
 class Session:
@@ -487,3 +428,43 @@ class Session:
 
 def _inverse(flag: bool | Tensor) -> bool | Tensor:
     return ~flag if isinstance(flag, Tensor) else not flag
+
+
+def check_clip(clip_norm: float | None) -> None:
+    """Raise ConfigError unless it is None or a number of at least 0."""
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm >= 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}: expected a number of at least 0, or None")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ConfigError for what cannot be advanced by `step()` alone."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
+            "call scheduler.step(metric) yourself, after an evaluation"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
+        )
+
+
+def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
+    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
+    if not isinstance(state, Mapping) or state.get("format") != 1:
+        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
+    for what, own in (("level", level.name), ("policy", str(policy))):
+        if state.get(what) != own:
+            raise CheckpointError(
+                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
+                f"prepare with that {what} to resume"
+            )
+    try:
+        scale = LossScale.from_state(state["loss_scale"])
+        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+    return scale, steps, in_row, total

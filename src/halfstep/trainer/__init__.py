@@ -1,1 +1,15 @@
-"""TODO."""
+"""A training loop that is short enough to read, its records and its position in the data."""
+
+from halfstep.trainer.loop import Trainer
+from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog, accuracy
+
+__all__ = [
+    "Callback",
+    "History",
+    "Logger",
+    "Metric",
+    "ProgressBar",
+    "StepLog",
+    "Trainer",
+    "accuracy",
+]

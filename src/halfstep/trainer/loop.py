@@ -12,115 +12,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
+from halfstep import rng
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
-from halfstep.session.session import prepare
+from halfstep.session.prepare import prepare
 from halfstep.trainer.position import MicroBatches, Position
+from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
 
 _PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
-
-Metric = Callable[[Tensor, Tensor], Tensor]
-"""(model output, target) -> 0-d tensor, the mean over the batch."""
-
-
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Share of positions whose largest entry of the last dimension is the target's; 0-d fp32."""
-    return (output.argmax(-1) == target).float().mean()
-
-
-@dataclass(frozen=True)
-class StepLog:
-    """One step as the host knows it: loss, whether it was taken, the scale its gradients carried."""
-
-    step: int
-    loss: float
-    taken: bool
-    scale: float
-    grad_norm: float | None
-    reason: str
-
-
-@dataclass
-class History:
-    """What `fit` saw: a StepLog for each step, the wall time, and where the loss stopped being finite."""
-
-    steps: list[StepLog] = field(default_factory=list)
-    seconds: float = 0.0
-    diverged_at: int | None = None
-
-    @property
-    def losses(self) -> list[float]:
-        """The training loss of every step."""
-        return [log.loss for log in self.steps]
-
-    @property
-    def skipped(self) -> list[int]:
-        """The numbers of the steps that were not taken."""
-        return [log.step for log in self.steps if not log.taken]
-
-
-class Logger(Protocol):
-    """Where numbers go: anything with this method."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of `step`; called every `read_every` steps and after an evaluation."""
-        ...
-
-
-class Callback:
-    """Hooks into `Trainer.fit`; override what is needed. Values are on the host in `on_read` alone."""
-
-    def on_fit_start(self, trainer: Trainer, steps: int) -> None:
-        """Before the first step; `steps` is the number of the last one."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """After every step; `trainer.step` counts it."""
-
-    def on_read(self, trainer: Trainer, logs: Sequence[StepLog]) -> None:
-        """After losses and outcomes arrived on the host."""
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        """After every pass over the loader; `trainer.epoch` counts it."""
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """After the last step, also when an error ends the loop."""
-
-
-class ProgressBar(Callback):
-    """A rich progress bar on standard error."""
-
-    def on_fit_start(self, trainer: Trainer, steps: int) -> None:
-        """Draw the bar."""
-        from rich.console import Console
-        from rich.progress import Progress, TextColumn
-
-        columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]}"))
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task("training", total=steps, completed=trainer.step, loss="")
-        self._bar.start()
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Advance."""
-        self._bar.update(self._task, completed=trainer.step)
-
-    def on_read(self, trainer: Trainer, logs: Sequence[StepLog]) -> None:
-        """Show the last loss."""
-        self._bar.update(self._task, loss=f"{logs[-1].loss:.4g}")
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """Leave the terminal as it was."""
-        self._bar.stop()
 
 
 class _Step:
@@ -305,7 +214,7 @@ class Trainer:
             "optimizer": _checkpoint.optimizer_state(self.optimizer, self.names),
             "amp": self.amp.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "random": _checkpoint.random_state(),
+            "random": rng.random_state(),
             "position": None if self._position is None else self._position.state_dict(),
         }
 
@@ -336,7 +245,7 @@ class Trainer:
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         if self._position is not None and state["position"] is not None:
             self._position.load_state_dict(state["position"])
-        _checkpoint.load_random_state(state["random"])
+        rng.load_random_state(state["random"])
 
     def _resume(self) -> None:
         if self.folder is None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from halfstep import checkpoint as _checkpoint
+from halfstep import rng
 from halfstep.errors import CheckpointError, DataError
-from halfstep.numerics.snapshot import random_state
+from halfstep.rng import rewinder
 
 
 class Position:
@@ -34,24 +34,24 @@ class Position:
             return iter(self.loader)
         generator = self._generator()
         if self._resume is None:
-            self.start = _checkpoint.random_state()
+            self.start = rng.random_state()
             if generator is not None:
                 self.start["generator"] = generator.get_state()
             self.served = 0
             return iter(self.loader)
         now, self.start, self.served = (
-            _checkpoint.random_state(),
+            rng.random_state(),
             self._resume["start"],
             self._resume["served"],
         )
         self._resume = None
-        _checkpoint.load_random_state(self.start)
+        rng.load_random_state(self.start)
         if generator is not None and "generator" in self.start:
             generator.set_state(self.start["generator"].cpu())
         batches = iter(self.loader)
         for _ in range(self.served):
             next(batches)
-        _checkpoint.load_random_state(now)
+        rng.load_random_state(now)
         return batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +98,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Any]:
         for place in range(self._count):
             if place == len(self._fetched):
-                self._fetched.append((self._fetch(), random_state()))
+                self._fetched.append((self._fetch(), rewinder()))
             else:
                 self._fetched[place][1]()
             yield self._fetched[place][0]

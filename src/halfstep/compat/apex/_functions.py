@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from halfstep.convert.hooks import cast_floats, is_wide_float
 from halfstep.errors import ConfigError
+from halfstep.trees import cast_floats, is_wide_float
 
 P = ParamSpec("P")
 R = TypeVar("R")

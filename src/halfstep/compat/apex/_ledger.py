@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.compat.apex._options import AmpError
 from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.optim import MasterWeights
-from halfstep.scaling.loss_scale import all_finite
+from halfstep.trees import all_finite
 
 
 class Ledger:

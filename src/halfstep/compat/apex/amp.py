@@ -32,13 +32,8 @@ from halfstep.optim import MasterWeights
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import (
-    SMALLEST_SCALE,
-    DynamicLossScale,
-    LossScale,
-    SkipCount,
-    StaticLossScale,
-)
+from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from halfstep.scaling.skips import SkipCount
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,13 +12,8 @@ from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
 from halfstep.optim import MasterWeights
 from halfstep.policy.plan import Plan, PlanRule
-from halfstep.scaling.loss_scale import (
-    SMALLEST_SCALE,
-    DynamicLossScale,
-    LossScale,
-    StaticLossScale,
-    all_finite,
-)
+from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from halfstep.trees import all_finite
 
 __all__ = ["FP16_Optimizer", "network_to_half"]
 

@@ -17,15 +17,9 @@ import torch
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.errors import ConfigError
-from halfstep.scaling.loss_scale import (
-    LARGEST_SCALE,
-    DynamicLossScale,
-    LossScale,
-    SkipCount,
-    StaticLossScale,
-    as_float32,
-    multiply,
-)
+from halfstep.scaling.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from halfstep.scaling.skips import SkipCount
+from halfstep.trees import as_float32, multiply
 
 OVERFLOWS_IN_A_ROW = 1000
 """More of them raise."""

@@ -32,13 +32,14 @@ from halfstep.compat.mindspore._loss_scale import (
 )
 from halfstep.compat.mindspore._tensor import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
-from halfstep.convert.conversion import Conversion, convert, own_dtype
-from halfstep.convert.hooks import CastOutputs, Power, cast_floats
+from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.hooks import CastOutputs, Power
+from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import all_finite
+from halfstep.trees import all_finite, cast_floats
 
 __all__ = [
     "DynamicLossScaleManager",

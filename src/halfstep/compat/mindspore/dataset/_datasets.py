@@ -16,7 +16,7 @@ import torch
 
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.errors import ConfigError, DataError
-from halfstep.recipes.data import read_idx
+from halfstep.idx import read_idx
 
 Operation = Callable[[Any], Any]
 

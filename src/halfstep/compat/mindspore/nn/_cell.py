@@ -12,7 +12,7 @@ import torch
 from halfstep.autocast.context import active_policy, autocast
 from halfstep.compat.mindspore._tensor import Parameter, bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
-from halfstep.convert.conversion import to_float
+from halfstep.convert.to_float import to_float
 from halfstep.errors import ConfigError, UnsupportedError
 
 

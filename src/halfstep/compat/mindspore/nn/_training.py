@@ -12,10 +12,11 @@ from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossS
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._optimizers import Optimizer
-from halfstep.convert.hooks import cast_floats
 from halfstep.distributed import all_ranks
 from halfstep.errors import HalfstepWarning
-from halfstep.scaling.loss_scale import LossScale, SkipCount, StaticLossScale, all_finite
+from halfstep.scaling.loss_scale import LossScale, StaticLossScale
+from halfstep.scaling.skips import SkipCount
+from halfstep.trees import all_finite, cast_floats
 
 
 class WithLossCell(Cell):

@@ -8,16 +8,12 @@ computes, except `keep_freed_memory`, which is asked for by name.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import platform
-import re
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,10 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
-from torch.utils import backend_registration
 
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 
 Status = Literal["native", "slow", "absent"]
@@ -358,142 +352,7 @@ def _write_cache(file: Path, rows: Mapping[str, Mapping[str, object]]) -> None:
 # --- from the device to the host ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """A tensor on its way to the host; `wait()` gives it once it is there."""
-
-    tensor: Tensor
-    event: torch.Event | None
-
-    def done(self) -> bool:
-        """Whether it has arrived."""
-        return self.event is None or self.event.query()
-
-    def wait(self) -> Tensor:
-        """The tensor in host memory, after waiting if it must."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tensor
-
-
-def send_to_host(t: Tensor) -> Arriving:
-    """Start copying `t` to the host without waiting for the device.
-
-    A device without pinned memory (a vendor's first port) has it copied at once.
-    """
-    if t.device.type == "cpu":
-        return Arriving(t, None)
-    try:
-        copy = t.to("cpu", non_blocking=True)
-    except NotImplementedError:
-        return Arriving(t.to("cpu"), None)
-    event = torch.Event(t.device)
-    event.record(torch.accelerator.current_stream(t.device))
-    return Arriving(copy, event)
-
-
 # --- a device of a vendor's own ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """What a vendor registered for a device: its dtypes, and kernels and collectives where it brings them."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...]
-    slow: tuple[torch.dtype, ...]
-    finite_check: Callable[..., None] | None
-    update_scale: Callable[..., None] | None
-    collective: str | Callable[..., Any] | None
-
-
-_followers: list[Callable[[Accelerator], None]] = []
-
-
-def on_register(follower: Callable[[Accelerator], None]) -> None:
-    """Have `follower` called for every device registered from now on; upper floors install their parts so."""
-    _followers.append(follower)
-
-
-def register(
-    name: str,
-    *,
-    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
-    slow: Sequence[str | torch.dtype] = (),
-    finite_check: Callable[..., None] | None = None,
-    update_scale: Callable[..., None] | None = None,
-    collective: str | Callable[..., Any] | None = None,
-) -> Accelerator:
-    """Bring up a new accelerator: everything in halfstep works on it from here on.
-
-    Renames torch's PrivateUse1 device to `name` unless the vendor's plugin did, gives `torch.<name>` what it
-    lacks of `get_amp_supported_dtype` and `amp` (`torch.<name>.amp.autocast(enabled, dtype)`,
-    `torch.<name>.amp.GradScaler(enabled=...)`), and declares what the device computes in. The kernels of the
-    device itself are the vendor's, registered with torch as usual. Registering again replaces what was said.
-
-    Args:
-        name: device type as in `torch.device(name)`.
-        dtypes: floating dtypes with kernels; fp32 needs no mention.
-        slow: those among them without fast kernels: LOW ops round and compute in fp32 instead.
-        finite_check: `f(grads, found_inf, inv_scale)`: multiplies gradients in place, sets the 0-d fp32
-            `found_inf` to 1 where one was not finite (torch's `_amp_foreach_non_finite_check_and_unscale_`).
-        update_scale: `f(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)`,
-            in place (torch's `_amp_update_scale_`).
-        collective: the device's torch.distributed backend: the name of one that torch knows, or a function
-            `f(store, rank, size, timeout)` that makes a process group.
-
-    Raises:
-        ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, or another
-            device already took PrivateUse1.
-    """
-    taken = torch._C._get_privateuse1_backend_name()
-    if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
-        raise ConfigError(f"{name!r:.60} cannot name a device: expected lower-case letters, new to torch")
-    if taken not in (name, "privateuseone"):
-        raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
-    brought = finite_check, update_scale, None if isinstance(collective, str) else collective
-    if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
-        raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
-    said = declare(name, dtypes, slow)
-    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective)
-    if taken != name:
-        backend_registration.rename_privateuse1_backend(name)
-    for follower in _followers:
-        follower(row)
-    return row
-
-
-_TORCH_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "meta", "vulkan", "hip")
-
-
 # --- the process -------------------------------------------------------------------------------------------
-
-
-def float32_matmul_precision() -> str:
-    """What torch may do to fp32 matrix products (`highest` is true fp32); reported, never changed here."""
-    return torch.get_float32_matmul_precision()
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-
-
-def keep_freed_memory() -> bool:
-    """Make the C allocator keep large freed blocks for the next tensor instead of returning them.
-
-    Without it, every tensor of 32 MiB or more is mapped afresh and its pages are cleared again, which can
-    cost more than the cast that asked for it. The process keeps its peak memory until it ends. Returns
-    whether it took effect; where it cannot (no glibc), one warning says why.
-    """
-    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
-        warnings.warn(
-            f"keep_freed_memory needs Linux with glibc, this is {sys.platform} "
-            f"{platform.libc_ver()[0]}; large tensors are mapped afresh each time",
-            HalfstepWarning,
-            stacklevel=2,
-        )
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    largest = 2**31 - 1
-    # Older glibc refuses thresholds above 32 MiB; no mmap at all does the same.
-    mapped = mallopt(_M_MMAP_THRESHOLD, largest) or mallopt(_M_MMAP_MAX, 0)
-    return bool(mapped and mallopt(_M_TRIM_THRESHOLD, largest))

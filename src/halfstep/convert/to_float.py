@@ -1,0 +1,57 @@
+"""`to_float`: a module that computes in a dtype of its own, as MindSpore's `Cell.to_float`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from halfstep.convert.hooks import Inside, Power
+from halfstep.errors import ConfigError
+from halfstep.formats import parse_dtype
+
+
+def to_float(module: nn.Module, dtype: str | torch.dtype | None) -> nn.Module:
+    """Make a module and all in it compute in `dtype`, as MindSpore's `Cell.to_float`; returns the module.
+
+    Floating inputs are cast to it, parameters and buffers are cast in use and stay stored as they are,
+    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all
+    below it; None takes it off again. `convert` leaves such modules alone.
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
+    chosen = None if dtype is None else parse_dtype(dtype)
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key in [
+                k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
+            ]:
+                _unhook(each, key)
+        if chosen is not None:
+            _ToFloat(Power(), chosen).attach(each)
+    return module
+
+
+class _ToFloat(Inside):
+    """What `to_float` hangs on a module."""
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that `to_float` gave a module, or None."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _ToFloat):
+            return owner.dtype
+    return None
+
+
+def _unhook(module: nn.Module, key: int) -> None:
+    for store in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        cast(dict[int, Any], store).pop(key, None)

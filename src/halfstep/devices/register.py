@@ -1,0 +1,85 @@
+"""Registers a device of a vendor's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from halfstep.devices.capabilities import declare
+from halfstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a vendor registered for a device: its dtypes, and kernels and collectives where it brings them."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    slow: tuple[torch.dtype, ...]
+    finite_check: Callable[..., None] | None
+    update_scale: Callable[..., None] | None
+    collective: str | Callable[..., Any] | None
+
+
+_followers: list[Callable[[Accelerator], None]] = []
+
+
+def on_register(follower: Callable[[Accelerator], None]) -> None:
+    """Have `follower` called for every device registered from now on; upper floors install their parts so."""
+    _followers.append(follower)
+
+
+def register(
+    name: str,
+    *,
+    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
+    slow: Sequence[str | torch.dtype] = (),
+    finite_check: Callable[..., None] | None = None,
+    update_scale: Callable[..., None] | None = None,
+    collective: str | Callable[..., Any] | None = None,
+) -> Accelerator:
+    """Bring up a new accelerator: everything in halfstep works on it from here on.
+
+    Renames torch's PrivateUse1 device to `name` unless the vendor's plugin did, gives `torch.<name>` what it
+    lacks of `get_amp_supported_dtype` and `amp` (`torch.<name>.amp.autocast(enabled, dtype)`,
+    `torch.<name>.amp.GradScaler(enabled=...)`), and declares what the device computes in. The kernels of the
+    device itself are the vendor's, registered with torch as usual. Registering again replaces what was said.
+
+    Args:
+        name: device type as in `torch.device(name)`.
+        dtypes: floating dtypes with kernels; fp32 needs no mention.
+        slow: those among them without fast kernels: LOW ops round and compute in fp32 instead.
+        finite_check: `f(grads, found_inf, inv_scale)`: multiplies gradients in place, sets the 0-d fp32
+            `found_inf` to 1 where one was not finite (torch's `_amp_foreach_non_finite_check_and_unscale_`).
+        update_scale: `f(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)`,
+            in place (torch's `_amp_update_scale_`).
+        collective: the device's torch.distributed backend: the name of one that torch knows, or a function
+            `f(store, rank, size, timeout)` that makes a process group.
+
+    Raises:
+        ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, or another
+            device already took PrivateUse1.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
+        raise ConfigError(f"{name!r:.60} cannot name a device: expected lower-case letters, new to torch")
+    if taken not in (name, "privateuseone"):
+        raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
+    brought = finite_check, update_scale, None if isinstance(collective, str) else collective
+    if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
+        raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
+    said = declare(name, dtypes, slow)
+    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective)
+    if taken != name:
+        backend_registration.rename_privateuse1_backend(name)
+    for follower in _followers:
+        follower(row)
+    return row
+
+
+_TORCH_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "meta", "vulkan", "hip")

@@ -1,0 +1,65 @@
+"""Examines a recipe: some steps watched, traced and linted."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from halfstep.doctor.document import document_of
+
+
+def examine_recipe(
+    name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, where: torch.device
+) -> dict[str, Any]:
+    """Train the recipe for `steps` under watch on device `where`; the document of what was found."""
+    from halfstep.numerics.lint import LintProbe, lint
+    from halfstep.numerics.replayable import Replayable
+    from halfstep.numerics.trace import trace_step
+    from halfstep.numerics.watch import watch
+    from halfstep.policy.levels import level_of
+    from halfstep.recipes import recipe_of
+    from halfstep.session.prepare import prepare
+
+    recipe = recipe_of(name)
+    torch.manual_seed(seed)
+    model, optimizer = recipe.build(seed, level)
+    model.to(where)
+    amp = prepare(model, optimizer, level=level, dtype=dtype, loss_scale=scale)
+    batches = itertools.chain.from_iterable(itertools.repeat(recipe.task().train(seed)))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    first = [t.to(where) for t in next(batches)]
+    probe = LintProbe()
+    trace = trace_step(step, *first, session=amp, underflow=True, observers=[probe.look])
+    findings = [*lint(session=amp), *dict.fromkeys(probe.findings)]
+    seen = watch(model, amp, every=max(1, steps // 12))
+    ready = Replayable(amp, warn=False)
+    losses, error = [], None
+    for number in range(steps):
+        batch = first if number == 0 else [t.to(where) for t in next(batches)]
+        try:
+            losses.append(float(ready.run(step, *batch)))
+        except Exception as caught:  # the verdict says it; the report shows what led there
+            said = (str(caught).splitlines() or ["no message"])[0]
+            error = f"{type(caught).__name__} at step {number + 1}: {said}"
+            break
+    ready.settle()
+    seen.close()
+    row = level_of(level)[0]
+    label = f"{name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
+    traces = [(0, trace), *((number - 1, found) for number, found in ready.traces)]
+    return document_of(label, seen, traces, findings, losses, error)
+
+
+def _dtype_of(amp: Any) -> str:
+    from halfstep.formats import dtype_name
+
+    return dtype_name(amp.policy.compute_dtype)

@@ -1,0 +1,94 @@
+"""Measures CPU gradients in one pass by compiled kernels."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from ctypes import c_float
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.errors import HalfstepWarning
+from halfstep.kernels import codes as L
+from halfstep.kernels.pool import run_ranges
+
+ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
+FEW = 64  # work items that Python adds up faster than numpy
+TINY, HUGE = 1e-12, 1e17
+GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
+DTYPES = {code: dtype for dtype, code in GRADS.items()}
+
+
+@cache
+def kernels() -> Any:
+    """The compiled kernels' module, or None (said once) where Numba cannot be used."""
+    try:
+        from halfstep.kernels.cpu import models
+    except ImportError as error:
+        warnings.warn(
+            f"Numba cannot be imported ({error}); hs.optim runs its plain torch reference on the CPU, "
+            "several times slower: pip install numba",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+        return None
+    return models
+
+
+@cache
+def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    rows = [(p, s, min(ITEM, n - s)) for p, n in enumerate(sizes) for s in range(0, n, ITEM)]
+    return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
+
+
+Look = tuple[bool, float, float]
+"""Finite flag, norm and largest magnitude, of gradients that were multiplied by the inverse scale."""
+
+
+class WorkItems:
+    """Work items, with room for what measuring each one finds."""
+
+    def __init__(self, elements: tuple[int, ...]) -> None:
+        self.items, self.sizes = _items(elements)
+        self.found = np.empty(len(self.sizes)), np.empty(len(self.sizes), np.float32)
+
+    def totals(self, grad: int, addresses: Any) -> tuple[float, float]:
+        """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
+        total, peak = self._sums()
+        if 0 < peak < TINY or HUGE < peak < math.inf:
+            run_ranges(
+                kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, addresses, *self.found
+            )
+            total, _ = self._sums()
+        return total, peak
+
+    def _sums(self) -> tuple[float, float]:
+        squares, peaks = self.found
+        if len(squares) > FEW:
+            return squares.sum().item(), peaks.max(initial=0.0).item()
+        total = sum(squares.tolist())
+        return total, math.nan if math.isnan(total) else max(peaks.tolist(), default=0.0)
+
+
+def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
+    """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each."""
+    found: list[tuple[float, float]] = []
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        code, same = GRADS[dtype], [g for g in grads if g.dtype is dtype]
+        work = WorkItems(tuple(g.numel() for g in same))
+        addresses = np.zeros((len(same), 7), np.int64)
+        addresses[:, 2] = [g.data_ptr() for g in same]
+        run_ranges(kernels().measurer(code), work.sizes, work.items, addresses, *work.found)
+        found.append(work.totals(code, addresses))
+    return combined(found, inv_scale)
+
+
+def combined(found: list[tuple[float, float]], inv_scale: float) -> Look:
+    """The answer for several sets of gradients; NaN wins over inf."""
+    total, top = found[0] if found else (0.0, 0.0)
+    for squares, peak in found[1:]:
+        total, top = total + squares, float(np.maximum(top, peak))
+    return math.isfinite(top), c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value

@@ -1,0 +1,114 @@
+"""The loss scale chosen from the bits that are left before overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+from halfstep.formats import FP16
+from halfstep.scaling.loss_scale import (
+    LARGEST_SCALE,
+    DynamicLossScale,
+    LossScale,
+    check_count,
+    check_scale,
+    is_number,
+)
+from halfstep.trees import as_float32, home_device
+
+
+@dataclass(frozen=True)
+class HeadroomLossScale(LossScale):
+    """The largest power of two that leaves `bits` of headroom under `overflow_at`, never above `limit`.
+
+    The largest gradient magnitude of the last `window` finite steps says how far the scale may go. A step
+    that overflows all the same (a jump, or an inf from inside the network) counts as a gradient that just
+    reached `overflow_at`, so the scale drops by `bits`, for `window` steps. `limit` is run as the blind
+    growth it replaces: where all that overflows is seen in the weight gradients, its scale is what a
+    DynamicLossScale of the same settings would have, ours is never above, and so a step is skipped only where
+    blind growth skips it too. A short `limit.interval` follows shrinking gradients closely at no price
+    in skips. `history` is the state (magnitudes of unscaled gradients); leave it to `adjust`.
+    """
+
+    needs_max_abs: ClassVar[bool] = True
+
+    bits: int = 2
+    window: int = 20
+    limit: DynamicLossScale = field(default_factory=DynamicLossScale)
+    overflow_at: float = FP16.max
+    history: tuple[float, ...] | Tensor = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_count("HeadroomLossScale", "bits", self.bits)
+        check_count("HeadroomLossScale", "window", self.window)
+        check_scale("HeadroomLossScale (overflow_at)", self.overflow_at, 1.0, LARGEST_SCALE * 2)
+        if isinstance(self.limit, Mapping):
+            object.__setattr__(self, "limit", LossScale.from_state(self.limit))
+        if not isinstance(self.limit, DynamicLossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {self.limit!r}")
+        if isinstance(self.history, list):
+            object.__setattr__(self, "history", tuple(self.history))
+        known = isinstance(self.history, Tensor)
+        if not known and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
+            raise ConfigError(f"HeadroomLossScale: history must be a tuple of numbers, got {self.history!r}")
+
+    @property
+    def value(self) -> float | Tensor:
+        """The scale: a float on the host, a 0-d float32 tensor after `adjust(tensor)`."""
+        peak, limit = self._peak(), self.limit.value
+        if isinstance(peak, Tensor):
+            room = _power_of_two_below(self.overflow_at / (peak * 2.0**self.bits))
+            return torch.minimum(room, self.limit.tensor(peak.device)).clamp(min=self.limit.min)
+        assert not isinstance(limit, Tensor)  # history and limit move to a device together
+        spared = peak * 2.0**self.bits
+        if spared == 0.0:
+            return limit
+        room = as_float32(self.overflow_at / spared)
+        return as_float32(max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min))
+
+    def with_value(self, value: float | Tensor) -> HeadroomLossScale:
+        """Return this scale with its limit set to `value` and its memory of gradients emptied."""
+        return replace(self, limit=self.limit.with_value(value), history=())
+
+    def _peak(self) -> float | Tensor:
+        if isinstance(self.history, Tensor):
+            return self.history.max()
+        return max(self.history, default=0.0)
+
+    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> HeadroomLossScale:
+        """Return the next scale; ConfigError without `max_abs`. Tensors in, state on their device."""
+        if max_abs is None:
+            raise ConfigError(
+                "HeadroomLossScale.adjust(finite, max_abs) needs the largest magnitude of the unscaled "
+                "gradients; halfstep's GradScaler and sessions measure it"
+            )
+        if isinstance(finite, Tensor) or isinstance(max_abs, Tensor) or isinstance(self.history, Tensor):
+            return self._adjust_on_device(finite, max_abs)
+        at = self.read()
+        seen = as_float32(max_abs) if finite else as_float32(self.overflow_at / at)
+        clean = bool(finite) and self.limit.read() * seen <= self.overflow_at
+        return replace(self, limit=self.limit.adjust(clean), history=(*self.history, seen)[-self.window :])
+
+    def _adjust_on_device(self, finite: bool | Tensor, max_abs: float | Tensor) -> HeadroomLossScale:
+        device = home_device([x for x in (finite, max_abs, self.history) if isinstance(x, Tensor)])
+        flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
+        peak = torch.as_tensor(max_abs, dtype=torch.float32).to(device, non_blocking=True).reshape(())
+        seen = torch.where(flag, peak, self.overflow_at * self.inverse(device))
+        clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
+        past = torch.zeros(self.window, device=device)
+        if isinstance(self.history, Tensor):
+            past = self.history.to(device, non_blocking=True)
+        elif self.history:
+            past = torch.tensor((0.0,) * (self.window - len(self.history)) + self.history, device=device)
+        return replace(self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], seen.reshape(1)]))
+
+
+def _power_of_two_below(x: Tensor) -> Tensor:
+    """Return the largest power of two not above a positive normal float32 (its exponent bits alone)."""
+    return (x.float().clamp(max=LARGEST_SCALE).view(torch.int32) & 0x7F800000).view(torch.float32)

@@ -1,0 +1,41 @@
+"""Counts steps that were not taken, and ends a run whose scale collapses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from halfstep.errors import LossScaleCollapsed
+from halfstep.scaling.loss_scale import check_count
+
+
+@dataclass(frozen=True)
+class SkipCount:
+    """How many steps were skipped: in a row, and since the beginning; an immutable host value.
+
+    `limit` skips in a row are a collapsed loss scale: `after` then raises.
+    """
+
+    in_row: int = 0
+    total: int = 0
+    steps: int = 0
+    limit: int = 50
+
+    def __post_init__(self) -> None:
+        check_count("SkipCount", "limit", self.limit)
+
+    def after(self, taken: bool, *, scale: float | None = None, first_bad_op: str = "") -> SkipCount:
+        """Return the count after one more step.
+
+        Raises LossScaleCollapsed when `limit` steps in a row were skipped; `scale` and `first_bad_op`
+        (where tracing is on) go into the message.
+        """
+        in_row = 0 if taken else self.in_row + 1
+        if in_row >= self.limit:
+            where = f" The first bad op was {first_bad_op}." if first_bad_op else ""
+            at = "" if scale is None else f" The loss scale is down to {scale:g}."
+            raise LossScaleCollapsed(
+                f"{in_row} steps in a row were skipped because the gradients held inf or NaN.{at}{where} "
+                "The cause is not the scale: look for NaN in the data, a division by zero or an op that "
+                "overflows in the forward pass, or train in bf16."
+            )
+        return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)

@@ -1,0 +1,163 @@
+"""Floating tensors in trees: casts, finite checks, the device they share; nothing of levels or scales."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halfstep.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def as_float32(x: float) -> float:
+    """Round a Python float to float32 (nearest even); above its range the answer is inf."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def is_float_tensor(x: object) -> bool:
+    """Whether `x` is a real or complex floating tensor."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def map_floats(fn: Callable[[Tensor], Tensor], tree: T) -> T:
+    """Apply `fn` to every floating tensor of a nest (list, tuple, dict, named tuple ...); leave the rest."""
+
+    def on_leaf(leaf: Any) -> Any:
+        return fn(leaf) if is_float_tensor(leaf) else leaf
+
+    return pytree.tree_map(on_leaf, tree)
+
+
+def all_finite(tree: Any) -> Tensor:
+    """Return a 0-d bool tensor: no floating tensor in `tree` holds inf or NaN.
+
+    Tensors may differ in dtype and device and may be sparse. The answer lies on the first accelerator met,
+    otherwise on the CPU; nothing is read back. A nest without floating tensors is finite.
+    """
+    flags = [_finite(leaf) for leaf in pytree.tree_leaves(tree) if is_float_tensor(leaf)]
+    if not flags:
+        return torch.ones((), dtype=torch.bool)
+    home = home_device(flags)
+    return torch.stack([flag.to(home, non_blocking=True) for flag in flags]).all()
+
+
+def _finite(t: Tensor) -> Tensor:
+    t = dense_values(t.detach())
+    if t.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=t.device)
+    low, high = torch.aminmax(t)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def dense_values(t: Tensor) -> Tensor:
+    """Return the numbers a tensor really holds: local shard, coalesced sparse values, complex as pairs."""
+    if type(t) is Tensor and t.layout is torch.strided and not t.is_complex():
+        return t
+    to_local = getattr(t, "to_local", None)
+    if to_local is not None:
+        t = cast(Tensor, to_local())
+    if t.layout != torch.strided:
+        t = (t if t.is_coalesced() else t.coalesce())._values() if t.is_sparse else t.values()
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def home_device(tensors: list[Tensor]) -> torch.device:
+    """Return where scalars of these tensors meet: the first accelerator, so that no copy waits."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+
+
+def select_tree(pred: bool | Tensor, a: T, b: T) -> T:
+    """Return nest `a` where `pred` (a bool or 0-d bool tensor) holds, else `b`, leaf by leaf.
+
+    Tensor leaves go through `torch.where`, so nothing synchronises; other leaves must be equal in both nests
+    unless `pred` is a plain bool. Raises ConfigError when the nests differ in shape.
+    """
+    if not isinstance(pred, Tensor):
+        return a if pred else b
+    leaves_a, spec_a = pytree.tree_flatten(a)
+    leaves_b, spec_b = pytree.tree_flatten(b)
+    if spec_a != spec_b:
+        raise ConfigError(f"select_tree needs two nests of one shape, got {spec_a} and {spec_b}")
+    return pytree.tree_unflatten([_select(pred, x, y) for x, y in zip(leaves_a, leaves_b)], spec_a)
+
+
+def _select(pred: Tensor, x: Any, y: Any) -> Any:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.where(pred.to(x.device, non_blocking=True), x, y)
+    if type(x) is type(y) and x == y:
+        return x
+    raise ConfigError(
+        f"select_tree cannot choose between {x!r} and {y!r} without reading the flag: "
+        "make them tensors, or pass a plain bool"
+    )
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1/scale in float32, rounded once where the device has float64."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def multiply(t: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return t * factor computed in at least float32; `dtype` None keeps the computing dtype."""
+    if not t.is_complex():
+        t = t.to(torch.promote_types(t.dtype, torch.float32))
+    product = t * factor
+    return product if dtype is None else product.to(dtype)
+
+
+def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
+    """The nest with its real floating tensors of 16 bits or more in `dtype`; a pytree goes in and out."""
+
+    def cast(leaf: Any) -> Any:
+        # 8-bit floats carry their scale elsewhere; a plain cast would lose it.
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() > 1:
+            return leaf.to(dtype)
+        return leaf
+
+    return pytree.tree_map(cast, tree)
+
+
+def is_wide_float(value: Any) -> bool:
+    """Whether it is a real floating tensor of 16 bits or more (8-bit floats keep their scale elsewhere)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """The nest with its floating tensors in `dtype`; integers, masks and complex numbers untouched.
+
+    Goes into lists, tuples, dicts, what pytree knows, dict subclasses and dataclasses; copies, never alters.
+    """
+
+    def on_leaf(leaf: Any) -> Any:
+        if is_wide_float(leaf):
+            return leaf.to(dtype)
+        if isinstance(leaf, dict):
+            changed = copy.copy(cast(dict[Any, Any], leaf))
+            for key, value in leaf.items():
+                changed[key] = cast_floats(value, dtype)
+            return changed
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = [f.name for f in dataclasses.fields(leaf) if f.init]
+            return dataclasses.replace(leaf, **{n: cast_floats(getattr(leaf, n), dtype) for n in names})
+        return leaf
+
+    return on_leaf(tree) if isinstance(tree, Tensor) else pytree.tree_map(on_leaf, tree)
+
+
+def first_device(args: Any) -> str:
+    """Device type of the first floating tensor in a nest, else of the first tensor, else "cpu"."""
+    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    floating = [t for t in tensors if t.is_floating_point()]
+    return (floating or tensors)[0].device.type if tensors else "cpu"
