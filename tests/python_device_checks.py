@@ -1,4 +1,4 @@
-"""What holds on the Python device. `test_accelerators.py` runs this file in a process of its own."""
+"""What holds on the Python device. `compat/test_device_module.py` runs this file in a process of its own."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""One rank of a run by two processes on the Python device; `test_accelerators.py` starts it twice."""
+"""One rank of a run by two processes on the Python device; `compat/test_device_module.py` starts it twice."""
 
 import os
 import sys

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halfstep.autocast import autocast, disabled, regions
 from halfstep.devices import capabilities
 from halfstep.policy import Policy, ops
-from tests.autocast_samples import Sample, cuda_samples, outcome
+from tests.autocast.samples import Sample, cuda_samples, outcome
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

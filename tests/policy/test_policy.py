@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from halfstep.autocast.own_ops import op
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, op_names
-from halfstep.policy import policy as policies
 from halfstep.policy.ops import TABLES, Rule
-from halfstep.policy.policy import set_own_op_caller
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 EDITS = st.dictionaries(st.sampled_from(sorted(TABLES["halfstep"])), st.sampled_from(list(Rule)), max_size=5)
@@ -144,13 +141,6 @@ def test_casting_touches_floating_tensors_only() -> None:
     assert Policy().cast_to_output(tree) is tree
 
 
-@pytest.fixture
-def plain_caller() -> Iterator[None]:
-    before = policies._caller
-    yield
-    set_own_op_caller(before)
-
-
 @op
 def scaled(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
     return x * by
@@ -168,18 +158,6 @@ def test_own_functions_can_be_given_rules() -> None:
 def test_only_functions_become_own_ops() -> None:
     with pytest.raises(ConfigError, match="not int"):
         op(3)  # type: ignore[arg-type]
-
-
-def test_own_functions_go_through_the_installed_caller(plain_caller: None) -> None:
-    seen = []
-
-    def caller(name, fn, args, kwargs):
-        seen.append(name)
-        return fn(*args, **kwargs)
-
-    set_own_op_caller(caller)
-    assert scaled(torch.ones(1), by=3.0).item() == 3.0
-    assert seen == [f"{__name__}.scaled"]
 
 
 def test_fields_are_checked_and_frozen() -> None:

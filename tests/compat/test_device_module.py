@@ -19,7 +19,7 @@ from halfstep.cli import main
 from halfstep.conformance import run_battery
 from halfstep.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(package.__file__).parents[1]
 
 

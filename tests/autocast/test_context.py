@@ -21,7 +21,7 @@ from halfstep.autocast.own_ops import op as own_op
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
 from halfstep.policy.ops import Rule
-from tests.autocast_samples import Sample, cpu_samples, cuda_samples, outcome, tensors
+from tests.autocast.samples import Sample, cpu_samples, cuda_samples, outcome, tensors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SAMPLES = [*cpu_samples(), *cuda_samples()]

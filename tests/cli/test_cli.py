@@ -145,7 +145,7 @@ def test_an_interrupt_while_the_command_loads_ends_in_one_line(tmp_path):
 
 
 def test_the_command_that_is_installed_loads_nothing_before_it_listens(monkeypatch):
-    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"halfstep": "halfstep_command:main"}
     code = "import sys, halfstep_command; print('halfstep' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -17,7 +17,7 @@ from halfstep.policy import ops
 from halfstep.policy.op_names import canonical_op
 from halfstep.policy.ops import TABLES, Rule, rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MEASURED = json.loads((ROOT / "benchmarks/results/op_rules.json").read_text())["ops"]
 CPU_ROWS = rows("torch", "cpu")
 HALFSTEP = TABLES["halfstep"]
