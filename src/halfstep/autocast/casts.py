@@ -199,7 +199,7 @@ def _is_cpu_attention(site: Site) -> bool:
 
 
 def _attention_runner(site: Site, compute: torch.dtype) -> Runner:
-    """Short sequences take a backward in fp32, where torch's in 16 bits is slower (`emulation.py`)."""
+    """Short sequences take a backward in fp32, where torch's in 16 bits is slower (`cpu_kernels.py`)."""
     to_compute = _caster(site.device_type, compute)
     rest = _native_low_runner(site, compute) if site.native_rule is Rule.LOW else _low_runner(site, compute)
 
@@ -214,7 +214,7 @@ def _attention_runner(site: Site, compute: torch.dtype) -> Runner:
 
 
 def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
-    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (`emulation.py`)."""
+    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (`cpu_kernels.py`)."""
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
     linear = site.op is torch.ops.aten.linear.default and device_type == "cpu"
 

@@ -5,7 +5,7 @@ A region's policy is read from three places. In eager code it is a plain thread-
 the dtypes of two unused autocast devices, which Dynamo traces, guards and puts into its cache keys. In
 backward, where checkpointing has restored torch's autocast state but knows nothing of ours, the autograd node
 that is running tells by its sequence number in which region it was made. How an op is run under a policy is
-decided in `casting.py`.
+decided in `casts.py`.
 """
 
 from __future__ import annotations

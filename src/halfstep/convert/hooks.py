@@ -1,6 +1,6 @@
 """Hooks that give a module other dtypes at its edges and inside: picklable, copied with the model, removable.
 
-`convert.py` decides where they go. They cast what goes in and out of a module, compute with its parameters
+`conversion.py` decides where they go. They cast what goes in and out of a module, compute with its parameters
 cast on the fly, and set the autocast region its ops run in.
 """
 

@@ -1,7 +1,7 @@
 """A plan: which module gets which precision, and why, as a list of rules that reads and writes TOML.
 
 A rule names modules by a glob over their path or by class. Rules are ranked, so that their order in the file
-does not matter; a rule that matches nothing and two of equal rank are errors. `convert.py` applies plans.
+does not matter; a rule that matches nothing and two of equal rank are errors. `convert/` applies plans.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Differences from torch's, each on purpose: a skipped step is told; found-inf is an OR over tensors, devices
 and ranks; the scale stays inside bounds and a run of skips is an error; fp16 gradients can be unscaled; state
-is kept neither by `id()` nor on the optimizer. What loss scales do is decided in `scaling.py`.
+is kept neither by `id()` nor on the optimizer. What loss scales do is decided in `loss_scale.py`.
 """
 
 from __future__ import annotations

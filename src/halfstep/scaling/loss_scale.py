@@ -1,4 +1,4 @@
-"""Loss scales as immutable values, and the tree functions that go with them.
+"""Loss scales as immutable values.
 
 A loss scale multiplies the loss so that small gradients survive 16-bit arithmetic, and is divided out of the
 gradients before anybody looks at them (Micikevicius et al., ICLR 2018, arXiv 1710.03740, section 3.2). Every
