@@ -1,6 +1,6 @@
 """The optimizer class: torch's interface outside, the one-pass step inside.
 
-What is updated and with which scalars is decided here; arithmetic and storage live in reference.py, storage.py
+What is updated and with which scalars is decided here; arithmetic is in reference.py, storage in storage.py
 and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 """
 

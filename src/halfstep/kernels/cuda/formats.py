@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalOperand=false
 # ruff: noqa: SIM109 -- Triton compiles a subset of Python
-"""How GPU kernels read and write gradients, weights and states: split.py, rounding.py and storage.py in Triton.
+"""How GPU kernels read and write gradients, weights and states: split, rounding and storage in Triton.
 
 The 16 bits of a bf16 travel as int16 and are converted by integer arithmetic; those of an fp16 as float16.
 Branches on formats are folded away when a kernel is compiled, so each one ends in a single `return`.
