@@ -22,7 +22,7 @@ BOUND = {
 def run(scales=None, skipped=(), losses=(2.0, 1.5, 1.2, 1.0)):
     return {
         "seed": 0, "losses": list(losses), "scales": scales or [1.0] * 4, "skipped": list(skipped),
-        "test": {}, "diverged_at": None, "failed": None,
+        "test": {}, "diverged_at": None, "failed": None, "stopped": None,
     }  # fmt: skip
 
 
@@ -31,7 +31,8 @@ def row(level="O0", dtype="fp32", **changes):
         "label": level if level == "O0" else f"{level} {dtype}", "level": level, "dtype": dtype,
         "mean": 0.975, "spread": 0.0021, "difference": 0.0,
         "seconds": 0.008, "samples_per_second": 8000.0, "peak_bytes": 2e7,
-        "saved_bytes": 1e7, "skipped": 0, "last_scale": 1.0, "failed": None, "diverged": 0, "bound": BOUND,
+        "saved_bytes": 1e7, "skipped": 0, "last_scale": 1.0, "failed": None, "stopped": None, "diverged": 0,
+        "bound": BOUND,
         "runs": [run()],
     }  # fmt: skip
     return made | changes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +13,13 @@ import tyro
 
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
+from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
+    from halfstep.recipes.budget import TimeBudget
     from halfstep.recipes.runs import OnStep, Setting
 
 
@@ -34,6 +34,7 @@ def run(
     device: Annotated[str | None, shown("DEVICE")] = None,
     threads: Annotated[int | None, shown("COUNT")] = None,
     data: Annotated[str | None, shown("FOLDER")] = None,
+    time_limit: Annotated[float | None, shown("SECONDS")] = None,
     report: Annotated[Path | None, shown("FILE")] = None,
     json: Flag = False,
 ) -> None:
@@ -50,20 +51,25 @@ def run(
         device: cpu, cuda, ... Default: the accelerator if there is one.
         threads: CPU threads of torch. Default: torch's own.
         data: Folder with MNIST's IDX files, instead of the bundled digits.
+        time_limit: Seconds for all trainings together; one that takes far more than its share is stopped and
+            its row says so. Default: no limit; 240 for demo.
         report: Write an HTML report to this file.
         json: Print JSON instead of the table.
     """
     from halfstep import devices
+    from halfstep.recipes.budget import TimeBudget
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
+    limit = _time_limit(time_limit, order.demo)
     check_report(report)
     if threads is not None:
         torch.set_num_threads(_threads(threads))
     where = computing_device(device)
     jobs = [_job(one, order, where, data) for one in order.recipes]
     kept = where.type == "cpu" and devices.keep_freed_memory()
-    with _progress(sum(job.total for job in jobs), quiet=json) as on_step:
-        results = [_train(job, where, data, on_step) for job in jobs]
+    budget = TimeBudget(limit, sum(len(job.settings) * job.seeds for job in jobs))
+    with progress("training", sum(job.total for job in jobs), quiet=json) as on_step:
+        results = [_train(job, where, data, on_step, budget) for job in jobs]
     document = {"machine": _machine(where, kept), "recipes": results}
     if report is not None:
         from halfstep.report import write_report
@@ -169,6 +175,17 @@ def _threads(count: int) -> int:
     return count
 
 
+_DEMO_SECONDS = 240.0
+
+
+def _time_limit(seconds: float | None, demo: bool) -> float | None:
+    if seconds is None:
+        return _DEMO_SECONDS if demo else None
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--time-limit {seconds:g}: expected seconds above 0")
+    return seconds
+
+
 def _scale(word: str) -> str | None:
     if word in ("default", "dynamic", "headroom", "none"):
         return None if word == "default" else word
@@ -207,7 +224,9 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
     return _Job(recipe, tuple(settings), steps, order.seeds, 8 if order.demo else 15)
 
 
-def _train(job: _Job, device: torch.device, folder: str | None, on_step: OnStep) -> dict[str, Any]:
+def _train(
+    job: _Job, device: torch.device, folder: str | None, on_step: OnStep, budget: TimeBudget
+) -> dict[str, Any]:
     from halfstep.recipes.runs import run_recipe
 
     report = run_recipe(
@@ -219,29 +238,9 @@ def _train(job: _Job, device: torch.device, folder: str | None, on_step: OnStep)
         folder=folder,
         rounds=job.rounds,
         on_step=on_step,
+        budget=budget,
     )
     return report.as_dict()
-
-
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[OnStep]:
-    """A bar on a terminal; else a line on standard error for each run that begins, or nothing with --json."""
-    if sys.stderr.isatty():
-        from rich.progress import MofNCompleteColumn, Progress
-
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-            task = bar.add_task("training", total=total)
-            yield lambda name: bar.update(task, advance=1, description=name)
-        return
-    seen: set[str] = set()
-
-    def on_step(name: str) -> None:
-        if not quiet and name not in seen:
-            seen.add(name)
-            print(f"training {name}", file=sys.stderr, flush=True)
-
-    yield on_step
 
 
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
@@ -278,6 +277,8 @@ def _print(document: Mapping[str, Any], report: Path | None) -> None:
         for row in recipe["rows"]:
             if row["failed"]:
                 out.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
+            if row["stopped"]:
+                out.print(f"{row['label']} {row['stopped']}", style="red", markup=False)
             for message in dict.fromkeys(text for run in row["runs"] for text in run["warnings"]):
                 out.print(f"{row['label']}: {message}", style="yellow", markup=False)
     used = {row["dtype"] for recipe in document["recipes"] for row in recipe["rows"]}

@@ -20,6 +20,7 @@ from torch import Tensor
 from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.policy.levels import LEVELS
 from halfstep.recipes import measure
+from halfstep.recipes.budget import NO_LIMIT, OutOfTime, Share, TimeBudget
 from halfstep.recipes.registry import Recipe, Task
 from halfstep.session.prepare import prepare
 from halfstep.trainer.loop import Trainer
@@ -57,7 +58,7 @@ class Setting:
 
 @dataclass
 class SeedRun:
-    """One training: loss and scale at each step, the skipped steps, the test metrics; or why it failed."""
+    """One training: loss and scale at each step, skipped steps, test metrics; or why it failed or stopped."""
 
     seed: int
     losses: list[float] = field(default_factory=list)
@@ -66,6 +67,7 @@ class SeedRun:
     test: dict[str, float] = field(default_factory=dict)
     diverged_at: int | None = None
     failed: str | None = None
+    stopped: str | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -79,6 +81,11 @@ class Row:
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     bound: measure.Bound | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the time budget stopped a run; None where none was."""
+        return next((run.stopped for run in self.runs if run.stopped), None)
 
     def finals(self, metric: str) -> list[float]:
         """The test metric of every run that ended."""
@@ -136,6 +143,7 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]
         "skipped": sum(len(run.skipped) for run in row.runs),
         "last_scale": last[-1] if last else None,
         "failed": next((run.failed for run in row.runs if run.failed), None),
+        "stopped": row.stopped,
         "diverged": sum(run.diverged_at is not None for run in row.runs),
         "bound": row.bound.as_dict() if row.bound else None,
         "runs": [asdict(run) for run in row.runs],
@@ -143,11 +151,16 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]
 
 
 class _Tell(Callback):
-    def __init__(self, on_step: OnStep, name: str) -> None:
-        self.on_step, self.name = on_step, name
+    """Tells of each step, and ends the training when its share of the time is used up."""
+
+    def __init__(self, on_step: OnStep, name: str, share: Share, steps: int) -> None:
+        self.on_step, self.name, self.share, self.steps = on_step, name, share, steps
+        self.done = 0
 
     def on_step_end(self, trainer: Trainer) -> None:
+        self.done += 1
         self.on_step(self.name)
+        self.share.check(self.done, self.steps)
 
 
 @contextmanager
@@ -164,7 +177,14 @@ def _our_warnings(messages: list[str]) -> Iterator[None]:
 
 
 def train_once(
-    recipe: Recipe, task: Task, setting: Setting, seed: int, steps: int, device: torch.device, on_step: OnStep
+    recipe: Recipe,
+    task: Task,
+    setting: Setting,
+    seed: int,
+    steps: int,
+    device: torch.device,
+    on_step: OnStep,
+    share: Share = NO_LIMIT,
 ) -> SeedRun:
     """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
     model, optimizer = recipe.build(seed, setting.level)
@@ -175,7 +195,7 @@ def train_once(
         recipe.loss,
         device=device,
         metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
-        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}")],
+        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}", share, steps)],
         progress=False,
         **setting.prepare_options(),
     )
@@ -183,6 +203,8 @@ def train_once(
         try:
             trainer.fit(task.train(seed), steps=steps)
             run.test = trainer.evaluate(task.test)
+        except OutOfTime as error:
+            run.stopped = str(error)
         except HalfstepError as error:
             run.failed = str(error)
     history = trainer.history
@@ -220,7 +242,8 @@ class Bench:
 
 
 def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.device, rounds: int) -> None:
-    """Fill in time, memory and bound of every row, the times taken in turns."""
+    """Fill in time, memory and bound of every row that was not stopped, the times taken in turns."""
+    rows = [row for row in rows if not row.stopped]
     benches = [Bench(recipe, task, row.setting, device) for row in rows]
     with _our_warnings([]):  # the trainings have told them already
         _measure(rows, benches, device, rounds)
@@ -245,15 +268,19 @@ def run_recipe(
     folder: str | None,
     rounds: int,
     on_step: OnStep,
+    budget: TimeBudget | None = None,
 ) -> RecipeReport:
-    """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step."""
+    """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step.
+
+    Every training takes its share of `budget`; a setting whose training was stopped is not tried with further
+    seeds, and is not measured.
+    """
     task = recipe.task(folder)
-    rows = [
-        Row(
-            setting,
-            [train_once(recipe, task, setting, seed, steps, device, on_step) for seed in range(seeds)],
-        )
-        for setting in settings
-    ]
+    rows = [Row(setting, []) for setting in settings]
+    for row in rows:
+        for seed in range(seeds):
+            share = budget.start() if budget else NO_LIMIT
+            if not row.stopped:
+                row.runs.append(train_once(recipe, task, row.setting, seed, steps, device, on_step, share))
     measure_rows(recipe, task, rows, device, rounds)
     return RecipeReport(recipe, task.name, steps, seeds, rows)

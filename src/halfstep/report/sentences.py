@@ -43,6 +43,8 @@ def _against(row: Row, base: Row | None) -> str:
 def _scaling(row: Row) -> str:
     if row["failed"]:
         return f"A run failed: {row['failed'].rstrip('.')}."
+    if row["stopped"]:
+        return f"A run was {row['stopped'].rstrip('.')}."
     if row["diverged"]:
         return f"{row['diverged']} of {len(row['runs'])} runs diverged: the loss became NaN or infinite."
     scales = {scale for run in row["runs"] for scale in run["scales"]}

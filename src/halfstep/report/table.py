@@ -31,7 +31,7 @@ def cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[
 
 def _final(row: Mapping[str, Any], metric: str) -> str:
     if row["mean"] is None:
-        return "failed"
+        return "stopped" if row["stopped"] else "failed"
     if not isfinite(row["mean"]):
         return "diverged"
     text = _value(row["mean"], metric)

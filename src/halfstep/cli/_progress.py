@@ -1,0 +1,70 @@
+"""Progress of long work on standard error: a bar on a terminal, else a line at least every ten seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from halfstep.cli._output import console
+
+Tell = Callable[[str], None]
+"""Told the name of what is going on, once for each step of it."""
+
+_EVERY = 10.0
+
+
+@contextmanager
+def progress(what: str, total: int, quiet: bool, every: float = _EVERY) -> Iterator[Tell]:
+    """Show `total` steps of work; without a terminal by lines such as `training text-gpt O1` unless `quiet`.
+
+    Where nothing was printed for `every` seconds a line tells how far the work is, also within a long step.
+    """
+    if sys.stderr.isatty():
+        from rich.progress import MofNCompleteColumn, Progress
+
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda name: bar.update(task, advance=1, description=name)
+    elif quiet:
+        yield lambda name: None
+    else:
+        lines = _Lines(what, total, every)
+        beat = threading.Thread(target=lines.beat, daemon=True)
+        beat.start()
+        try:
+            yield lines.tell
+        finally:
+            lines.ended.set()
+            beat.join()
+
+
+class _Lines:
+    """A line for each name that begins, and one whenever `every` seconds passed without any."""
+
+    def __init__(self, what: str, total: int, every: float) -> None:
+        self.what, self.total, self.every = what, total, every
+        self.name = ""
+        self.done = 0
+        self.started = self.printed = time.monotonic()
+        self.ended = threading.Event()
+
+    def tell(self, name: str) -> None:
+        self.done += 1
+        if name != self.name:
+            self.name = name
+            self._print(f"{self.what} {name}")
+
+    def beat(self) -> None:
+        while not self.ended.wait(max(0.01, self.printed + self.every - time.monotonic())):
+            now = time.monotonic()
+            if now - self.printed >= self.every:
+                share = f"step {self.done} of {self.total} in all, {now - self.started:.0f} s"
+                self._print(f"  {self.name or self.what}: {share}")
+
+    def _print(self, line: str) -> None:
+        self.printed = time.monotonic()
+        print(line, file=sys.stderr, flush=True)
