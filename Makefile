@@ -34,13 +34,13 @@ test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
 machines: .venv/dev.stamp  ## both commands under every instruction set that this processor can show
 	$(BIN)/python .ci/machines.py
 
-bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/*.json
+bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/<machine>/*.json
 	$(BIN)/python benchmarks/run_all.py
 
 paper: .venv/demo.stamp  ## re-create the 2018 paper's phenomena; writes paper.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m papers.mixed_precision_training_2018.run --out paper.html
 
-gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/*.json
+gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/<machine>/*.json
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python benchmarks/run_all.py --device cuda
 

@@ -1,16 +1,15 @@
-"""Final test accuracy of the digits recipes at O0, and at O1 and O2 in bf16 and fp16 (results/accuracy.json).
+"""Final test accuracy of the digits recipes at O0, and at O1 and O2 in bf16 and fp16 (accuracy.json).
 
 The target is a mean over the seeds within 0.5 points of O0's. Times are not measured here.
 """
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 from pathlib import Path
 
 import torch
+from _machine import save
 
 from halfstep.recipes import Recipe, recipe_of
 from halfstep.trainer import Trainer, accuracy
@@ -34,7 +33,7 @@ def final(recipe: Recipe, level: str, dtype: str | None, seed: int) -> tuple[flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "accuracy.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -62,11 +61,7 @@ def main() -> int:
             rows.append(row)
             verdict = "pass" if row["passed"] else "FAIL"
             print(f"{name:11} {level} {row['dtype']:5} {mean:6.2f} {mean - base:+.2f}  {verdict}", flush=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
-    machine |= {"cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor())}
-    options.out.write_text(
-        json.dumps({"machine": machine, "seeds": options.seeds, "rows": rows}, indent=2) + "\n"
-    )
+    save("accuracy", {"seeds": options.seeds, "rows": rows}, options.out)
     return 0 if all(row["passed"] for row in rows) else 1
 
 

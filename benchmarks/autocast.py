@@ -1,13 +1,11 @@
 """Cost of autocast regions beside torch.autocast: one thread, interleaved, medians; writes
-results/autocast.json.
+autocast.json.
 
 `torch.autocast` is timed with our kernels out of the dispatcher (`regions.release`), so that it pays nothing
 for our presence.
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _machine import save
 from torch import nn
 
 from halfstep.autocast import autocast, frozen_weights, regions
@@ -185,23 +184,15 @@ def main() -> None:
     """Measure, print one line per row, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "autocast.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = measure(options.pairs)
     for name, row in found.items():
         print(f"{name:52} {row['halfstep_us']:12.3f} us {row['torch_us']:12.3f} us  x{row['ratio']:.3f}")
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "threads": 1,
-        "clock": "thread CPU time, medians of interleaved pairs",
-        "pairs": options.pairs,
-    }
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "rows": found}, indent=1) + "\n")
+    clock = "thread CPU time, medians of interleaved pairs"
+    save("autocast", {"rows": found}, options.out, clock=clock, pairs=options.pairs)
 
 
 if __name__ == "__main__":

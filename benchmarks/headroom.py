@@ -2,20 +2,18 @@
 
 On the recipes, and on a hard case whose gradients shrink by 2^12 over the run. Both grow or look every step
 that the other may: the dynamic scale with torch's interval on the recipes, and with a short one on the hard
-case, where a long one could not follow the gradients at all. Writes results/headroom.json.
+case, where a long one could not follow the gradients at all. Writes headroom.json.
 
     python benchmarks/headroom.py [--seeds 5] [--steps-share 1.0]
 """
 
 import argparse
-import json
-import platform
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import save
 from torch import nn
 
 import halfstep as hs
@@ -92,9 +90,7 @@ def main() -> int:
             f"{dynamic['final']:>14.4g} ± {dynamic['spread']:<8.2g}{headroom['final']:>10.4g} ± "
             f"{headroom['spread']:<8.2g} {'ok' if row['ok'] else 'NOT OK'}"
         )
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
-    out = Path(__file__).parent / "results" / "headroom.json"
-    out.write_text(json.dumps({"machine": machine, "seeds": given.seeds, "rows": rows}, indent=1) + "\n")
+    save("headroom", {"seeds": given.seeds, "rows": rows}, None)
     return 0 if fewer else 1
 
 

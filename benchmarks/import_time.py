@@ -1,4 +1,4 @@
-"""What `import halfstep` adds to `import torch`: CPU time, medians (results/import_time.json).
+"""What `import halfstep` adds to `import torch`: CPU time, medians (import_time.json).
 
 Run: python benchmarks/import_time.py. In each of several fresh processes torch is
 imported first and halfstep timed after it.
@@ -6,13 +6,12 @@ imported first and halfstep timed after it.
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import torch
+from _machine import save
 
 TIMED = """
 import time
@@ -28,7 +27,7 @@ LIMIT_MS = 150
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "import_time.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     options = parser.parse_args()
     pairs = []
     for _ in range(options.processes + 1):
@@ -36,13 +35,12 @@ def main() -> None:
         pairs.append([1000 * float(seconds) for seconds in done.stdout.split()])
     torch_ms, halfstep_ms = zip(*pairs[1:])  # the first fills the file cache
     found = {
-        "machine": {"cpu": platform.machine(), "torch": torch.__version__, "processes": options.processes},
         "torch_ms": round(statistics.median(torch_ms), 1),
         "halfstep_adds_ms": round(statistics.median(halfstep_ms), 1),
         "most_ms": round(max(halfstep_ms), 1),
         "limit_ms": LIMIT_MS,
     }
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    save("import_time", found, options.out, processes=options.processes)
     print(json.dumps(found, indent=1))
 
 

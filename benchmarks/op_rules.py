@@ -1,6 +1,6 @@
 """What each contested rule costs in error, time and memory: the 16-bit kernel against fp32 with casts.
 
-Run: python benchmarks/op_rules.py. Writes results/op_rules.json, which the reasons in the op table cite.
+Run: python benchmarks/op_rules.py. Writes op_rules.json, which the reasons in the op table cite.
 
 For one op and dtype, on the same 16-bit inputs:
   keep   the op in 16 bits
@@ -10,15 +10,14 @@ error is |result - float64 result| / mean |float64 result|, averaged; the same f
 """
 
 import json
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from _machine import facts, result
 from torch import Tensor
 
 torch.set_num_threads(1)
@@ -164,18 +163,11 @@ def main() -> None:
         name: {word: measure(fn, x, dtype) for word, dtype in DTYPES.items()} for name, (fn, x) in OPS.items()
     }
     document = {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "threads": 1,
-        },
         "pairs": PAIRS,
         "ops": results,
     }
-    out = Path(__file__).parent / "results" / "op_rules.json"
-    out.parent.mkdir(exist_ok=True)
-    text = json.dumps(document, indent=1).replace("Infinity", "null").replace("NaN", "null")
-    out.write_text(text + "\n")
+    text = json.dumps({"machine": facts(), **document}, indent=1)
+    result("op_rules").write_text(text.replace("Infinity", "null").replace("NaN", "null") + "\n")
     for name, row in results.items():
         for word, values in row.items():
             keys = ("keep_over_round", "keep_over_full", "grad_keep_over_round", "time_keep_over_round")

@@ -1,4 +1,4 @@
-"""The step on a GPU (results/optimizer_cuda.json): GPT-2's 124M parameters, beside torch and FlashOptim.
+"""The step on a GPU (optimizer_cuda.json): GPT-2's 124M parameters, beside torch and FlashOptim.
 
 For each optimizer: milliseconds of the bare update and of the whole step (unscale, finite check, clip,
 update), eager and, where it can be captured, replayed from a CUDA graph; kernels launched; bytes a parameter
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import result
 from torch import nn
 
 from halfstep.optim.optimizers import AdamW
@@ -182,7 +183,7 @@ def measure(entry: optimizer_race.Entry, first: Bench, rounds: int, device: torc
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizer_cuda.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no CUDA device here, so nothing was measured")
@@ -208,7 +209,7 @@ def main() -> int:
         "rounds": arguments.rounds,
         "results": [asdict(row) for row in rows],
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.out or result("optimizer_cuda")).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

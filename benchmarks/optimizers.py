@@ -1,4 +1,4 @@
-"""Optimizers side by side (results/optimizers.json): time, bytes a parameter, movement of small updates.
+"""Optimizers side by side (optimizers.json): time, bytes a parameter, movement of small updates.
 
 One thread, 50M parameters, each contestant interleaved with torch's fused fp32 AdamW; medians of ratios.
 Targets: the bare update with exact masters at most 1.0 of torch's fused AdamW with fp32 states and 1.2 with
@@ -13,7 +13,6 @@ one thread can write when it does nothing else: an update near it is bound by it
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from _machine import result, save
 from torch import nn
 
 from halfstep.errors import HalfstepError
@@ -214,9 +214,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1500, help="unit-gradient steps of the movement table")
     parser.add_argument("--only", default="", help="contestants with this text in their name")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizers.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    out = arguments.out or result("optimizers")
     first, *others = optimizer_race.entries()
     others = [entry for entry in [*others, *peers()] if arguments.only in entry.name]
     contestants = [first, *others]
@@ -224,20 +225,18 @@ def main() -> int:
     races = optimizer_race.race(contestants, sizes, arguments.rounds, torch.device("cpu"))
     rows = {entry.name: run(entry, result, arguments) for entry, result in zip(contestants, races)}
     if arguments.only:
-        rows = {row["name"]: row for row in json.loads(arguments.out.read_text())["results"]} | rows
+        rows = {row["name"]: row for row in json.loads(out.read_text())["results"]} | rows
     for row in rows.values():
         if row.get("bytes_alone_ms") is not None:
             print(
                 f"{row['name']:36} {row['update_ms']:6.1f} ms, its bytes alone {row['bytes_alone_ms']:6.1f}, "
                 f"writes {row.get('written_gb_s') or 0:5.1f} GB/s"
             )
-    isa = torch.backends.cpu.get_cpu_capability()
-    machine = f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread"
-    report = {"machine": machine, "parameters": sum(sizes), "rounds": arguments.rounds}
+    report: dict[str, object] = {"parameters": sum(sizes), "rounds": arguments.rounds}
     report["fill_gb_s"] = fill_gb_s(int(arguments.parameters), arguments.rounds)
     print(f"fill {report['fill_gb_s']:.1f} GB/s")
-    arguments.out.write_text(json.dumps({**report, "results": list(rows.values())}, indent=1) + "\n")
-    plot(list(rows.values()), arguments.out.with_suffix(".svg"))
+    save("optimizers", {**report, "results": list(rows.values())}, out)
+    plot(list(rows.values()), out.with_suffix(".svg"))
     return 1 if any(row["missed"] for row in rows.values()) else 0
 
 

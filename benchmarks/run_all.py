@@ -1,4 +1,4 @@
-"""Run every benchmark of this folder, one process each; each writes its JSON to results/.
+"""Run every benchmark of this folder, one process each; each writes its JSON to results/<machine>/.
 
 python benchmarks/run_all.py [--device cpu|cuda] [NAME ...]
 
@@ -20,7 +20,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="benchmarks to run, without .py (default: all)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
-    known = {p.stem: p for p in sorted(HERE.glob("*.py")) if p.stem != "run_all" and p.stem[0] != "_"}
+    scripts = [p for p in sorted(HERE.glob("[!_]*.py")) if "def main" in p.read_text()]
+    known = {p.stem: p for p in scripts if p.stem != "run_all"}
     unknown = set(arguments.names) - set(known)
     if unknown:
         print(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(known)}", file=sys.stderr)

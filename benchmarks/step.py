@@ -1,4 +1,4 @@
-"""A training step beside torch.autocast: one thread, interleaved, medians of ratios (results/step.json).
+"""A training step beside torch.autocast: one thread, interleaved, medians of ratios (step.json).
 
 Each pair runs steps of ours and of the peer's, in changing order, in the thread's own processor time. The
 peer is `torch.autocast` with the same model and batch and torch's optimizer of the same kind, timed with
@@ -11,8 +11,6 @@ gradients once more than the peer, to say whether they are finite and how large.
 
 import argparse
 import inspect
-import json
-import platform
 import statistics
 import sys
 import time
@@ -21,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from _machine import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -204,20 +203,13 @@ def measure(count: int) -> list[Result]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept = hs.devices.keep_freed_memory()  # for both sides: else page faults drown what is compared
     results = measure(max(20, options.pairs))
-    machine = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": 1,
-        "freed_memory_kept": kept,
-    }
-    machine |= {"cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor())}
     rows = [asdict(result) | {"passed": result.passed} for result in results]
-    options.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    save("step", {"rows": rows}, options.out, freed_memory_kept=kept)
     return 0 if all(result.passed for result in results) else 1
 
 

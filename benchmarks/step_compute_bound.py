@@ -8,9 +8,7 @@ the geometric mean of text-gpt and the ResNet in the memory format in which torc
 """
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +28,6 @@ from halfstep.recipes import RECIPES
 
 Step = Callable[[], object]
 TARGET = 0.97
-RESULT = Path(__file__).parent / "results" / "step_compute_bound.json"
 
 
 class BasicBlock(nn.Module):
@@ -160,7 +158,7 @@ def compare(case: Case, pairs: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kept = hs.devices.keep_freed_memory()
@@ -173,16 +171,13 @@ def main() -> int:
     net = min(images, key=lambda row: row["torch_ms"])
     mean = math.sqrt(gpt["share"] * net["share"])
     print(f"geometric mean {mean:.3f} (target {TARGET})")
-    isa = torch.backends.cpu.get_cpu_capability()
     report = {
-        "machine": f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread",
-        "freed_memory_kept": kept,
         "geometric_mean": mean,
         "target": TARGET,
         "passed": mean <= TARGET,
         "results": rows,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    save("step_compute_bound", report, arguments.out, freed_memory_kept=kept)
     return 0 if mean <= TARGET else 1
 
 

@@ -1,4 +1,4 @@
-"""A training step that the weights dominate (results/step_weight_bound.json): ours beside torch.autocast.
+"""A training step that the weights dominate (step_weight_bound.json): ours beside torch.autocast.
 
 50M-parameter MLP, batch 32, AdamW, bf16, one thread, same allocator setting; one step of each in turn,
 medians of ratios of processor time. torch: fp32 weights under torch.autocast, clip_grad_norm_, fused AdamW.
@@ -9,8 +9,6 @@ less with 8-bit.
 """
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import save
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -26,7 +25,6 @@ from halfstep.devices import keep_freed_memory
 from halfstep.recipes.measure import peak_bytes
 
 Step = Callable[[], None]
-RESULT = Path(__file__).parent / "results" / "step_weight_bound.json"
 WIDTH, LAYERS, BATCH = 3536, 4, 32
 
 
@@ -115,9 +113,7 @@ def seconds(step: Step) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "step_weight_bound.json"
-    )
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kept = keep_freed_memory()
@@ -147,10 +143,8 @@ def main() -> int:
             report.append(row)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             del ours, ours_held
-    isa = torch.backends.cpu.get_cpu_capability()
-    machine = f"{platform.machine()} {isa}, torch {torch.__version__}, 1 thread"
-    text = {"machine": machine, "freed_memory_kept": kept, "pairs": arguments.pairs, "results": report}
-    arguments.out.write_text(json.dumps(text, indent=1) + "\n")
+    found = {"pairs": arguments.pairs, "results": report}
+    save("step_weight_bound", found, arguments.out, freed_memory_kept=kept)
     return 0 if all(row["passed"] for row in report) else 1
 
 

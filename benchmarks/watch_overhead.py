@@ -5,18 +5,17 @@ Always-on is a watch without histograms and steps run by `Replayable`, ready to 
 Watched and plain run take their steps in turns, each first every other time, in one process, on one thread,
 from the same seed and data; the cost is the median ratio of paired steps, in CPU time of the process, which
 other programs disturb less than wall time. Each way of watching is compared with plain training on its own.
-Losses must be equal bit for bit. `results/watch_overhead.json`.
+Losses must be equal bit for bit. `watch_overhead.json`.
 """
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from _machine import save
 
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.watch import watch
@@ -97,15 +96,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="groups of ten steps")
     parser.add_argument("--recipe", default="text-gpt")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "watch_overhead.json")
+    parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = [measure(options.recipe, options.dtype, options.rounds, *one) for one in TARGETS.items()]
     rows, plain = [row for row, _ in found], statistics.median(p for _, p in found)
-    machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
-    document = {"machine": machine, "plain_ms": round(1e3 * plain, 2), "rounds": options.rounds, "rows": rows}
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=2) + "\n")
+    document = {"plain_ms": round(1e3 * plain, 2), "rounds": options.rounds, "rows": rows}
+    save("watch_overhead", document, options.out)
     for row in rows:
         state = "ok" if row["passed"] and row["same_losses"] else "MISSED"
         low, high = row["interval"]

@@ -19,7 +19,8 @@ from halfstep.policy.op_names import canonical_op
 from halfstep.policy.ops import TABLES, Rule, rows
 
 ROOT = Path(__file__).parents[2]
-MEASURED = json.loads((ROOT / "benchmarks/results/op_rules.json").read_text())["ops"]
+RESULTS = ROOT / "benchmarks/results/amd-epyc-avx512-bf16"
+MEASURED = json.loads((RESULTS / "op_rules.json").read_text())["ops"]
 CPU_ROWS = rows("torch", "cpu")
 HALFSTEP = TABLES["halfstep"]
 ALL_OPS = sorted(set().union(*TABLES.values(), CPU_ROWS))
