@@ -43,7 +43,7 @@ NO_16_BIT_KERNEL = (
 
 
 def _measured(op: str, error: float, gradient: float, size: float) -> str:
-    """Say what op_rules.json (benchmarks/results/amd-epyc-avx512-bf16) found for the 16-bit kernel in bf16."""
+    """Say what op_rules.json (results/amd-epyc-avx512-bf16) found for the 16-bit kernel in bf16."""
     return (
         f"measured {op}: error against float64 x{error:.2f} of fp32 rounded once, gradient x{gradient:.2f}, "
         f"bytes x{size:.2f} of fp32"
