@@ -35,10 +35,11 @@ from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome
-from halfstep.session.prepare import prepare
+from halfstep.session.prepare import prepare, tune
 from halfstep.session.session import Session
 from halfstep.trainer.loop import Trainer
 from halfstep.trees import all_finite, select_tree
+from halfstep.tuning.search import Tuning
 
 __all__ = [
     "FORMATS",
@@ -74,6 +75,7 @@ __all__ = [
     "StaticLossScale",
     "Trace",
     "Trainer",
+    "Tuning",
     "UnsupportedError",
     "Watch",
     "active_policy",
@@ -95,6 +97,7 @@ __all__ = [
     "select_tree",
     "to_float",
     "trace_step",
+    "tune",
     "watch",
 ]
 

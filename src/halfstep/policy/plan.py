@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ from halfstep.names import canonical_all
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, checked_edits
+from halfstep.policy.settings import Settings
 
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
@@ -114,9 +116,13 @@ def _globs(pattern: list[str], path: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules that together give every module its precision. An immutable value; `+` adds rules."""
+    """Rules that together give every module its precision. An immutable value; `+` adds rules.
+
+    settings: level, dtype and layout that the rules were made for, or None; `prepare(plan=...)` takes them.
+    """
 
     rules: tuple[PlanRule, ...] = ()
+    settings: Settings | None = None
 
     def __post_init__(self) -> None:
         """Freeze the rules; refuse a pattern written twice."""
@@ -150,12 +156,12 @@ class Plan:
 
     def with_rules(self, *rules: PlanRule) -> Plan:
         """Return this plan with rules added."""
-        return Plan((*self.rules, *rules))
+        return Plan((*self.rules, *rules), self.settings)
 
     def __add__(self, other: Plan) -> Plan:
         if not isinstance(other, Plan):
             raise PlanError(f"a plan adds a plan, got {other!r:.60}: give single rules to with_rules()")
-        return self.with_rules(*other.rules)
+        return Plan((*self.rules, *other.rules), other.settings or self.settings)
 
     def __bool__(self) -> bool:
         return bool(self.rules)
@@ -203,6 +209,9 @@ class Plan:
     def to_toml(self) -> str:
         """Return the plan as TOML that `from_toml` reads back to an equal plan."""
         tables = ["# A halfstep plan: [[rule]] tables, each a pattern, what it sets and why.\n"]
+        if self.settings is not None:
+            tables += [_table_to_toml("[settings]", self.settings.to_table())]
+            tables += [_table_to_toml("[[measured]]", vars(row)) for row in self.settings.measured]
         return "\n".join(tables + [_rule_to_toml(rule) for rule in self.rules])
 
     @classmethod
@@ -215,10 +224,24 @@ class Plan:
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"this plan is not TOML: {error}") from error
         tables = document.pop("rule", [])
+        settings, measured = document.pop("settings", None), document.pop("measured", [])
         if document or not isinstance(tables, list):
             extra = ", ".join(map(repr, document)) or "a [rule] table"
-            raise PlanError(f"a plan holds [[rule]] tables only, given {extra}")
-        return cls(tuple(_rule_from_toml(table, index) for index, table in enumerate(tables, 1)))
+            raise PlanError(
+                f"a plan holds [[rule]] tables, [settings] and [[measured]] only, given {extra}"
+            )
+        rules = tuple(_rule_from_toml(table, index) for index, table in enumerate(tables, 1))
+        return cls(rules, None if settings is None else Settings.from_tables(settings, measured))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read a plan from a TOML file; PlanError names the file where it cannot be read."""
+        try:
+            return cls.from_toml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}: {error}") from error
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
 
 def _nearest_above(path: str, resolved: Mapping[str, PlanRule]) -> str:
@@ -263,6 +286,16 @@ def _quoted(text: str) -> str:
     """Write a TOML basic string: every control character escaped."""
     written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
     return f'"{"".join(written)}"'
+
+
+def _table_to_toml(head: str, values: Mapping[str, Any]) -> str:
+    """Write a table of texts and numbers; what is None is left out."""
+    lines = [
+        f"{key} = {_quoted(value) if isinstance(value, str) else format(float(value), '.6g')}"
+        for key, value in values.items()
+        if value is not None
+    ]
+    return "\n".join([head, *lines]) + "\n"
 
 
 def _rule_to_toml(rule: PlanRule) -> str:

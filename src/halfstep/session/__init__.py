@@ -1,9 +1,10 @@
 """`prepare` and the session it gives: checked steps over autocast, conversion, masters and loss scale."""
 
-from halfstep.session.prepare import prepare
+from halfstep.session.prepare import prepare, tune
 from halfstep.session.session import Session
 
 __all__ = [
     "Session",
     "prepare",
+    "tune",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from halfstep import devices
 from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.optim.master_link import Master
@@ -26,8 +28,10 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
+from halfstep.session.auto import arguments_of, choose, read_plan, settings_of, tell
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.steppers import fit_states, parameters_of
+from halfstep.tuning.search import Tuning
 
 
 def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
@@ -224,10 +228,14 @@ def prepare(
     level: str | Level = "O1",
     dtype: str | torch.dtype | None = None,
     policy: str | Policy | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
+    layout: str = "keep",
     loss_scale: LossScale | float | str | None = None,
     skip_nonfinite: bool | None = None,
     max_skips: int = 50,
+    step: Callable[..., Any] | None = None,
+    batch: Sequence[Any] = (),
+    seconds: float = 60.0,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -237,15 +245,21 @@ def prepare(
     Args:
         model: one module or several (a generator and a discriminator, say).
         optimizer: none (evaluation only), one or several, over parameters of these models.
-        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), or a word
-            such as "bf16-mixed".
+        level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), a word
+            such as "bf16-mixed", or "auto": what trains fastest on this machine, found as `tune` does.
         dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
         policy: op rules, compute and output dtype, instead of the level's.
-        plan: precision by module path, on top of the level.
+        plan: precision by module path, on top of the level, or the path of its TOML file; one with settings
+            (as `tune` writes it) gives level, dtype and layout too.
+        layout: of convolution weights in memory: "keep", "channels_last", or "auto", the faster of the two.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise.
         skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
         max_skips: skips in a row that raise LossScaleCollapsed.
+        step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
+            returns the loss. Everything it changes is put back.
+        batch: for "auto": what `step` is called with.
+        seconds: for "auto": measure no longer than this.
 
     Raises:
         ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
@@ -254,6 +268,16 @@ def prepare(
     """
     models = as_models(model)
     optimizers = as_optimizers(optimizer)
+    plan = read_plan(plan)
+    level, dtype, layout = settings_of(plan, level, dtype, check_layout(layout))
+    if "auto" in (level, layout):
+        options = {"policy": policy, "loss_scale": loss_scale}
+        options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips}
+        found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
+        session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
+        session.tuning = found
+        tell(found)
+        return session
     row, word_dtype = level_of(level)
     device = device_of(models)
     chosen = policy_of(row, dtype, word_dtype, policy, device)
@@ -262,6 +286,78 @@ def prepare(
     warn_of_low_weights(row, optimizers)
     scale = loss_scale_of(loss_scale, row, compute)
     skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
-    conversions, masters = apply_level(row, models, optimizers, plan, compute)
+    relayout = Relayout(models if layout == "channels_last" else ())
+    try:
+        conversions, masters = apply_level(row, models, optimizers, plan, compute)
+    except Exception:
+        relayout.revert()
+        raise
     counts = SkipCount(limit=max_skips)
-    return Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
+    session = Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
+    session.layout = relayout
+    return session
+
+
+def tune(
+    model: Models,
+    optimizer: Optimizers,
+    step: Callable[..., Any],
+    *batch: Any,
+    dtype: str | torch.dtype | None = None,
+    layout: str = "auto",
+    plan: Plan | str | Path | None = None,
+    seconds: float = 60.0,
+    **options: Any,
+) -> Tuning:
+    """Measure on the model itself which level, layout and plan by module train it fastest on this machine.
+
+    O0, O1 and O2 are tried, then channels_last for the fastest, then fp32 for the modules that are faster in
+    it; taken is the fastest whose first step stays near fp32's loss and gradients. Afterwards weights,
+    gradients, optimizer states, buffers and random generators are as before, bit for bit, and nothing is
+    prepared: `prepare(model, optimizer, plan=found.plan)` does that, or `prepare(level="auto")` both.
+
+    Args:
+        model, optimizer: as for `prepare`, and not prepared yet.
+        step: `step(amp, *batch)` makes one whole training step with the session it is given (`autocast`,
+            `backward`, `step`) and returns the loss.
+        batch: what `step` is called with.
+        dtype: the 16-bit dtype to try; None takes the device's own.
+        layout: "auto" tries channels_last where the model has convolutions, "keep" does not.
+        plan: rules of your own on top of O1 and O2; no others are then looked for.
+        seconds: measure no longer than this.
+        options: further arguments of `prepare`, such as policy or loss_scale.
+
+    Raises:
+        ConfigError: no step, a dtype or layout that is none, or a model that cannot train in fp32 either.
+    """
+    models, optimizers = as_models(model), as_optimizers(optimizer)
+    own, layout = read_plan(plan), check_layout(layout)
+    return _choose(models, optimizers, step, batch, "auto", dtype, layout, own, seconds, options)
+
+
+def _choose(
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    step: Callable[..., Any] | None,
+    batch: Sequence[Any],
+    level: str | Level,
+    dtype: str | torch.dtype | None,
+    layout: str,
+    plan: Plan | None,
+    seconds: float,
+    options: dict[str, Any],
+) -> Tuning:
+    return choose(
+        prepare,
+        models,
+        optimizers,
+        step,
+        batch,
+        device=device_of(models),
+        level=level,
+        dtype=dtype,
+        layout=layout,
+        plan=plan,
+        seconds=seconds,
+        options=options,
+    )

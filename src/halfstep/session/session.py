@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.autocast.context import autocast
 from halfstep.convert.conversion import Conversion
+from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.numerics.replayable import Replayable
@@ -47,6 +48,7 @@ from halfstep.session.steppers import (
     one_pass_masters,
 )
 from halfstep.trees import all_finite
+from halfstep.tuning.search import Tuning
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -92,6 +94,9 @@ class Session:
         self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
         self.conversions, self.masters = conversions, masters
         self._region = policy, autocast(device.type, policy=policy)
+        self.layout = Relayout(())
+        self.tuning: Tuning | None = None
+        """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
         self.steps = 0
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
@@ -421,6 +426,7 @@ class Session:
             masters.revert()
         if self.conversions:
             fit_states(self.level, self.optimizers)
+        self.layout.revert()
         for handle in self._handles:
             handle.remove()
         self.conversions, self.masters, self._handles = [], {}, []

@@ -1,0 +1,223 @@
+"""Where one training step's time goes: seconds by op, direction and module, from torch's profiler.
+
+A forward op is the outermost one that Python called; a backward op is counted under the forward op whose
+gradient it is (autograd gives both the same sequence number). Casts stand apart, as the op "cast". What is
+neither forward nor backward, the update and Python between ops, is the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from halfstep.names import canonical_all
+
+CAST = "cast"
+ACCUMULATE = "accumulate gradients"
+
+_MODULE = "halfstep module: "
+_NODE = "autograd::engine::evaluate_function: "
+_USER = 7
+_CASTS = ("aten::_to_copy", "aten::to")
+
+Key = tuple[str, str, str]
+"""(module path, op, direction)."""
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One op in one direction in one module, and its seconds in a step over all its calls."""
+
+    module: str
+    op: str
+    direction: str
+    seconds: float
+
+    @property
+    def key(self) -> Key:
+        """What names the same work at another precision."""
+        return self.module, self.op, self.direction
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The ops of a step, the longest first, and the seconds of the whole step."""
+
+    ops: tuple[OpTime, ...]
+    seconds: float
+
+    @property
+    def rest(self) -> float:
+        """Seconds in no op: the update of the weights, and Python."""
+        return max(0.0, self.seconds - sum(op.seconds for op in self.ops))
+
+    def by_module(self) -> dict[str, float]:
+        """Seconds of each module's own ops, casts left out."""
+        found: dict[str, float] = defaultdict(float)
+        for op in self.ops:
+            if op.op not in (CAST, ACCUMULATE):
+                found[op.module] += op.seconds
+        return dict(found)
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """The profiler's C++ side writes remarks to file descriptor 2 that no setting turns off in time."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
+
+
+def step_times(step: Callable[[], Any], models: Sequence[nn.Module], steps: int = 3) -> StepTimes:
+    """Profile `steps` runs of `step`; each op's median. Paths stand under "0.", "1." where models are many.
+
+    The profiler costs a few microseconds an op, which the ops' own times hardly hold.
+    """
+    runs: list[tuple[dict[Key, float], float]] = []
+    for _ in range(steps):
+        with _named(models), without_remarks(), profile(activities=_activities(models)) as session:
+            step()
+        runs.append(_summed(session.events()))
+    keys = {key for run, _ in runs for key in run}
+    ops = [OpTime(*key, median(run.get(key, 0.0) for run, _ in runs)) for key in keys]
+    ops.sort(key=lambda op: (-op.seconds, op.key))
+    return StepTimes(tuple(ops), median(seconds for _, seconds in runs))
+
+
+def paths_of(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """The path of every module, without wrappers' names; with the model's number where there are several."""
+    found: dict[nn.Module, str] = {}
+    for index, model in enumerate(models):
+        named = dict(model.named_modules())
+        public = canonical_all(named)
+        for path, module in named.items():
+            path = public[path]
+            whole = ".".join(p for p in (str(index), path) if p) if len(models) > 1 else path
+            found.setdefault(module, whole)
+    return found
+
+
+@contextmanager
+def _named(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, every module's forward is a range of the profiler's that carries its path."""
+    handles: list[Any] = []
+    open_ranges: list[record_function] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        span = record_function(_MODULE + paths[module])
+        span.__enter__()
+        open_ranges.append(span)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    paths = paths_of(models)
+    try:
+        for module in paths:
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _activities(models: Iterable[nn.Module]) -> list[ProfilerActivity]:
+    kinds = {p.device.type for model in models for p in model.parameters()}
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if "cuda" in kinds else [])]
+
+
+def _summed(events: Any) -> tuple[dict[Key, float], float]:
+    """Seconds by key, and the seconds of the step from its first event to its last."""
+    found: dict[Key, float] = defaultdict(float)
+    owners: dict[int, Key] = {}
+    later: list[Any] = []
+    spans = [e.time_range for e in events if not _on_device(e)]
+    for event in events:
+        if _on_device(event) or event.cpu_parent is not None and not _is_span(event.cpu_parent):
+            continue
+        if event.name.startswith(_NODE):
+            later.append(event)
+        elif not _is_span(event):
+            _forward(event, found, owners)
+    for event in later:
+        _backward(event, found, owners)
+    whole = max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
+    return found, whole * 1e-6
+
+
+def _on_device(event: Any) -> bool:
+    return event.device_type != torch.autograd.DeviceType.CPU
+
+
+def _is_span(event: Any) -> bool:
+    """A range set by Python (a module, the optimizer's step), not an op."""
+    return event.scope == _USER
+
+
+def _forward(event: Any, found: dict[Key, float], owners: dict[int, Key]) -> None:
+    name = event.name.rpartition("::")[2]
+    module = _module_of(event)
+    if module is None:
+        return
+    casts = [e for e in _descendants(event) if e.name in _CASTS and e.cpu_parent.name not in _CASTS]
+    if event.name in _CASTS:
+        name, casts = CAST, []
+    key = module, name, "forward"
+    cast_key = module, CAST, "forward"
+    for one in (event, *_descendants(event)):
+        if one.sequence_nr >= 0:
+            owners[one.sequence_nr] = cast_key if one.name in _CASTS else key
+    spent = sum(map(_seconds, casts))
+    found[key] += max(0.0, _seconds(event) - spent)
+    if casts:
+        found[cast_key] += spent
+
+
+def _backward(event: Any, found: dict[Key, float], owners: Mapping[int, Key]) -> None:
+    module, name, _ = owners.get(event.sequence_nr, ("", "", ""))
+    if "AccumulateGrad" in event.name:
+        module, name = "", ACCUMULATE
+    elif not name:
+        name = event.name.removeprefix(_NODE).removesuffix("0").removesuffix("Backward")
+    found[module, name, "backward"] += _seconds(event)
+
+
+def _seconds(event: Any) -> float:
+    device = getattr(event, "device_time_total", 0.0)
+    return (device or event.cpu_time_total) * 1e-6
+
+
+def _descendants(event: Any) -> Iterator[Any]:
+    for child in event.cpu_children:
+        yield child
+        yield from _descendants(child)
+
+
+def _module_of(event: Any) -> str | None:
+    """The innermost module around an op, "" outside all; None within what is no part of the forward pass."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith(_MODULE):
+            return parent.name.removeprefix(_MODULE)
+        if parent.name.startswith("Optimizer."):
+            return None
+        parent = parent.cpu_parent
+    return ""

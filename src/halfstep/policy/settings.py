@@ -1,0 +1,107 @@
+"""What a plan may say beside its rules: level, dtype, layout and kernels, and the measurements behind them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfstep.errors import PlanError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.policy.levels import level_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting that was tried: milliseconds a step, distances to fp32's loss and gradients, a remark."""
+
+    setting: str
+    milliseconds: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `prepare` that a plan stands for, why, and what was measured.
+
+    Raises PlanError for a level that is none and a dtype it cannot run in.
+    """
+
+    level: str
+    dtype: torch.dtype | None = None
+    layout: str = "keep"
+    kernels: str | None = None
+    reason: str = ""
+    measured: tuple[Measured, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that level and dtype fit."""
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        level, word = level_of(self.level)
+        level.check_dtype(self.dtype if self.dtype is not None else word)
+        object.__setattr__(self, "measured", tuple(self.measured))
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `prepare`."""
+        found: dict[str, Any] = {"level": self.level, "dtype": self.dtype, "layout": self.layout}
+        return found if self.kernels is None else {**found, "kernels": self.kernels}
+
+    def to_table(self) -> dict[str, Any]:
+        """The TOML table `[settings]`, as plain values."""
+        return {
+            "level": self.level,
+            **({"dtype": dtype_name(self.dtype)} if self.dtype is not None else {}),
+            "layout": self.layout,
+            **({"kernels": self.kernels} if self.kernels is not None else {}),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_tables(cls, table: Any, measured: Any) -> Settings:
+        """Read `[settings]` and `[[measured]]`; PlanError names the key that cannot be read."""
+        rows = measured if isinstance(measured, Sequence) else ()
+        return cls(
+            **_checked("settings", table, _SETTINGS),
+            measured=tuple(Measured(**_checked("measured", row, _MEASURED)) for row in rows),
+        )
+
+
+_SETTINGS: Mapping[str, tuple[type, ...]] = {
+    "level": (str,),
+    "dtype": (str,),
+    "layout": (str,),
+    "kernels": (str,),
+    "reason": (str,),
+}
+_NUMBER = (int, float)
+_MEASURED: Mapping[str, tuple[type, ...]] = {
+    "setting": (str,),
+    "milliseconds": _NUMBER,
+    "loss_error": _NUMBER,
+    "gradient_error": _NUMBER,
+    "note": (str,),
+}
+
+
+def _checked(name: str, table: Any, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise PlanError(f"[{name}] of the plan is {table!r:.60}: expected a table")
+    first = next(iter(keys))
+    if first not in table:
+        raise PlanError(f"[{name}] of the plan has no {first}")
+    for key, value in table.items():
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(keys)}"
+            raise PlanError(f"[{name}] of the plan has the unknown key {key!r}: {hint}")
+        if not isinstance(value, keys[key]):
+            raise PlanError(
+                f"[{name}] of the plan: {key} must be a {keys[key][-1].__name__}, given {value!r}"
+            )
+    return dict(table)

@@ -1,0 +1,118 @@
+"""What `prepare` does with level="auto", layout="auto" and a plan that has settings; and `tune`.
+
+Measuring itself is `tuning`'s affair. Here arguments are read, and the way back into `prepare` is handed in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep import devices
+from halfstep.errors import ConfigError, PlanError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.policy.levels import Level, level_of
+from halfstep.policy.plan import Plan
+from halfstep.tuning.choices import Choice
+from halfstep.tuning.engine import Step
+from halfstep.tuning.search import Tuning, options_of, search
+
+
+def read_plan(plan: Any) -> Plan | None:
+    """Return the plan, read from TOML where a path was given; PlanError where it cannot be read."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.read(plan)
+    raise PlanError(f"got {type(plan).__name__} as a plan: expected a Plan or the path of a TOML file")
+
+
+def settings_of(
+    plan: Plan | None, level: Any, dtype: Any, layout: str
+) -> tuple[Any, str | torch.dtype | None, str]:
+    """Level, dtype and layout with those of the plan's settings, where it has any.
+
+    A level, dtype or layout beside them is an error unless it is the default or the same.
+    """
+    if plan is None or plan.settings is None:
+        return level, dtype, layout
+    own = plan.settings
+    theirs = level_of(own.level)[0].name
+    given = level if level in ("auto", "O1") else level_of(level)[0].name
+    if given not in ("O1", theirs):
+        raise ConfigError(f"level={level!r} beside a plan made for {own.level}: give one of the two")
+    if dtype is not None and own.dtype is not None and parse_dtype(dtype) != own.dtype:
+        raise ConfigError(
+            f"dtype={dtype!r} beside a plan made for {dtype_name(own.dtype)}: give one of the two"
+        )
+    return own.level, own.dtype, layout if layout != "keep" else own.layout
+
+
+def choose(
+    make: Callable[..., Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: Step | None,
+    batch: Sequence[Any],
+    *,
+    device: torch.device,
+    level: str | Level,
+    dtype: str | torch.dtype | None,
+    layout: str,
+    plan: Plan | None,
+    seconds: float,
+    options: dict[str, Any],
+) -> Tuning:
+    """Measure and decide; `make(models, optimizers, **arguments)` prepares. Leaves everything as it was.
+
+    Raises ConfigError without a step, for seconds not above 0, and where fp32 takes no step either.
+    """
+    if not callable(step):
+        raise ConfigError(
+            f"level {_word(level)!r} with layout {layout!r} is measured, but step={step!r:.60}: expected a "
+            "function step(amp, *batch) that makes one training step, and batch=(...)"
+        )
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"seconds={seconds!r}: expected a number above 0")
+    row, word = (None, None) if level == "auto" else level_of(level)
+    low = dtype_name(parse_dtype(dtype) if dtype is not None else word or devices.default_dtype(device))
+    fixed = level if isinstance(level, str) else level.name
+
+    def prepared(choice: Choice) -> Any:
+        return make(models, optimizers, **arguments_of(choice, options, plan))
+
+    return search(
+        models,
+        optimizers,
+        step,
+        batch,
+        prepared,
+        dtype=low,
+        device=device,
+        level=None if row is None else fixed,
+        relayout=layout == "auto",
+        by_module=plan is None,
+        seconds=seconds,
+    )
+
+
+def _word(level: str | Level) -> str:
+    return level.name if isinstance(level, Level) else str(level)
+
+
+def arguments_of(choice: Choice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
+    if choice.dtype is None:
+        kept = {k: v for k, v in options.items() if k not in ("policy", "loss_scale")}
+        return {**kept, **options_of(choice)}
+    return {**options, **({} if plan is None else {"plan": plan}), **options_of(choice)}
+
+
+def tell(tuning: Tuning) -> None:
+    """Say on standard error what was chosen and why: whoever asks for "auto" hears the answer."""
+    print(f"halfstep: {tuning.reason}", file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""What `level="auto"` chooses among, and how it decides: data in, a choice and its reason out.
+
+Nothing here measures. A `Trial` is what was measured of one `Choice`; `decide` takes the fastest that stays
+near fp32, and fp32 itself where nothing beats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.policy.plan import Plan
+
+#: Below this share of fp32's time a 16-bit choice is worth its rounding.
+WORTH = 0.98
+
+#: Choices within this share of the fastest are equals: the first in order, the plainest, is taken.
+EQUAL = 1.01
+
+#: Gradients: distance to fp32's over fp32's norm, in units in the last place of the dtype (2^-8 in bf16,
+#: 2^-11 in fp16), that one step from the same weights may have. Each layer adds about one rounding of every
+#: gradient that passes it, so networks of some dozens of layers stay well within it.
+ULPS = 48
+
+#: The loss: distance to fp32's over fp32's, in the same units.
+LOSS_ULPS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A level in a dtype (None in fp32), the memory layout, and the rules of a plan on top."""
+
+    level: str
+    dtype: str | None = None
+    layout: str = "keep"
+    kernels: str | None = None
+    rules: Plan = field(default_factory=Plan.empty)
+
+    @property
+    def label(self) -> str:
+        """`O2 bf16`, with layout, kernels and plan where they are not the plain ones."""
+        words = [self.level, self.dtype or ""]
+        words += [self.layout if self.layout != "keep" else ""]
+        words += [f"{self.kernels} kernels" if self.kernels else ""]
+        words += [f"plan of {len(self.rules)}" if self.rules.rules else ""]
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a choice: seconds of its steps, and how far one step was from fp32's.
+
+    loss_error, gradient_error: |x - x32| / |x32| over the first step from the same weights; None where there
+    was nothing to compare. failed: why it is out of the question, or None.
+    """
+
+    choice: Choice
+    seconds: tuple[float, ...] = ()
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    failed: str | None = None
+
+    @property
+    def time(self) -> float:
+        """The median of a step's seconds; infinite where none was timed."""
+        return median(self.seconds) if self.seconds else float("inf")
+
+    @property
+    def too_far(self) -> str | None:
+        """Which bound the step breaks, or None."""
+        if self.choice.dtype is None:
+            return None
+        for what, error, limit in (
+            ("loss", self.loss_error, loss_bound(self.choice.dtype)),
+            ("gradient", self.gradient_error, gradient_bound(self.choice.dtype)),
+        ):
+            if error is not None and not error <= limit:
+                return f"its {what} is {error:.2g} of fp32's away from fp32's, more than {limit:.2g}"
+        return None
+
+
+def gradient_bound(dtype: str) -> float:
+    """How far gradients may be from fp32's, relative to them: 0.19 in bf16, 0.023 in fp16."""
+    return ULPS * _ulp(dtype)
+
+
+def loss_bound(dtype: str) -> float:
+    """How far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
+    return LOSS_ULPS * _ulp(dtype)
+
+
+def _ulp(dtype: str) -> float:
+    return torch.finfo(parse_dtype(dtype)).eps / 2
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The trial that was taken, and why, in a sentence."""
+
+    trial: Trial
+    reason: str
+
+
+def decide(trials: Sequence[Trial]) -> Decision:
+    """Take the fastest trial that is near the first one's numbers, and the first where none is worth it.
+
+    The first is what there is without a choice (fp32, as a rule); earlier ones are plainer than later ones.
+    """
+    base, others = trials[0], trials[1:]
+    usable = [t for t in others if t.failed is None and t.too_far is None and t.seconds]
+    known = "fp32" if base.choice.dtype is None else base.choice.label
+    if not usable:
+        return Decision(base, f"{base.choice.label}: nothing else can be used{_and(_refusals(others))}")
+    best = min(usable, key=lambda t: t.time)
+    share = best.time / base.time
+    if share > WORTH:
+        return Decision(
+            base,
+            f"{base.choice.label}: nothing beats {known} here; the nearest, {best.choice.label}, takes "
+            f"{share:.2f} of its {base.time * 1e3:.4g} ms{_and(_refusals(others))}",
+        )
+    plainest = next(t for t in usable if t.time <= best.time * EQUAL)
+    return Decision(
+        plainest,
+        f"{plainest.choice.label}: {plainest.time * 1e3:.4g} ms a step, {plainest.time / base.time:.2f} of "
+        f"{known}'s{_and(_distance(plainest))}{_and(_refusals(others))}",
+    )
+
+
+def _and(text: str) -> str:
+    return f"; {text}" if text else ""
+
+
+def _distance(trial: Trial) -> str:
+    if trial.gradient_error is None or trial.choice.dtype is None:
+        return ""
+    name = dtype_name(parse_dtype(trial.choice.dtype))
+    limit = gradient_bound(trial.choice.dtype)
+    return f"its gradient is {trial.gradient_error:.2g} away from fp32's ({name} may be {limit:.2g})"
+
+
+def _refusals(trials: Sequence[Trial]) -> str:
+    said = [f"{t.choice.label}: {t.failed or t.too_far}" for t in trials if t.failed or t.too_far]
+    return "; ".join(said)

@@ -1,0 +1,191 @@
+"""Measuring choices on the model itself: steps taken in turns from one state, which is put back afterwards.
+
+A choice is entered by preparing the models and left by reverting; weights, gradients, optimizer states,
+buffers and random generators are restored bit for bit each time, so that every choice takes the same steps
+on the same batch. On several ranks all take the same steps, and what is dropped is rank 0's word.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from halfstep.distributed import gather
+from halfstep.errors import HalfstepError, HalfstepWarning
+from halfstep.numerics.op_times import StepTimes, step_times
+from halfstep.numerics.actors import Actors
+from halfstep.numerics.snapshot import Snapshot
+from halfstep.tuning.choices import Choice, Trial
+
+Step = Callable[..., Any]
+"""(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""
+
+#: A choice whose step takes more than this share of the best one's is measured no further.
+HOPELESS = 3.0
+
+#: Steps that a dynamic loss scale may skip before one counts.
+SKIPS = 24
+
+
+@dataclass
+class Seen:
+    """What the first taken step of a choice showed: loss, and the gradients by parameter, unscaled."""
+
+    loss: float | None = None
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+
+
+class Bench:
+    """The models, optimizers and step that choices are tried on; `close()` puts everything back."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        step: Step,
+        batch: Sequence[Any],
+        make: Callable[[Choice], Any],
+        seconds: float,
+    ) -> None:
+        self.models, self.optimizers = list(models), list(optimizers)
+        self._step, self._batch, self._make = step, tuple(batch), make
+        self._start = Snapshot(Actors(step, [*models, *optimizers]))
+        self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
+        self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+        self._until = time.perf_counter() + seconds
+        self._clock = _clock(self._device)
+        self._base: Seen | None = None
+
+    def left(self) -> float:
+        """Seconds left of the budget, as rank 0 sees it."""
+        return float(agreed(self._until - time.perf_counter()))
+
+    @contextmanager
+    def entered(self, choice: Choice) -> Iterator[Callable[[], Any]]:
+        """The models prepared for `choice`, from the state at the start; yields a step without arguments."""
+        self._start.restore()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HalfstepWarning)
+            session = self._make(choice)
+            try:
+                yield _Run(session, self._step, self._batch)
+            finally:
+                session.revert()
+                self._start.restore()
+
+    def first(self, choice: Choice) -> Trial:
+        """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
+        try:
+            with self.entered(choice) as run:
+                began = time.perf_counter()
+                seen = self._look(run)
+                slow = time.perf_counter() - began > max(1.0, self.left())
+                taken = () if agreed(slow) else (self._timed(run),)
+        except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
+            return Trial(choice, failed=" ".join(str(error).split())[:200])
+        if slow:
+            return Trial(choice, failed="one step takes longer than what is left to measure")
+        if self._base is None:
+            self._base = seen
+        return Trial(choice, taken, *_errors(seen, self._base))
+
+    def _look(self, run: _Run) -> Seen:
+        """Step until one is taken, and note what it computed."""
+        seen = Seen()
+
+        def listen(session: Any, optimizer: torch.optim.Optimizer) -> None:
+            index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
+            scale = session.loss_scale.read()
+            for p in self._owned[index]:
+                if p.grad is not None:
+                    seen.gradients[p] = p.grad.detach().float() / scale
+
+        run.session.early_listeners.append(listen)
+        try:
+            for _ in range(SKIPS):
+                result = run()
+                if run.session.history and bool(run.session.history[-1].taken):
+                    break
+        finally:
+            run.session.early_listeners.remove(listen)
+        scalars = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
+        seen.loss = float(scalars[0].detach()) if scalars else None
+        return seen
+
+    def in_turns(self, trials: Sequence[Trial], rounds: int, steps: int) -> list[Trial]:
+        """Add `rounds` timings to each trial, all taking turns; ends early where the budget does."""
+        times = [list(trial.seconds) for trial in trials]
+        for turn in range(rounds):
+            order = list(range(len(trials)))
+            for index in order if turn % 2 else reversed(order):
+                with self.entered(trials[index].choice) as run:
+                    run()
+                    times[index] += [self._timed(run) for _ in range(steps)]
+            if self.left() <= 0:
+                break
+        return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
+
+    def profile(self, choice: Choice) -> StepTimes:
+        """Where a step's time goes under `choice`."""
+        with self.entered(choice) as run:
+            run()
+            return step_times(run, self.models)
+
+    def _timed(self, run: Callable[[], Any]) -> float:
+        started = self._clock()
+        run()
+        return self._clock() - started
+
+    def close(self) -> None:
+        """Put everything back as it was when the bench was made."""
+        self._start.restore()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One whole step of a prepared choice."""
+
+    session: Any
+    step: Step
+    batch: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        return self.step(self.session, *self.batch)
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank; every rank must ask."""
+    return gather(value)[0]
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds; of this process's own work where it runs on one CPU thread, so that neighbours do not count."""
+    if device.type == "cpu":
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def now() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def _errors(seen: Seen, base: Seen) -> tuple[float | None, float | None]:
+    """How far loss and gradients are from the base's, relative to the base's."""
+    loss = None
+    if seen.loss is not None and base.loss is not None:
+        loss = abs(seen.loss - base.loss) / max(abs(base.loss), 1e-12)
+    common = [p for p in base.gradients if p in seen.gradients]
+    if not common:
+        return loss, None
+    apart = sum(float((seen.gradients[p] - base.gradients[p]).double().square().sum()) for p in common)
+    whole = sum(float(base.gradients[p].double().square().sum()) for p in common)
+    return loss, (apart / whole) ** 0.5 if whole else None

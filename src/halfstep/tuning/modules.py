@@ -1,0 +1,104 @@
+"""A plan by module: fp32 for the modules that are faster in it, casts counted, as rules with their times.
+
+The level stays in force everywhere else, and with it the op table: a loss or an exponential is fp32 whatever
+its module's rule, a normalisation runs in the dtype it is given because its row allows that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from halfstep.formats import dtype_name
+from halfstep.numerics.op_times import StepTimes
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
+from halfstep.tuning.cut import cheapest
+from halfstep.tuning.flow import Flow
+
+#: A module whose fp32 saves less than this share of a step is left to the level.
+LEAST = 0.002
+
+
+def plan_by_module(
+    model: nn.Module,
+    full: StepTimes,
+    low: StepTimes,
+    flow: Flow,
+    cast_seconds: float,
+    level: str,
+    dtype: torch.dtype,
+) -> Plan:
+    """The rules that put modules in fp32 where that is cheaper, over a level whose default is `dtype`.
+
+    full, low: the step's times in fp32 and at the level. cast_seconds: of one element there and back. The
+    model's own ops, outside its modules, stay as the level has them. Empty where no module gains.
+    """
+    times = full.by_module(), low.by_module()
+    paths = [path for path, _ in model.named_modules() if path and any(path in t for t in times)]
+    in_full, in_low = ({path: t.get(path, 0.0) for path in paths} for t in times)
+    edges = [(a, b, n * cast_seconds) for (a, b), n in flow.items() if a in in_full and b in in_full]
+    chosen, _ = cheapest(in_full, in_low, edges)
+    if sum(in_low[path] - in_full[path] for path in chosen) < LEAST * low.seconds:
+        return Plan.empty()
+    return Plan(tuple(_rules(model, chosen, in_full, in_low, level, dtype)))
+
+
+def _rules(
+    model: nn.Module,
+    chosen: frozenset[str],
+    full: Mapping[str, float],
+    low: Mapping[str, float],
+    level: str,
+    dtype: torch.dtype,
+) -> Iterator[PlanRule]:
+    """One rule where a module's label differs from what it inherits, from the root down."""
+    stored = Plan.for_level(level, dtype).resolve(model)
+    labels: dict[str, bool] = {"": False}
+    for path, _ in model.named_modules():
+        if not path:
+            continue
+        above = labels[path.rpartition(".")[0]]
+        labels[path] = path in chosen if path in full else _all_below(path, chosen, full, above)
+        if labels[path] == above:
+            continue
+        why = _reason(path, full, low, dtype)
+        if labels[path]:
+            yield PlanRule(path, rule=Rule.FULL, reason=why)
+        else:
+            held = stored.get(path)
+            yield PlanRule(path, rule=Rule.LOW, dtype=None if held is None else held.dtype, reason=why)
+
+
+def _all_below(path: str, chosen: frozenset[str], known: Mapping[str, float], above: bool) -> bool:
+    """The label of a module without ops of its own: fp32 where all below is, else what is above."""
+    below = [p for p in known if p.startswith(f"{path}.")]
+    return all(p in chosen for p in below) if below else above
+
+
+def _reason(path: str, full: Mapping[str, float], low: Mapping[str, float], dtype: torch.dtype) -> str:
+    below = [p for p in full if p == path or p.startswith(f"{path}.")]
+    a, b = (sum(times[p] for p in below) * 1e3 for times in (full, low))
+    return f"measured, forward and backward: fp32 {a:.3g} ms, {dtype_name(dtype)} {b:.3g} ms"
+
+
+def cast_cost(device: torch.device, dtype: torch.dtype, elements: int = 1 << 18) -> float:
+    """Seconds to cast one fp32 element to `dtype` and back, at the size of a usual activation."""
+    wide = torch.ones(elements, device=device)
+    best = float("inf")
+    for _ in range(5):
+        _wait(device)
+        started = time.perf_counter()
+        wide.to(dtype).float()
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best / elements
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+

@@ -1,0 +1,215 @@
+"""The search: levels first, then layouts for the fastest, then fp32 for the modules that are faster in it.
+
+The outcome is a plan whose settings name level, dtype and layout with the measured times as reasons:
+`hs.prepare(plan=...)` loads it, here or from TOML.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import ConfigError
+from halfstep.formats import parse_dtype
+from halfstep.convert.layout import convolution_weights
+from halfstep.policy.plan import Plan
+from halfstep.policy.settings import Measured, Settings
+from halfstep.tuning.choices import Choice, Decision, Trial, decide
+from halfstep.tuning.engine import HOPELESS, Bench, Step, agreed
+from halfstep.tuning.flow import flow_of
+from halfstep.tuning.modules import cast_cost, plan_by_module
+
+#: Seconds of measuring at most.
+SECONDS = 60.0
+
+#: Turns that choices take before and after a plan by module is made, and the steps timed in each.
+FIRST_ROUNDS, LAST_ROUNDS, STEPS = 2, 5, 2
+
+#: What takes more than this share of the best choice's time takes no part in the last turns.
+NEAR = 1.3
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was tried on this machine and what came of it.
+
+    `plan` is what `hs.prepare(plan=...)` takes, `reason` says why in a sentence, `trials` holds the
+    measurements, `seconds` what they took.
+    """
+
+    trials: tuple[Trial, ...]
+    decision: Decision
+    seconds: float
+
+    @property
+    def choice(self) -> Choice:
+        """The choice that was taken."""
+        return self.decision.trial.choice
+
+    @property
+    def reason(self) -> str:
+        """Why, with the measured times."""
+        return self.decision.reason
+
+    @property
+    def plan(self) -> Plan:
+        """Level, dtype, layout and rules by module, with the measured times as reasons."""
+        choice = self.choice
+        settings = Settings(
+            level=choice.level,
+            dtype=None if choice.dtype is None else parse_dtype(choice.dtype),
+            layout=choice.layout,
+            kernels=choice.kernels,
+            reason=self.reason,
+            measured=tuple(map(_measured, self.trials)),
+        )
+        return replace(choice.rules, settings=settings)
+
+    def to_toml(self) -> str:
+        """The plan as TOML."""
+        return self.plan.to_toml()
+
+    def __str__(self) -> str:
+        lines = [f"{row.setting:32} {_time(row):>9}  {row.note}" for row in map(_measured, self.trials)]
+        return "\n".join([*lines, self.reason])
+
+
+def _measured(trial: Trial) -> Measured:
+    note = trial.failed or trial.too_far or ""
+    seen = trial.time * 1e3 if trial.seconds else None
+    return Measured(trial.choice.label, seen, trial.loss_error, trial.gradient_error, note)
+
+
+def _time(row: Measured) -> str:
+    return "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms"
+
+
+def search(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: Step,
+    batch: Sequence[Any],
+    make: Callable[[Choice], Any],
+    *,
+    dtype: str,
+    device: torch.device,
+    level: str | None = None,
+    relayout: bool = True,
+    by_module: bool = True,
+    seconds: float = SECONDS,
+) -> Tuning:
+    """Try choices on the models and put them back; `make` prepares them for one and returns the session.
+
+    With `level` given only layouts are tried, at that level. Raises ConfigError where no step can be taken
+    in fp32 either (or at that level).
+    """
+    began = time.perf_counter()
+    relayout = relayout and bool(convolution_weights(models))
+    bench = Bench(models, optimizers, step, batch, make, seconds)
+    try:
+        if level is None:
+            trials = _search(bench, dtype, device, relayout, by_module)
+        else:
+            trials = _layouts(bench, Choice(level, dtype if level != "O0" else None), relayout)
+    finally:
+        bench.close()
+    if trials[0].failed is not None:
+        raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
+    trials = agreed(trials)
+    return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
+
+
+def _layouts(bench: Bench, choice: Choice, relayout: bool) -> list[Trial]:
+    trials = [bench.first(choice)]
+    if relayout and trials[0].failed is None:
+        trials.append(_first(bench, replace(choice, layout="channels_last")))
+    return _turns(bench, trials, LAST_ROUNDS, HOPELESS)
+
+
+def options_of(choice: Choice) -> dict[str, Any]:
+    """The arguments of `prepare` that a choice stands for."""
+    found: dict[str, Any] = {"level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
+    if choice.rules.rules:
+        found["plan"] = choice.rules
+    if choice.kernels is not None:
+        found["kernels"] = choice.kernels
+    return found
+
+
+def _search(
+    bench: Bench, dtype: str, device: torch.device, relayout: bool, by_module: bool
+) -> list[Trial]:
+    """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
+    trials = [bench.first(Choice("O0"))]
+    if trials[0].failed is not None:
+        return trials
+    for level in ("O1", "O2"):
+        trials.append(_first(bench, Choice(level, dtype)))
+    for one in _best(trials, 2) if relayout else ():
+        trials.append(_first(bench, replace(one.choice, layout="channels_last")))
+    trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
+    if by_module:
+        trials += [_first(bench, choice) for choice in _by_module(bench, trials, device)]
+    return _turns(bench, trials, LAST_ROUNDS, NEAR)
+
+
+def _first(bench: Bench, choice: Choice) -> Trial:
+    if bench.left() <= 0:
+        return Trial(choice, failed="no time left to measure it")
+    return bench.first(choice)
+
+
+def _usable(trials: Sequence[Trial]) -> list[Trial]:
+    return [t for t in trials if t.failed is None and t.too_far is None]
+
+
+def _best(trials: Sequence[Trial], count: int) -> list[Trial]:
+    """The fastest usable trials as rank 0 saw them."""
+    order = sorted(range(len(trials)), key=lambda i: trials[i].time)
+    usable = _usable(trials)
+    return [trials[i] for i in agreed(order) if trials[i] in usable][:count]
+
+
+def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[Trial]:
+    """Time what is within `near` of the best, and fp32, in turns."""
+    best = min((t.time for t in _usable(trials)), default=float("inf"))
+    chosen = agreed(
+        [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
+    )
+    timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS) if bench.left() > 0 else []
+    for index, trial in zip(chosen, timed):
+        trials[index] = trial
+    return trials
+
+
+def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[Choice]:
+    """The fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
+    if len(bench.models) != 1 or bench.left() <= 0:
+        return []
+    found: list[Choice] = []
+    for level in ("O1", "O2"):
+        own = [t for t in _usable(trials) if t.choice.level == level and t.choice.dtype]
+        for trial in _best(own, 1):
+            rules = agreed(_rules_for(bench, trial.choice, device))
+            if rules.rules:
+                found.append(replace(trial.choice, rules=rules))
+    return found
+
+
+def _rules_for(bench: Bench, choice: Choice, device: torch.device) -> Plan:
+    assert choice.dtype is not None
+    base = Choice("O0", layout=choice.layout)
+    full, low = bench.profile(base), bench.profile(choice)
+    nodes = {*full.by_module(), *low.by_module()}
+    with bench.entered(base) as run:
+        flow = flow_of(run, bench.models, nodes)
+    dtype = parse_dtype(choice.dtype)
+    cost = cast_cost(device, dtype)
+    return plan_by_module(bench.models[0], full, low, flow, cost, choice.level, dtype)
+
+
