@@ -231,9 +231,7 @@ def discriminator(width: int = 32) -> nn.Module:
     return nn.Sequential(*body, nn.Conv2d(4 * width, 1, 4, 1, 0, bias=False), nn.Flatten(0))
 
 
-def gan_step(
-    amp: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], batch: Batch
-) -> Tensor:
+def gan_step(amp: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], batch: Batch) -> Tensor:
     """One step of the discriminator on real and made images, then one of the generator."""
     (makes, judges), (for_makes, for_judges), (real, noise) = models, optimizers, batch
     ones, zeros = torch.ones(len(real)), torch.zeros(len(real))

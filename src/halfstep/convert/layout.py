@@ -32,9 +32,10 @@ def convolution_weights(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     for model in models:
         for module in model.modules():
             weight = getattr(module, "weight", None)
-            if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, nn.Parameter):
-                if weight.dim() in _FORMATS and not isinstance(weight, nn.UninitializedParameter):
-                    found.setdefault(id(weight), weight)
+            if not isinstance(module, nn.modules.conv._ConvNd) or not isinstance(weight, nn.Parameter):
+                continue
+            if not isinstance(weight, nn.UninitializedParameter) and weight.dim() in _FORMATS:
+                found.setdefault(id(weight), weight)
     return list(found.values())
 
 

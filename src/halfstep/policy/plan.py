@@ -227,9 +227,7 @@ class Plan:
         settings, measured = document.pop("settings", None), document.pop("measured", [])
         if document or not isinstance(tables, list):
             extra = ", ".join(map(repr, document)) or "a [rule] table"
-            raise PlanError(
-                f"a plan holds [[rule]] tables, [settings] and [[measured]] only, given {extra}"
-            )
+            raise PlanError(f"a plan holds [[rule]] tables, [settings] and [[measured]] only, given {extra}")
         rules = tuple(_rule_from_toml(table, index) for index, table in enumerate(tables, 1))
         return cls(rules, None if settings is None else Settings.from_tables(settings, measured))
 

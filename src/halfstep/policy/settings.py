@@ -1,4 +1,4 @@
-"""What a plan may say beside its rules: level, dtype, layout and kernels, and the measurements behind them."""
+"""What a plan may say beside its rules: level, dtype, layout and kernels, and what was measured of them."""
 
 from __future__ import annotations
 

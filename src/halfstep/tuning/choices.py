@@ -21,10 +21,11 @@ WORTH = 0.98
 #: Choices within this share of the fastest are equals: the first in order, the plainest, is taken.
 EQUAL = 1.01
 
-#: Gradients: distance to fp32's over fp32's norm, in units in the last place of the dtype (2^-8 in bf16,
-#: 2^-11 in fp16), that one step from the same weights may have. Each layer adds about one rounding of every
-#: gradient that passes it, so networks of some dozens of layers stay well within it.
-ULPS = 48
+#: Gradients: distance to fp32's over fp32's norm, in roundings of the dtype (2^-8 in bf16, 2^-11 in fp16),
+#: that one step from the same weights may have: an angle of 30 degrees in bf16. Healthy networks at their
+#: first step were seen at 0.004 (an LSTM) to 0.30 (20 layers with batch norm), `torch.autocast` at the same;
+#: a wrong or overflowing gradient is at 1 or more.
+ULPS = 128
 
 #: The loss: distance to fp32's over fp32's, in the same units.
 LOSS_ULPS = 4
@@ -84,7 +85,7 @@ class Trial:
 
 
 def gradient_bound(dtype: str) -> float:
-    """How far gradients may be from fp32's, relative to them: 0.19 in bf16, 0.023 in fp16."""
+    """How far gradients may be from fp32's, relative to them: 0.5 in bf16, 0.0625 in fp16."""
     return ULPS * _ulp(dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.distributed import gather
 from halfstep.errors import HalfstepError, HalfstepWarning
-from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.actors import Actors
+from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.tuning.choices import Choice, Trial
 
@@ -69,7 +69,7 @@ class Bench:
         return float(agreed(self._until - time.perf_counter()))
 
     @contextmanager
-    def entered(self, choice: Choice) -> Iterator[Callable[[], Any]]:
+    def entered(self, choice: Choice) -> Generator[_Run]:
         """The models prepared for `choice`, from the state at the start; yields a step without arguments."""
         self._start.restore()
         with warnings.catch_warnings():
@@ -87,8 +87,10 @@ class Bench:
             with self.entered(choice) as run:
                 began = time.perf_counter()
                 seen = self._look(run)
-                slow = time.perf_counter() - began > max(1.0, self.left())
-                taken = () if agreed(slow) else (self._timed(run),)
+                spent = time.perf_counter() - began
+                slow = self._base is not None and spent > max(1.0, self.left())
+                slow = agreed(slow)
+                taken = () if slow else (self._timed(run),)
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
         if slow:
@@ -108,6 +110,7 @@ class Bench:
                 if p.grad is not None:
                     seen.gradients[p] = p.grad.detach().float() / scale
 
+        result: Any = None
         run.session.early_listeners.append(listen)
         try:
             for _ in range(SKIPS):
@@ -167,7 +170,7 @@ def agreed(value: Any) -> Any:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds; of this process's own work where it runs on one CPU thread, so that neighbours do not count."""
+    """Seconds; of this process's own work on one CPU thread, so that neighbours do not count."""
     if device.type == "cpu":
         return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 

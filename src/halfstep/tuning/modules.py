@@ -19,6 +19,9 @@ from halfstep.policy.plan import Plan, PlanRule
 from halfstep.tuning.cut import cheapest
 from halfstep.tuning.flow import Flow
 
+#: Seconds that the hooks of a module with a rule of its own cost a step.
+HOOKS = 5e-5
+
 #: A module whose fp32 saves less than this share of a step is left to the level.
 LEAST = 0.002
 
@@ -40,7 +43,7 @@ def plan_by_module(
     times = full.by_module(), low.by_module()
     paths = [path for path, _ in model.named_modules() if path and any(path in t for t in times)]
     in_full, in_low = ({path: t.get(path, 0.0) for path in paths} for t in times)
-    edges = [(a, b, n * cast_seconds) for (a, b), n in flow.items() if a in in_full and b in in_full]
+    edges = [(a, b, n * cast_seconds + HOOKS) for (a, b), n in flow.items() if a in in_full and b in in_full]
     chosen, _ = cheapest(in_full, in_low, edges)
     if sum(in_low[path] - in_full[path] for path in chosen) < LEAST * low.seconds:
         return Plan.empty()
@@ -101,4 +104,3 @@ def cast_cost(device: torch.device, dtype: torch.dtype, elements: int = 1 << 18)
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-

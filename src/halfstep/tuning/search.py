@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.convert.layout import convolution_weights
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
-from halfstep.convert.layout import convolution_weights
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
 from halfstep.tuning.choices import Choice, Decision, Trial, decide
@@ -141,9 +141,7 @@ def options_of(choice: Choice) -> dict[str, Any]:
     return found
 
 
-def _search(
-    bench: Bench, dtype: str, device: torch.device, relayout: bool, by_module: bool
-) -> list[Trial]:
+def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_module: bool) -> list[Trial]:
     """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
     trials = [bench.first(Choice("O0"))]
     if trials[0].failed is not None:
@@ -211,5 +209,3 @@ def _rules_for(bench: Bench, choice: Choice, device: torch.device) -> Plan:
     dtype = parse_dtype(choice.dtype)
     cost = cast_cost(device, dtype)
     return plan_by_module(bench.models[0], full, low, flow, cost, choice.level, dtype)
-
-

@@ -1,0 +1,74 @@
+"""What is decided from given measurements; no machine's speed is asked here."""
+
+from halfstep.tuning.choices import Choice, Trial, decide, gradient_bound, loss_bound
+
+FP32 = Choice("O0")
+O1, O2 = Choice("O1", "bf16"), Choice("O2", "bf16")
+LAST = Choice("O2", "bf16", "channels_last")
+
+
+def timed(choice: Choice, ms: float, gradient: float = 0.01, loss: float = 1e-4) -> Trial:
+    error = (0.0, 0.0) if choice.dtype is None else (loss, gradient)
+    return Trial(choice, (ms / 1e3,) * 3, *error)
+
+
+def test_the_fastest_is_taken_and_its_time_is_the_reason() -> None:
+    found = decide([timed(FP32, 100), timed(O1, 80), timed(O2, 60)])
+    assert found.trial.choice == O2
+    assert "O2 bf16: 60 ms a step, 0.60 of fp32's" in found.reason
+    assert "0.01 away" in found.reason
+
+
+def test_where_nothing_beats_fp32_it_is_taken_and_said() -> None:
+    found = decide([timed(FP32, 100), timed(O1, 119), timed(O2, 99)])
+    assert found.trial.choice == FP32
+    assert found.reason.startswith(
+        "O0: nothing beats fp32 here; the nearest, O2 bf16, takes 0.99 of its 100 ms"
+    )
+
+
+def test_a_gradient_far_from_fp32s_is_not_worth_any_speed() -> None:
+    found = decide([timed(FP32, 100), timed(O1, 90), timed(O2, 10, gradient=0.6)])
+    assert found.trial.choice == O1
+    assert "O2 bf16: its gradient is 0.6 of fp32's away from fp32's, more than 0.5" in found.reason
+
+
+def test_a_loss_far_from_fp32s_is_refused_too() -> None:
+    assert decide([timed(FP32, 100), timed(O1, 50, loss=0.02)]).trial.choice == FP32
+
+
+def test_gradients_that_are_not_numbers_are_far() -> None:
+    assert decide([timed(FP32, 100), timed(O1, 50, gradient=float("nan"))]).trial.choice == FP32
+
+
+def test_the_bounds_follow_the_dtypes_rounding() -> None:
+    assert gradient_bound("bf16") == 0.5
+    assert gradient_bound("fp16") == 0.0625
+    assert loss_bound("bf16") == 8 * loss_bound("fp16") == 2**-6
+
+
+def test_among_equals_the_plainest_is_taken() -> None:
+    assert decide([timed(FP32, 100), timed(O1, 60.3), timed(O2, 60), timed(LAST, 60)]).trial.choice == O1
+
+
+def test_what_failed_is_named_and_passed_over() -> None:
+    broken = Trial(O2, failed="LBFGS keeps its own references")
+    found = decide([timed(FP32, 100), timed(O1, 120), broken])
+    assert found.trial.choice == FP32
+    assert "O2 bf16: LBFGS keeps its own references" in found.reason
+
+
+def test_nothing_else_at_all() -> None:
+    found = decide([timed(FP32, 100), Trial(O1, failed="no")])
+    assert found.trial.choice == FP32
+    assert found.reason == "O0: nothing else can be used; O1 bf16: no"
+
+
+def test_fp32_in_another_layout_counts_as_a_gain() -> None:
+    found = decide([timed(FP32, 100), timed(O1, 98), timed(Choice("O0", layout="channels_last"), 70)])
+    assert found.trial.choice.label == "O0 channels_last"
+
+
+def test_labels_name_what_is_not_plain() -> None:
+    assert Choice("O2", "fp16", "channels_last", "native").label == "O2 fp16 channels_last native kernels"
+    assert FP32.label == "O0"
