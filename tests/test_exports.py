@@ -15,10 +15,10 @@ PUBLIC = [
     *("HalfstepWarning", "HeadroomLossScale", "LEVELS", "Level", "LossScale", "LossScaleCollapsed"),
     *("MasterRangeError", "MasterWeights", "NoLossScale", "Outcome", "Plan", "PlanError", "PlanRule"),
     *("Policy", "Replayable", "Rule", "ScalerStateError", "Session", "StaticLossScale", "Trace"),
-    *("Trainer", "UnsupportedError", "Watch", "active_policy", "all_finite", "autocast", "convert"),
+    *("Trainer", "Tuning", "UnsupportedError", "Watch", "active_policy", "all_finite", "autocast", "convert"),
     *("custom_bwd", "custom_fwd", "devices", "distributed", "first_bad_op", "format_of"),
     *("frozen_weights", "lint", "op", "optim", "prepare", "round_to", "select_tree"),
-    *("to_float", "trace_step", "watch"),
+    *("to_float", "trace_step", "tune", "watch"),
 ]
 LAZY = (
     *("numba", "rich", "tyro", "matplotlib", "sklearn", "scipy", "triton", "safetensors", "torch._inductor"),
