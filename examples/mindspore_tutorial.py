@@ -4,7 +4,8 @@ Bundled handwritten digits stand in for MNIST: scaled up to 28x28 and written as
 
     python examples/mindspore_tutorial.py [--batches 200] [--data FOLDER]
 
-With `--batches 938` an epoch is as long as MNIST's; `--data` reads real MNIST instead.
+With `--batches 938` an epoch is as long as MNIST's; `--data` reads real MNIST instead. `--as-published` runs
+the first form alone, with the initialisation that MindSpore had when the tutorial was printed.
 """
 
 import argparse
@@ -58,11 +59,15 @@ def datapipe(path, batch_size):
 
 
 class Network(nn.Cell):
-    def __init__(self):
+    def __init__(self, **init):
         super().__init__()
         self.flatten = nn.Flatten()
         self.dense_relu_sequential = nn.SequentialCell(
-            nn.Dense(28 * 28, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 10)
+            nn.Dense(28 * 28, 512, **init),
+            nn.ReLU(),
+            nn.Dense(512, 512, **init),
+            nn.ReLU(),
+            nn.Dense(512, 10, **init),
         )
 
     def construct(self, x):
@@ -70,8 +75,8 @@ class Network(nn.Cell):
         return self.dense_relu_sequential(x)
 
 
-def functional(train_dataset):
-    model = auto_mixed_precision(Network(), "O2")
+def functional(train_dataset, has_aux=True, **init):
+    model = auto_mixed_precision(Network(**init), "O2")
     loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(model.trainable_params(), 1e-2)
     loss_scaler = DynamicLossScaler(scale_value=2**10, scale_factor=2, scale_window=50)
@@ -84,7 +89,7 @@ def functional(train_dataset):
         return loss, logits
 
     # without has_aux=True the sum of the logits is differentiated too, here as in MindSpore
-    grad_fn = value_and_grad(forward_fn, None, model.trainable_params(), has_aux=True)
+    grad_fn = value_and_grad(forward_fn, None, model.trainable_params(), has_aux=has_aux)
 
     @ms.jit
     def train_step(data, label):
@@ -147,6 +152,7 @@ def main():
         "--batches", type=int, default=200, help="batches of 64 in an epoch of bundled digits"
     )
     parser.add_argument("--epochs", type=int, default=2, help="epochs of Model.train")
+    parser.add_argument("--as-published", action="store_true", help="as printed: the weights of its time")
     parser.add_argument("--data", help="a folder with MNIST's IDX files, instead of the bundled digits")
     args = parser.parse_args()
     if min(args.batches, args.epochs) < 1:
@@ -162,6 +168,9 @@ def main():
             path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             write_digits(path, args.batches * 64)
         train_dataset = datapipe(path, 64)
+        if args.as_published:
+            functional(train_dataset, has_aux=False, weight_init="normal", bias_init="zeros")
+            return
         for name, run in (
             ("functional, DynamicLossScaler", functional),
             ("build_train_network, FixedLossScaleManager", by_cell),

@@ -10,6 +10,7 @@ import torch
 import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore import nn, value_and_grad
+from halfstep.errors import HalfstepWarning
 
 # --- casting by hand ---------------------------------------------------------------------------------------
 
@@ -79,12 +80,14 @@ def test_several_outputs_are_summed_without_has_aux(three):
     def two(x):
         return (w * x).sum(), w * x * 10.0
 
-    outputs, grads = value_and_grad(two, None, [w])(X)
+    with pytest.warns(HalfstepWarning, match=r"two returns a loss and \[2\] beside it"):
+        outputs, grads = value_and_grad(two, None, [w])(X)
     assert numbers(outputs) == (9.0, [30.0, 60.0])
     assert numbers(grads) == ([33.0],)  # 3 from the first output, 30 from the sum of the second
     assert numbers(value_and_grad(two, None, [w], has_aux=True)(X)[1]) == ([3.0],)
 
 
+@pytest.mark.filterwarnings("ignore:.* beside it")
 @pytest.mark.parametrize(
     ("transform", "grads"),
     [

@@ -252,6 +252,35 @@ def test_the_example_runs_all_three_forms(run):
     assert "epoch: 3 step: 20, loss is " in printed
 
 
+@pytest.mark.filterwarnings("ignore:.* beside it")
+def test_the_example_as_published_starts_like_the_printed_curve(run):
+    printed = run("mindspore_tutorial.py", "--as-published", "--batches", "201")
+    losses = [float(x) for x in re.findall(r"loss: +([\d.]+)", printed)]
+    assert losses[:3] == pytest.approx(
+        [2.305, 2.289, 2.259], abs=0.25
+    )  # MNIST's are printed, these are digits
+    assert losses[0] == pytest.approx(2.305, abs=0.01)
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.filterwarnings("ignore:.* beside it")
+def test_the_tutorial_as_printed_ends_in_nan_with_todays_initialisation(mnist):
+    model = auto_mixed_precision(Network(), "O2")
+    loss_fn, optimizer = nn.CrossEntropyLoss(), nn.SGD(model.trainable_params(), 1e-2)
+
+    def forward_fn(data, label):
+        logits = model(data)
+        return loss_fn(logits, label), logits
+
+    grad_fn = value_and_grad(forward_fn, None, model.trainable_params())  # the logits count too
+    for data, label in datapipe(mnist(200 * 64), 64).create_tuple_iterator():
+        (loss, _), grads = grad_fn(data, label)
+        if not bool(torch.isfinite(loss)):
+            return
+        optimizer(grads)
+    raise AssertionError(f"200 steps and still {loss.item()}")
+
+
 def test_the_example_of_manual_casting(run):
     lines = run("manual_casting.py").splitlines()
     assert len(lines) == 5

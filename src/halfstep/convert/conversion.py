@@ -175,7 +175,7 @@ def convert(
     level, low = _read(plan_or_level, dtype, inner)
     base = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low)
     rules = base + (plan or Plan.empty())
-    _check_model(inner)
+    _check_model(inner, stores=any(rule.dtype is not None for rule in rules.rules))
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
@@ -209,7 +209,7 @@ def _rules(level: Level | None, low: torch.dtype) -> Plan:
     return Plan.for_level(level, low)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, stores: bool) -> None:
     for path, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         if kinds & _WRAPPERS:
@@ -220,7 +220,7 @@ def _check_model(model: nn.Module) -> None:
             what = _CONVERTED.get(module, "another precision, as a copy of a converted model")
             raise ConfigError(f"{path or 'this model'} was already converted to {what}: revert() that first")
     parameters = dict(model.named_parameters())
-    if not parameters:
+    if not parameters and stores:
         raise ConfigError(f"{type(model).__name__} has no parameters: pass the module that is trained")
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.UninitializedParameter):

@@ -12,29 +12,42 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 
 
-def to_float(module: nn.Module, dtype: str | torch.dtype | None) -> nn.Module:
+def to_float(module: nn.Module, dtype: str | torch.dtype | None, *, keep_parts: bool = False) -> nn.Module:
     """Make a module and all in it compute in `dtype`, as MindSpore's `Cell.to_float`; returns the module.
 
     Floating inputs are cast to it, parameters and buffers are cast in use and stay stored as they are,
-    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all
-    below it; None takes it off again. `convert` leaves such modules alone.
+    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all below
+    it; None takes it off again. `convert` leaves such modules alone. With `keep_parts` the outputs of a
+    module whose parts were given another dtype later are left as they come, as MindSpore does.
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
     chosen = None if dtype is None else parse_dtype(dtype)
     for each in module.modules():
-        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+        for registered in (each._forward_pre_hooks, each._forward_hooks):
             for key in [
-                k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
+                k for k, hook in registered.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
             ]:
                 _unhook(each, key)
         if chosen is not None:
-            _ToFloat(Power(), chosen).attach(each)
+            hooks = _ToFloat(Power(), chosen)
+            hooks.keep_parts = keep_parts
+            hooks.attach(each)
     return module
 
 
 class _ToFloat(Inside):
     """What `to_float` hangs on a module."""
+
+    keep_parts = False
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """As `Inside`; see `to_float` for `keep_parts`."""
+        cast_output = super().leave(module, args, output)
+        if not self.keep_parts:
+            return cast_output
+        others = (own_dtype(each) for each in module.modules())
+        return None if any(dtype not in (None, self.dtype) for dtype in others) else cast_output
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:

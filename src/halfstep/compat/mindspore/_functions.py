@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep import checkpoint
 from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, plain_tensor
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
 
 Position = int | tuple[int, ...] | None
 
@@ -39,11 +40,16 @@ def value_and_grad(
         A function giving (outputs, gradients): one gradient for a single position or Parameter, a tuple for
         several, a pair (by position, by weight) where both are given; zeros for what has no influence.
 
+    A HalfstepWarning is issued once where `has_aux` is False and the outputs that count hold more than the
+    loss, as logits returned with it do.
+
     Raises:
-        ValueError: neither positions nor weights, or `has_aux` with a single output.
+        ValueError: neither positions nor weights, or `has_aux` with a single output. TypeError: positions
+            that are no integers, `has_aux` that is no bool. UnsupportedError (a RuntimeError): a position
+            that the call has no argument for, or none at all.
     """
-    if grad_position is None and weights is None:
-        raise ValueError("`grad_position` and `weight` can not be None at the same time.")
+    _check_what(fn, grad_position, weights, has_aux)
+    told = _Told(fn)
 
     @functools.wraps(fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -53,11 +59,13 @@ def value_and_grad(
             [] if weights is None else [weights] if isinstance(weights, torch.Tensor) else list(weights)
         )
         given = list(args)
+        _check_positions(positions, len(given), bool(by_weight))
         for i in positions:
             given[i] = as_tensor(args[i].detach()).requires_grad_()
         with torch.enable_grad():
             outputs = fn(*given, **kwargs)
             counted = _differentiated(outputs, has_aux)
+            told.look(counted, has_aux)
         grads = _gradients(counted, [*(given[i] for i in positions), *by_weight])
         of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
@@ -68,6 +76,51 @@ def value_and_grad(
         )
 
     return value_and_gradients
+
+
+def _check_what(fn: Any, grad_position: Any, weights: Any, has_aux: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"For 'value_and_grad', 'fn' must be a function or Cell, but got {type(fn).__name__}")
+    if grad_position is None and weights is None:
+        raise ConfigError("`grad_position` and `weight` can not be None at the same time.")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"For 'value_and_grad', 'has_aux' must be a bool, but got {type(has_aux).__name__}")
+    listed = grad_position if isinstance(grad_position, tuple | list) else (grad_position,)
+    if any(isinstance(i, bool) or not isinstance(i, int | None) for i in listed):
+        raise TypeError(
+            f"For 'value_and_grad', 'grad_position' must be an int or a tuple of ints, got {grad_position!r}"
+        )
+
+
+def _check_positions(positions: tuple[int, ...], count: int, weights: bool) -> None:
+    if not positions and not weights:
+        raise UnsupportedError("value_and_grad got no position and no weight: nothing to differentiate by")
+    for i in positions:
+        if not 0 <= i < count:
+            raise UnsupportedError(
+                f"value_and_grad is to differentiate by argument {i}, but the call gave {count} by position"
+            )
+
+
+class _Told:
+    """Warns once that outputs beside the loss are differentiated too."""
+
+    def __init__(self, fn: Any) -> None:
+        self.name, self.told = getattr(fn, "__name__", type(fn).__name__), False
+
+    def look(self, counted: list[torch.Tensor], has_aux: bool) -> None:
+        """Warn, the first time that the first output is one number and others are more."""
+        first_is_loss = len(counted) > 1 and counted[0].numel() == 1
+        if has_aux or self.told or not first_is_loss or all(t.numel() == 1 for t in counted[1:]):
+            return
+        self.told = True
+        shapes = ", ".join(str(list(t.shape)) for t in counted[1:])
+        warnings.warn(
+            f"{self.name} returns a loss and {shapes} beside it, and value_and_grad(has_aux=False) "
+            "differentiates the sum of all of them, as in MindSpore: has_aux=True counts the loss alone",
+            HalfstepWarning,
+            stacklevel=3,
+        )
 
 
 def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,13 +17,16 @@ import torch
 
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.scaling.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.trees import as_float32, multiply
 
 OVERFLOWS_IN_A_ROW = 1000
 """More of them raise."""
+
+OVERFLOWS_AT_ONE = 10
+"""So many in a row at a scale of 1 warn: no smaller scale will help."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class DynamicLossScaler(_Holder):
         _check_scale_value("scale_value", scale_value)
         _check_positive_int("DynamicLossScaler", "scale_window", scale_window)
         _check_positive_int("DynamicLossScaler", "scale_factor", scale_factor)
-        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self.scale_factor, self.scale_window, self._stuck = scale_factor, scale_window, 0
         self.loss_scale: WindowLossScale = WindowLossScale(float(scale_value), scale_factor, scale_window)
 
     @property
@@ -154,8 +158,26 @@ class DynamicLossScaler(_Holder):
 
     def adjust(self, grads_finite: Any) -> bool:
         """Take in whether the gradients were finite; a tensor is not read. Returns True."""
+        self._warn_if_stuck(grads_finite)
         self.loss_scale = self.loss_scale.adjust(grads_finite)
         return True
+
+    def _warn_if_stuck(self, grads_finite: Any) -> None:
+        """Warn once where the scale is at its least and steps overflow all the same; reads no accelerator."""
+        on_host = not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu"
+        if not on_host:
+            return
+        stuck = not bool(grads_finite) and self.loss_scale.read() <= 1.0
+        self._stuck = self._stuck + 1 if stuck else 0
+        if self._stuck != OVERFLOWS_AT_ONE:
+            return
+        warnings.warn(
+            f"DynamicLossScaler is at 1.0, its least, and {self._stuck} steps in a row overflowed: the scale "
+            "is not the cause. Lower the learning rate, or look for the op that gives inf or NaN "
+            "(halfstep doctor, or hs.watch).",
+            HalfstepWarning,
+            stacklevel=3,
+        )
 
 
 class LossScaleManager:

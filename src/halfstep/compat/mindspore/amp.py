@@ -2,8 +2,8 @@
 
 Levels become a `Plan` that says what each module computes in (parameters stay stored as they are), `auto` a
 `Policy` with the op table "mindspore". Differences from MindSpore 2.10: it runs on any device; a user's
-`to_float` holds at O2 and O3 too, where MindSpore overrides it; the output is fp32 at `auto` as well; a
-second conversion replaces the first, and warns.
+`to_float` holds at O2 and O3 too, where MindSpore overrides it; a second conversion replaces the first, and
+warns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from halfstep.autocast.context import autocast
 from halfstep.compat.mindspore import nn, ops
@@ -30,7 +31,7 @@ from halfstep.compat.mindspore._loss_scale import (
     LossScaler,
     StaticLossScaler,
 )
-from halfstep.compat.mindspore._tensor import bfloat16, float16, float32
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.hooks import CastOutputs, Power
@@ -39,7 +40,7 @@ from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
-from halfstep.trees import all_finite, cast_floats
+from halfstep.trees import all_finite as finite_tree
 
 __all__ = [
     "DynamicLossScaleManager",
@@ -70,6 +71,11 @@ _WHITE: tuple[type[torch.nn.Module], ...] = (
     nn.LSTMCell,
     nn.RNNCell,
     nn.GRUCell,
+    ops.Conv2D,
+    ops.Conv3D,
+    ops.Conv2DTranspose,
+    ops.Conv3DTranspose,
+    ops.Conv2DBackpropInput,
     ops.MatMul,
     ops.BatchMatMul,
     ops.PReLU,
@@ -82,8 +88,25 @@ _AUTO = Policy(table="mindspore").with_rules(
     low=("mv", "addmv", "addbmm", "baddbmm"),
     full=("log10", "log2", "l1_loss", "nll_loss"),
     keep=("relu", "addr"),
+    widest=("conv_transpose1d",),
 )
 """The table "mindspore" holds the white list; level auto has lists of its own, which differ in these."""
+
+
+def all_finite(inputs: Any) -> Tensor:
+    """Whether no floating tensor of a nest holds inf or NaN: a 0-d bool tensor, which nothing reads here.
+
+    Raises:
+        TypeError: something else than tensors and nests of them. ValueError: no tensor at all.
+    """
+    if isinstance(inputs, str) or not isinstance(inputs, torch.Tensor | Iterable):
+        raise TypeError(
+            f"For 'all_finite', the 'inputs' must be a Tensor or a tuple or list of them, "
+            f"but got '{type(inputs).__name__}'."
+        )
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(inputs)):
+        raise ConfigError("For 'all_finite', the 'inputs' must hold at least one Tensor, but got none.")
+    return as_tensor(finite_tree(inputs))
 
 
 def get_white_list() -> list[type[torch.nn.Module]]:
@@ -123,12 +146,12 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
     Args:
         network: a Cell or torch.nn.Module; at level "auto" a function too.
         amp_level: "O0" changes nothing; "O1" runs the white list low, each output back in fp32; "O2" runs all
-            low but the black list; "O3" runs all low; "auto" decides op by op.
+            low but the black list; "O3" runs all low; "auto" decides op by op, its output as it comes.
         dtype: float16 or bfloat16.
 
     Raises:
         TypeError: a network of another kind.
-        ValueError: an unknown level, a dtype of another kind, or a network without parameters (O1 to O3).
+        ValueError: an unknown level, or a dtype of another kind.
     """
     is_function = inspect.isfunction(network) or inspect.ismethod(network)
     if not isinstance(network, torch.nn.Module) and not (is_function and amp_level == "auto"):
@@ -292,7 +315,6 @@ def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
         network.register_forward_pre_hook(hooks.enter, prepend=True),
         network.register_forward_hook(hooks.leave, always_call=True),
     ]
-    record.cast_outputs(network, float32)
     return record
 
 
@@ -300,8 +322,7 @@ def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with autocast(None, dtype, policy=_AUTO):
-            output = function(*args, **kwargs)
-        return cast_floats(output, float32)
+            return function(*args, **kwargs)
 
     return wrapper
 

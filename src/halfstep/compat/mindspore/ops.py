@@ -12,9 +12,15 @@ import torch.nn.functional as F
 
 from halfstep.compat.mindspore._functions import grad, value_and_grad
 from halfstep.compat.mindspore._tensor import as_tensor
+from halfstep.errors import ConfigError
 
 __all__ = [
     "BatchMatMul",
+    "Conv2D",
+    "Conv2DBackpropInput",
+    "Conv2DTranspose",
+    "Conv3D",
+    "Conv3DTranspose",
     "Ger",
     "MatMul",
     "PReLU",
@@ -52,6 +58,68 @@ class MatMul(Primitive):
 
 class BatchMatMul(MatMul):
     """Products of batches of matrices."""
+
+
+class _Convolution(Primitive):
+    """Made of what a convolution is, but its weight, which comes with the call."""
+
+    def __init__(
+        self,
+        out_channel: int,
+        kernel_size: Any,
+        mode: int = 1,
+        pad_mode: str = "valid",
+        pad: Any = 0,
+        stride: Any = 1,
+        dilation: Any = 1,
+        group: int = 1,
+    ) -> None:
+        super().__init__()
+        if pad_mode.lower() not in ("valid", "pad"):
+            raise ConfigError(
+                f"For '{type(self).__name__}', the 'pad_mode' must be 'valid' or 'pad' here, "
+                f"got {pad_mode!r}: nn.Conv2d knows 'same' too"
+            )
+        self.out_channel, self.kernel_size, self.stride = out_channel, kernel_size, stride
+        self.pad = pad if pad_mode.lower() == "pad" else 0
+        self.dilation, self.group = dilation, group
+
+
+class Conv2D(_Convolution):
+    """Convolution over [N, C, H, W] with the weight given."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, C, H, W] and [out, C / group, h, w]."""
+        return F.conv2d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
+
+
+class Conv3D(_Convolution):
+    """Convolution over [N, C, D, H, W] with the weight given."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, C, D, H, W] and [out, C / group, d, h, w]."""
+        return F.conv3d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
+
+
+class Conv2DTranspose(_Convolution):
+    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
+
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
+        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
+        edges = self.stride, self.pad, self.dilation, self.group
+        return torch.nn.grad.conv2d_input(tuple(input_size), weight, dout, *edges)
+
+
+class Conv2DBackpropInput(Conv2DTranspose):
+    """The older name of Conv2DTranspose."""
+
+
+class Conv3DTranspose(_Convolution):
+    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
+
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
+        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
 
 
 class ReLU(Primitive):

@@ -1,10 +1,23 @@
 """mindspore.nn: Cell, layers, losses, optimizers and the training cells, thin classes over torch."""
 
+from halfstep.compat.mindspore.nn._activations import (
+    GELU,
+    AvgPool2d,
+    Dropout,
+    Flatten,
+    LeakyReLU,
+    LogSoftmax,
+    MaxPool2d,
+    PReLU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
+from halfstep.compat.mindspore.nn._attention import Embedding, MultiheadAttention
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
     CellList,
     Conv1d,
     Conv1dTranspose,
@@ -13,19 +26,7 @@ from halfstep.compat.mindspore.nn._layers import (
     Conv3d,
     Conv3dTranspose,
     Dense,
-    Dropout,
-    Flatten,
-    GRUCell,
-    LayerNorm,
-    LSTMCell,
-    MaxPool2d,
-    PReLU,
-    ReLU,
-    RNNCell,
     SequentialCell,
-    Sigmoid,
-    Softmax,
-    Tanh,
 )
 from halfstep.compat.mindspore.nn._losses import (
     BCEWithLogitsLoss,
@@ -34,7 +35,18 @@ from halfstep.compat.mindspore.nn._losses import (
     MSELoss,
     SoftmaxCrossEntropyWithLogits,
 )
+from halfstep.compat.mindspore.nn._norms import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+)
 from halfstep.compat.mindspore.nn._optimizers import SGD, Adam, Momentum, Optimizer
+from halfstep.compat.mindspore.nn._recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from halfstep.compat.mindspore.nn._training import (
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
@@ -43,8 +55,13 @@ from halfstep.compat.mindspore.nn._training import (
 )
 
 __all__ = [
+    "GELU",
+    "GRU",
+    "LSTM",
+    "RNN",
     "SGD",
     "Adam",
+    "AvgPool2d",
     "BCEWithLogitsLoss",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -60,19 +77,28 @@ __all__ = [
     "CrossEntropyLoss",
     "Dense",
     "Dropout",
+    "Embedding",
     "Flatten",
     "GRUCell",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "L1Loss",
     "LSTMCell",
     "LayerNorm",
+    "LeakyReLU",
+    "LogSoftmax",
     "MSELoss",
     "MaxPool2d",
     "Momentum",
+    "MultiheadAttention",
     "Optimizer",
     "PReLU",
     "RNNCell",
     "ReLU",
     "SequentialCell",
+    "SiLU",
     "Sigmoid",
     "Softmax",
     "SoftmaxCrossEntropyWithLogits",

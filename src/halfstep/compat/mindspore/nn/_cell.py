@@ -16,6 +16,10 @@ from halfstep.convert.to_float import to_float
 from halfstep.errors import ConfigError, UnsupportedError
 
 
+class NothingToRun(UnsupportedError, AttributeError):
+    """A Cell whose class does not say what it computes; an AttributeError as in MindSpore."""
+
+
 class Cell(torch.nn.Module):
     """A module whose computation is `construct`; evaluation mode until `set_train()`, as in MindSpore.
 
@@ -41,7 +45,7 @@ class Cell(torch.nn.Module):
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; to be defined by every Cell."""
-        raise UnsupportedError(f"{type(self).__name__} has no construct(): define what it computes")
+        raise NothingToRun(f"{type(self).__name__} has no construct(): define what it computes")
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Keep parameters with MindSpore's methods."""
@@ -59,7 +63,7 @@ class Cell(torch.nn.Module):
                 "For 'to_float', the argument 'dst_type' must be mstype.float32, mstype.float16 or "
                 f"mstype.bfloat16, but got type: {type(dst_type)} and value: {dst_type}."
             )
-        to_float(self, dst_type)
+        to_float(self, dst_type, keep_parts=True)
         return self
 
     def set_train(self, mode: bool = True) -> Self:
@@ -111,3 +115,39 @@ def in_dtype_of(x: torch.Tensor, weight: torch.Tensor) -> AbstractContextManager
     if by_hand and active_policy(x.device.type) is None:
         return autocast(x.device.type, x.dtype, policy="low")
     return nullcontext()
+
+
+def promotes(x: torch.Tensor) -> bool:
+    """Whether a bias addition promotes here: MindSpore adds it after the product, in the widest dtype."""
+    policy = active_policy(x.device.type)
+    return policy is not None and policy.table == "mindspore"
+
+
+def check_positive(layer: Any, **named: Any) -> None:
+    """TypeError for what is no integer, ValueError for one below 1, as MindSpore's layers raise them."""
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(
+                f"For '{type(layer).__name__}', the '{name}' must be int, but got '{type(value).__name__}'."
+            )
+        if value < 1:
+            raise ConfigError(
+                f"For '{type(layer).__name__}', the '{name}' must be int and must > 0, got {value}."
+            )
+
+
+def check_sizes(layer: Any, **named: Any) -> None:
+    """As `check_positive`, for one integer or a tuple of them."""
+    for name, value in named.items():
+        for size in value if isinstance(value, tuple) else (value,):
+            check_positive(layer, **{name: size})
+
+
+def check_flag(layer: Any, **named: Any) -> None:
+    """TypeError for what is neither True nor False."""
+    for name, value in named.items():
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"For '{type(layer).__name__}', the type of '{name}' must be 'bool', "
+                f"but got type '{type(value).__name__}'."
+            )

@@ -58,6 +58,8 @@ class Optimizer:
 
 
 def _first(learning_rate: LearningRate) -> float:
+    if isinstance(learning_rate, str):
+        raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
     return float(learning_rate if isinstance(learning_rate, int | float) else learning_rate[0])
 
 

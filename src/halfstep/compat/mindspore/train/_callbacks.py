@@ -94,10 +94,11 @@ def loss_of(net_outputs: Any) -> Any:
 
 
 def _whole(owner: str, name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(
-            f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value!r}"
-        )
+    wanted = f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(wanted)
+    if value < least:
+        raise ConfigError(wanted)
     return value
 
 
@@ -237,6 +238,8 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("auto", "min", "max"):
             raise ConfigError(f"mode should be 'auto', 'min' or 'max', but got {mode}.")
+        if not isinstance(verbose, bool):
+            raise TypeError(f"For 'EarlyStopping', 'verbose' must be a bool, but got {verbose!r}")
         self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
         self.patience = _whole("EarlyStopping", "patience", patience, 0)
         self.baseline, self.restore_best_weights = baseline, restore_best_weights

@@ -16,6 +16,7 @@ from halfstep.compat.mindspore.train._callbacks import (
 )
 from halfstep.compat.mindspore.train._metrics import Loss, get_metrics
 from halfstep.errors import ConfigError, DataError
+from halfstep.trees import cast_floats
 
 Callbacks = Callback | Iterable[Callback] | None
 
@@ -55,7 +56,14 @@ class Model:
                     f"The argument in 'kwargs' should be 'loss_scale_manager' or "
                     f"'keep_batchnorm_fp32', but got '{name}'."
                 )
+        if amp_level not in amp.AMP_LEVELS:
+            raise ConfigError(f"the 'amp_level' must be one of {amp.AMP_LEVELS}, but got {amp_level!r}.")
         amp.check_level(amp_level, boost_level)
+        if metrics and loss_fn is None and eval_network is None:
+            raise ConfigError("the 'metrics' of a Model need a 'loss_fn' or an 'eval_network', got neither.")
+        if optimizer is None and kwargs.get("loss_scale_manager") is not None:
+            raise ConfigError("a Model with a 'loss_scale_manager' needs an 'optimizer', but got None.")
+        self._output_dtype = torch.float16 if amp_level in ("O2", "O3") else None
         self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics = get_metrics(metrics)
         self._train_network: Any = None
@@ -192,10 +200,11 @@ class Model:
         return now.metrics, loss.eval()
 
     def predict(self, *predict_data: Any) -> Any:
-        """The network's output, in evaluation mode and without gradients."""
+        """The network's output, in evaluation mode and without gradients; fp16 at O2 and O3, as there."""
         self._network.train(False)
         with torch.no_grad():
-            return self._network(*predict_data)
+            output = self._network(*predict_data)
+        return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def _parameters(self, mode: str, steps: int, **more: Any) -> CallbackParam:
         return CallbackParam(
