@@ -1,4 +1,4 @@
-"""Layers of the compat MindSpore that level auto builds by itself, and what the levels say of odd networks."""
+"""Layers of the compat MindSpore that level auto builds itself, and what levels say of odd networks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: FP16_Optimizer around any torch optimizer, and `network_to_half` for the model."""
+"""`apex.fp16_utils`: FP16_Optimizer around any torch optimizer, and what a loop written by hand needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.compat.apex._fp16_util import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16Model,
+    LossScaler,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
 from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
 from halfstep.optim import MasterWeights
@@ -15,7 +29,22 @@ from halfstep.policy.plan import Plan, PlanRule
 from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from halfstep.trees import all_finite
 
-__all__ = ["FP16_Optimizer", "network_to_half"]
+__all__ = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
 
 
 def network_to_half(network: nn.Module) -> nn.Module:

@@ -1,8 +1,120 @@
 """`apex.parallel` names over torch's own: wrap a model after `amp.initialize`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.compat.apex._larc import LARC
+from halfstep.errors import ConfigError
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
 
 convert_syncbn_model = SyncBatchNorm.convert_sync_batchnorm
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DDP with Apex's arguments.
+
+    `delay_allreduce=True` sends all gradients at the end of a backward, in one bucket; `message_size` is the
+    number of elements in a bucket otherwise. torch's own arguments are taken as well. `allreduce_always_fp32`
+    and `gradient_predivide_factor` change what is summed: give DDP a communication hook for that.
+
+    Raises:
+        ConfigError: Apex's options that have no counterpart here, where they are not at their defaults.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        allreduce_always_fp32: bool = False,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        **options: Any,
+    ) -> None:
+        changed = {
+            "allreduce_always_fp32": allreduce_always_fp32,
+            "gradient_average": not gradient_average,
+            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
+        }
+        asked = [name for name, value in changed.items() if value]
+        if asked:
+            raise ConfigError(
+                f"{', '.join(asked)}: torch's DDP averages gradients in their own dtype; register a "
+                "communication hook for another sum"
+            )
+        size = max(message_size * 4 / 2**20, 1e-3)
+        if delay_allreduce:
+            size = 1 + sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
+        options.setdefault("bucket_cap_mb", size)
+        super().__init__(module, **options)
+
+
+class Reducer:
+    """Averages gradients over the ranks when asked, not during backward.
+
+    Args:
+        module_or_grads_list: a module, whose parameters become rank 0's now and whose gradients `reduce`
+            averages; or gradients, nested as one likes.
+    """
+
+    def __init__(self, module_or_grads_list: Any) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads = [] if self.module is not None else list(_tensors(module_or_grads_list))
+        if self.module is not None:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data, 0)
+
+    def reduce(self) -> None:
+        """Average now. Ranks must hold gradients of the same parameters."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        for gradient in grads:
+            dist.all_reduce(gradient)
+            gradient.div_(dist.get_world_size())
+
+
+def _tensors(nest: Any) -> Iterable[Tensor]:
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Iterable):
+        for each in nest:
+            yield from _tensors(each)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """The group of `group_size` neighbouring ranks that this rank's batch statistics are shared in.
+
+    0 means all ranks, which is None. All ranks must call this together.
+
+    Raises:
+        ConfigError: a size that does not divide the number of ranks, or that is larger.
+    """
+    if group_size == 0:
+        return None
+    world = dist.get_world_size()
+    if group_size < 0 or world < group_size or world % group_size:
+        raise ConfigError(
+            f"group_size {group_size} does not divide the {world} ranks: give one that does, or 0"
+        )
+    mine = None
+    for first in range(0, world, group_size):
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
