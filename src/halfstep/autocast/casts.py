@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from halfstep.autocast import cpu_kernels
-from halfstep.autocast.cpu_kernels import SavedLow
+from halfstep.autocast import kernel_runners
+from halfstep.autocast.kernel_choice import KernelTable
+from halfstep.autocast.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
 from halfstep.policy.ops import REMEDIES, OpRow, Rule
@@ -96,11 +97,13 @@ def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
     return tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
 
 
-def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> Runner | None:
+def runner(
+    site: Site, row: OpRow | None, compute: torch.dtype, slow: bool, kernels: KernelTable | None = None
+) -> Runner | None:
     """The runner for an op whose rule is `row`; None where torch's own behaviour already is that rule.
 
     `slow`: the device has no fast kernels for `compute`; LOW ops then round their inputs, compute in fp32 and
-    round the output, forward and backward.
+    round the output, forward and backward. `kernels`: where given, it says so for each op instead.
     """
     if row is None:
         return None if site.native is None else site.untouched
@@ -108,11 +111,9 @@ def runner(site: Site, row: OpRow | None, compute: torch.dtype, slow: bool) -> R
     if rule is Rule.BANNED:
         return functools.partial(_refuse, site.name, row.reason, compute)
     if rule is Rule.LOW:
-        if slow:
-            return _slow_runner(site, compute)
-        if _is_cpu_attention(site) and compute is torch.bfloat16:
-            return _attention_runner(site, compute)
-        return _native_low_runner(site, compute) if native is Rule.LOW else _low_runner(site, compute)
+        if kernels is not None:
+            return _chosen_runner(site, compute, kernels)
+        return _slow_runner(site, compute) if slow else _unchosen_runner(site, compute)
     if rule is Rule.FULL:
         if native is Rule.FULL:
             return None
@@ -194,29 +195,20 @@ def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
     return run
 
 
-def _is_cpu_attention(site: Site) -> bool:
-    return site.device_type == "cpu" and site.op is torch.ops.aten.scaled_dot_product_attention.default
+def _unchosen_runner(site: Site, compute: torch.dtype) -> Runner:
+    native = site.native_rule is Rule.LOW
+    return _native_low_runner(site, compute) if native else _low_runner(site, compute)
 
 
-def _attention_runner(site: Site, compute: torch.dtype) -> Runner:
-    """Short sequences take a backward in fp32, where torch's in 16 bits is slower (`cpu_kernels.py`)."""
-    to_compute = _caster(site.device_type, compute)
-    rest = _native_low_runner(site, compute) if site.native_rule is Rule.LOW else _low_runner(site, compute)
-
-    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        if _dtypes(args, kwargs) <= _CASTABLE and _C._functorch.maybe_current_level() is None:
-            low, _kwargs = _map(args, kwargs, to_compute)
-            if site.under(cpu_kernels.fits_attention, *low, **_kwargs):
-                return site.under(cpu_kernels.attention, *low, **_kwargs)
-        return rest(keyset, args, kwargs)
-
-    return run
+def _chosen_runner(site: Site, compute: torch.dtype, kernels: KernelTable) -> Runner:
+    """By the implementation that `kernels` says for this op and these arguments."""
+    whole = _unchosen_runner(site, compute), _slow_runner(site, compute)
+    return kernel_runners.chosen(site.op.name(), compute, kernels, site.under, *whole)
 
 
 def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
-    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (`cpu_kernels.py`)."""
+    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (see `saved_low.py`)."""
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
-    linear = site.op is torch.ops.aten.linear.default and device_type == "cpu"
 
     def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
         if t.dtype not in _CASTABLE or t.device.type != device_type:
@@ -236,9 +228,6 @@ def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
         if _C._functorch.maybe_current_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
             return _cast_below(site, compute, args, kwargs)
-        if linear and cpu_kernels.fits_linear(args):
-            low, _kwargs = _map(args, kwargs, to_compute)
-            return site.under(cpu_kernels.linear, *low)
         with SavedLow(compute) as saved:
             out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)

@@ -14,7 +14,9 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
+from halfstep.autocast import kernel_probes as _kernel_probes  # noqa: F401  (sets what "measured" means)
 from halfstep.autocast import regions, state
+from halfstep.autocast.kernel_choice import Kernels, table_of
 from halfstep.autocast.state import Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
@@ -24,9 +26,13 @@ R = TypeVar("R")
 
 
 def _switch(
-    device_type: str | None, dtype: str | torch.dtype | None, enabled: bool, policy: str | Policy | None
+    device_type: str | None,
+    dtype: str | torch.dtype | None,
+    enabled: bool,
+    policy: str | Policy | None,
+    kernels: Kernels,
 ) -> Switch:
-    return regions.ready(regions.resolve(device_type, dtype, enabled, policy)).switch
+    return regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
 
 
 # Dynamo calls it once and puts the answer into the graph (what torch.compiler.assume_constant_result does,
@@ -45,6 +51,9 @@ class autocast:
         enabled: False casts nothing inside, also within another region.
         policy: a `Policy`, its text form, or the name of an op table ("torch" gives what torch.autocast
         gives).
+        kernels: by which kernels LOW ops run on a CPU: "measured" (the fastest on this machine), "native"
+            (torch's own), "rounded" (fp32 arithmetic on rounded values), or a TOML file of choices. None asks
+            the environment variable HALFSTEP_KERNELS, else takes "measured".
 
     Regions nest, one instance may be entered again at any time, also by itself and in several threads.
     Weights are cast at every use; see `frozen_weights`. A decorated generator or coroutine function is in the
@@ -62,13 +71,14 @@ class autocast:
         dtype: str | torch.dtype | None = None,
         enabled: bool = True,
         policy: str | Policy | None = None,
+        kernels: Kernels = None,
     ) -> None:
-        self._arguments = (device_type, dtype, enabled, policy)
+        self._arguments = (device_type, dtype, enabled, policy, kernels)
         self._states: dict[int, list[tuple[Any, ...]]] = {}
         if torch.compiler.is_compiling():
-            self._traced = _switch(device_type, dtype, enabled, policy)
+            self._traced = _switch(device_type, dtype, enabled, policy, kernels)
         else:
-            self._setting = regions.resolve(device_type, dtype, enabled, policy)
+            self._setting = regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():

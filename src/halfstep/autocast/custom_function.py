@@ -20,7 +20,7 @@ def _here(device_type: str) -> Callable[[], Any]:
     """What enters again the region, ours or torch's, that is in force now."""
     setting = regions.in_force(device_type)
     if setting is not None:
-        return functools.partial(autocast, device_type, policy=setting.policy)
+        return functools.partial(autocast, device_type, policy=setting.policy, kernels=setting.kernels)
     on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return functools.partial(torch.autocast, device_type, dtype if on else None, on)
 

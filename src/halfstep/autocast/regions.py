@@ -23,6 +23,7 @@ import torch
 from halfstep import devices
 from halfstep.autocast import casts
 from halfstep.autocast.casts import Runner, Site
+from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.autocast.state import _TLS, Code, Setting, Thread, _History, _local, _threads, turn, turn_back
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -42,7 +43,11 @@ _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.lru_cache(maxsize=512)
 def resolve(
-    device_type: str | None, dtype: str | torch.dtype | None, enabled: bool, policy: str | Policy | None
+    device_type: str | None,
+    dtype: str | torch.dtype | None,
+    enabled: bool,
+    policy: str | Policy | None,
+    kernels: KernelTable,
 ) -> Setting:
     """Check the arguments of `autocast` and make its setting; the errors are `autocast`'s."""
     kind = devices.resolve(device_type).type
@@ -55,11 +60,11 @@ def resolve(
         chosen = chosen.with_dtype(parse_dtype(dtype))
     elif policy is None or policy in ops.TABLES:
         chosen = chosen.with_dtype(devices.default_dtype(kind))
-    return setting_for(kind, chosen)
+    return setting_for(kind, chosen, kernels)
 
 
 @functools.lru_cache(maxsize=512)
-def setting_for(device_type: str, policy: Policy) -> Setting:
+def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setting:
     """The setting of a policy on a device type.
 
     With compute dtype fp32 nothing is cast: the region switches autocast off.
@@ -80,9 +85,10 @@ def setting_for(device_type: str, policy: Policy) -> Setting:
         return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
     devices.check_dtype(device_type, dtype)
     with _registry:
-        found, low = _runners(device_type, policy)
+        found, low = _runners(device_type, policy, kernels)
         runs = {op.name(): run for op, run in found.items()}
-        return Setting(policy, (device_type, True, dtype, _code_for(policy)), runs, tuple(found), low)
+        switch = device_type, True, dtype, _code_for(policy, kernels)
+        return Setting(policy, switch, runs, tuple(found), low, kernels)
 
 
 def ready(setting: Setting) -> Setting:
@@ -103,16 +109,19 @@ def off_for(device_type: str) -> Setting:
     )
 
 
-def _runners(device_type: str, policy: Policy) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[str]]:
+def _runners(
+    device_type: str, policy: Policy, kernels: KernelTable
+) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[str]]:
     rows, native = policy.rows(device_type), _native_rows(device_type)
     mirrors_torch = policy.table == "torch" and bool(native)
-    slow = not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
+    choose = kernels if device_type == "cpu" and not mirrors_torch else None
+    slow = device_type != "cpu" and not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
     runs: dict[torch._ops.OpOverload, Runner] = {}
     low: set[str] = set()
     for name in policy.edits if mirrors_torch else {**rows, **native}:
         row = rows.get(name)
         for op in _overloads(name):
-            run = casts.runner(_site(op, device_type), row, policy.compute_dtype, slow)
+            run = casts.runner(_site(op, device_type), row, policy.compute_dtype, slow, choose)
             if run is None:
                 continue
             runs[op] = run
@@ -307,27 +316,27 @@ def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
 # --- compiled code -----------------------------------------------------------------------------------------
 
 _dtypes = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_policies: dict[Code, Policy] = {}
-_codes: dict[Policy, Code] = {}
+_policies: dict[Code, tuple[Policy, KernelTable]] = {}
+_codes: dict[tuple[Policy, KernelTable], Code] = {}
 
 
-def _code_for(policy: Policy) -> Code:
+def _code_for(policy: Policy, kernels: KernelTable) -> Code:
     """A pair of dtypes that stands for a policy: by content, so that caches on disk tell policies apart."""
-    if policy not in _codes:
+    if (policy, kernels) not in _codes:
         rules = sorted((name, row.rule.value) for name, row in policy.rows().items())
-        place = int(hashlib.sha256(f"{policy} {rules}".encode()).hexdigest(), 16)
+        place = int(hashlib.sha256(f"{policy} {rules} {kernels.digest}".encode()).hexdigest(), 16)
         while (code := (_dtypes[place % len(_dtypes)], _dtypes[place // 64 % len(_dtypes)])) in _policies:
             place += 1
-        _codes[policy], _policies[code] = code, policy
-    return _codes[policy]
+        _codes[policy, kernels], _policies[code] = code, (policy, kernels)
+    return _codes[policy, kernels]
 
 
 def _from_code(device_type: str) -> Setting | None:
     if not torch.is_autocast_enabled(_CARRIERS[0]):
         return None
     code = (torch.get_autocast_dtype(_CARRIERS[0]), torch.get_autocast_dtype(_CARRIERS[1]))
-    policy = _policies.get(code)
-    return None if policy is None else ready(setting_for(device_type, policy))
+    found = _policies.get(code)
+    return None if found is None else ready(setting_for(device_type, *found))
 
 
 # --- entering and leaving ----------------------------------------------------------------------------------

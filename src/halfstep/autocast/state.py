@@ -15,6 +15,7 @@ import torch
 
 from halfstep.autocast import casts
 from halfstep.autocast.casts import Runner
+from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.policy.policy import Policy
 
 _C: Any = torch._C
@@ -40,6 +41,7 @@ class Setting:
     runs: Mapping[str, Runner] = field(repr=False)
     ops: tuple[torch._ops.OpOverload, ...] = field(repr=False)
     low: frozenset[str] = field(repr=False)
+    kernels: KernelTable | None = None
     device_type: str = field(init=False)
     dtype: torch.dtype = field(init=False)
 

@@ -1,0 +1,372 @@
+"""Which implementation a LOW op takes: classes of ops, choices as data, and how a choice follows from times.
+
+A policy says which numbers an op gives; by which of several implementations is decided here, per class of op
+(its kind, dtype, geometry, size, threads, and what needs a gradient) and direction, from measured times, from
+a file, or by one word. The implementations are in `kernels.py`, the measuring in `kernel_probes.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from halfstep.errors import CheckpointError, ConfigError
+
+#: Another way replaces torch's own kernel where it takes at most this share of its time.
+MARGIN = 0.8
+
+#: What a choice may be made of. `rounded`: inputs rounded to the dtype, fp32 arithmetic, output rounded.
+IMPLEMENTATIONS = ("native", "rounded", "onednn", "channels_last", "rounded_channels_last")
+DIRECTIONS = ("forward", "input", "weight")
+WORDS = ("measured", "native", "rounded")
+VARIABLE = "HALFSTEP_KERNELS"
+
+Times = Mapping[str, float | None]
+"""Seconds by implementation; None for one that was not run, being hopeless at the smallest size."""
+
+
+@dataclass(frozen=True, order=True)
+class OpClass:
+    """Ops that are taken to be equally fast: kind, dtype by name, geometry, size and torch's threads."""
+
+    op: str
+    dtype: str
+    geometry: str
+    size: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of each direction; a direction that is not needed says `native`."""
+
+    forward: str = "native"
+    input: str = "native"
+    weight: str = "native"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether torch's own kernels do all of it."""
+        return self.forward == self.input == self.weight == "native"
+
+
+NATIVE = Choice()
+ROUNDED = Choice("rounded", "rounded", "rounded")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: which ops (None: any), what needs a gradient, the choice, and why.
+
+    `needs`: "" for none, "i" for the input, "w" for the weight, "iw" for both; with "*" after it the op runs by
+    one way in all directions (recurrent layers, ops inside compiled code).
+    """
+
+    choice: Choice
+    op: str | None = None
+    dtype: str | None = None
+    geometry: str | None = None
+    size: str | None = None
+    threads: int | None = None
+    needs: str | None = None
+    why: str = ""
+
+    def fits(self, cls: OpClass, needs: str) -> bool:
+        """Whether it speaks of this class."""
+        wanted = (self.op, self.dtype, self.geometry, self.size, self.threads, self.needs)
+        given = (cls.op, cls.dtype, cls.geometry, cls.size, cls.threads, needs)
+        return all(w is None or w == g for w, g in zip(wanted, given, strict=True))
+
+    @property
+    def exact(self) -> tuple[OpClass, str] | None:
+        """The one class it speaks of; None where it leaves something open."""
+        if None in (self.op, self.dtype, self.geometry, self.size, self.threads, self.needs):
+            return None
+        cls = OpClass(
+            cast("str", self.op),
+            cast("str", self.dtype),
+            cast("str", self.geometry),
+            cast("str", self.size),
+            cast("int", self.threads),
+        )
+        return cls, cast("str", self.needs)
+
+
+def directions(needs: str) -> tuple[str, ...]:
+    """The directions that run where `needs` says what needs a gradient."""
+    return ("forward", *(d for d in ("input", "weight") if d[0] in needs))
+
+
+def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
+    """The choice that follows from measured times by direction, and its reason.
+
+    A direction leaves `native` for the fastest other way where that takes at most `margin` of native's time.
+    Leaving costs `overhead` seconds once an op (Python stands around the kernels then): where all that is won
+    is less, everything stays native.
+    """
+    picked: dict[str, str] = {}
+    won, said = 0.0, list[str]()
+    for direction, row in times.items():
+        native = row.get("native")
+        others = {name: t for name, t in row.items() if t is not None and name != "native"}
+        best = min(others, key=lambda name: others[name], default="native")
+        if best == "native" or (native is not None and others[best] > margin * native):
+            continue
+        picked[direction] = best
+        won += float("inf") if native is None else native - others[best]
+        share = "a small part" if native is None else f"{others[best] / native:.2f}"
+        said.append(f"{direction} by {best} takes {share} of native's time")
+    if picked and won <= overhead:
+        return NATIVE, "what another way would win is less than calling it costs"
+    return Choice(**picked), "; ".join(
+        said
+    ) or "no other way takes so little as " + f"{margin:.2f} of native's time"
+
+
+def decide_whole(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
+    """The same for an op that is rounded in every direction or in none."""
+    native, ours = ([row.get(name) for row in times.values() if row] for name in ("native", "rounded"))
+    theirs = sum(math.inf if t is None else t for t in native)
+    taken = sum(math.inf if t is None else t for t in ours)
+    if taken <= margin * theirs and taken + overhead < theirs:
+        return ROUNDED, f"as a whole, rounded takes {taken / theirs:.2f} of native's time"
+    return NATIVE, "rounded as a whole, it would take more of native's time than " + f"{margin:.2f}"
+
+
+class KernelTable:
+    """Choices by class of op; a class that it does not know is measured, or native where nothing measures.
+
+    Safe to share between threads. `measure` gives the times of one class and direction; None never measures.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        measure: Callable[[OpClass, str], Times] | None = None,
+        overhead: Callable[[], float] = lambda: 0.0,
+        name: str = "given",
+    ) -> None:
+        self.name = name
+        self._measure, self._overhead = measure, overhead
+        self._known: dict[tuple[OpClass, str], Row] = {}
+        self._open: list[Row] = []
+        self._lock = threading.RLock()
+        self.memos: dict[Any, Any] = {}
+        """What callers derived from it, by their own keys; as lasting as the table."""
+        for row in rows:
+            if row.exact is None:
+                self._open.append(row)
+            else:
+                self._known[row.exact] = row
+
+    def choose(self, cls: OpClass, needs: str) -> Choice:
+        """The choice for a class: known, by the first fitting open row, or measured now."""
+        found = self._known.get((cls, needs))
+        return (found or self._find(cls, needs)).choice
+
+    def _find(self, cls: OpClass, needs: str) -> Row:
+        with self._lock:
+            known = self._known.get((cls, needs))
+            if known is not None:
+                return known
+            fitting = next((row for row in self._open if row.fits(cls, needs)), None)
+            if fitting is not None:
+                choice, why = fitting.choice, fitting.why
+            elif self._measure is None:
+                choice, why = NATIVE, "not in this table"
+            else:
+                choice, why = self._decided(self._measure, cls, needs)
+            row = Row(choice, **{**asdict(cls), "needs": needs, "why": why})
+            self._known[cls, needs] = row
+            return row
+
+    def _decided(
+        self, measure: Callable[[OpClass, str], Times], cls: OpClass, needs: str
+    ) -> tuple[Choice, str]:
+        if not cls.size:
+            return NATIVE, "nothing stands for this op"
+        rule = decide_whole if needs.endswith("*") else decide
+        return rule({d: measure(cls, d) for d in directions(needs)}, self._overhead())
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What was decided so far, then what was given for any class."""
+        with self._lock:
+            known = sorted(self._known.items(), key=lambda item: item[0])
+        return (*(row for _, row in known), *self._open)
+
+    @property
+    def measures(self) -> bool:
+        """Whether a class that it does not know is measured."""
+        return self._measure is not None
+
+    def pinned(self, rows: Iterable[Row]) -> KernelTable:
+        """A table with these choices that goes on as this one for classes they do not speak of."""
+        mine, theirs = self.rows, tuple(rows)
+        exact = [r for r in (*mine, *theirs) if r.exact is not None]  # of two for one class the later holds
+        still_open = [r for r in (*theirs, *mine) if r.exact is None]
+        return KernelTable((*exact, *still_open), self._measure, self._overhead, "pinned")
+
+    @property
+    def digest(self) -> str:
+        """What it was made with, in short: equal for tables that choose alike."""
+        if self.name in WORDS:
+            return self.name
+        text = repr([replace(row, why="") for row in self.rows])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --- as text and as plain values ---------------------------------------------------------------------------
+
+_NEEDS = ("", "i", "w", "iw", "*", "iw*")
+_FIELDS = ("op", "dtype", "geometry", "size", "threads", "needs")
+
+
+def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows as dicts of strings and numbers, for a state dict or TOML."""
+    return [
+        {name: getattr(row, name) for name in _FIELDS if getattr(row, name) is not None}
+        | asdict(row.choice)
+        | ({"why": row.why} if row.why else {})
+        for row in rows
+    ]
+
+
+def from_plain(values: object) -> tuple[Row, ...]:
+    """The rows of `to_plain`.
+
+    Raises:
+        ValueError: what is not such rows; the message says which entry and why.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(f"expected a list of kernel rows, got {type(values).__name__}")
+    return tuple(_row(i, v) for i, v in enumerate(cast("Sequence[object]", values), 1))
+
+
+def _row(number: int, value: object) -> Row:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"kernel row {number} is a {type(value).__name__}, expected keys and values")
+    given = dict(cast("Mapping[str, Any]", value))
+    allowed = (*_FIELDS, *DIRECTIONS, "why")
+    if stray := sorted(set(given) - set(allowed)):
+        raise ValueError(f"kernel row {number} has {stray[0]!r}; expected some of {', '.join(allowed)}")
+    for direction in DIRECTIONS:
+        if (name := given.get(direction, "native")) not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"kernel row {number} has {direction} = {name!r}; expected one of {', '.join(IMPLEMENTATIONS)}"
+            )
+    for name in ("op", "dtype", "geometry", "size", "needs", "why"):
+        if not isinstance(given.get(name, ""), str):
+            raise ValueError(f"kernel row {number} has {name} = {given[name]!r}; expected text")
+    if given.get("needs", "") not in _NEEDS:
+        raise ValueError(
+            f"kernel row {number} has needs = {given['needs']!r}; expected one of {', '.join(map(repr, _NEEDS))}"
+        )
+    if not isinstance(given.get("threads", 1), int):
+        raise ValueError(f"kernel row {number} has threads = {given['threads']!r}; expected a number")
+    choice = Choice(**{d: given.pop(d) for d in DIRECTIONS if d in given})
+    return Row(choice, **given)
+
+
+def to_toml(rows: Iterable[Row], comment: str = "") -> str:
+    """Rows as a TOML file that `read_toml` reads."""
+    lines = [*(f"# {line}" for line in comment.splitlines()), "format = 1"]
+    for row in to_plain(rows):
+        lines += ["", "[[kernel]]", *(f"{key} = {_quoted(value)}" for key, value in row.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def read_toml(path: str | Path) -> tuple[Row, ...]:
+    """The rows of a TOML file.
+
+    Raises:
+        ConfigError: a file that cannot be read, or rows that cannot.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text())
+        if data.get("format") != 1:
+            raise ValueError(f"format = {data.get('format')!r}, this version reads format = 1")
+        return from_plain(data.get("kernel", []))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"kernels file {str(path)!r}: {error}") from error
+
+
+# --- which table is in force -------------------------------------------------------------------------------
+
+Kernels = str | os.PathLike[str] | KernelTable | None
+_tables: dict[str, KernelTable] = {
+    "native": KernelTable([Row(NATIVE, why="asked for")], name="native"),
+    "rounded": KernelTable([Row(ROUNDED, why="asked for")], name="rounded"),
+}
+_files: dict[tuple[str, int], KernelTable] = {}
+
+
+def install_measured(table: KernelTable) -> None:
+    """Set what the word `measured` stands for; `kernel_probes` does it, tests may."""
+    _tables["measured"] = table
+
+
+def table_of(kernels: Kernels = None) -> KernelTable:
+    """The table that a word, a path or None names; None asks the environment, else takes `measured`.
+
+    Raises:
+        ConfigError: neither a word nor a readable file of choices.
+    """
+    if isinstance(kernels, KernelTable):
+        return kernels
+    source = "kernels"
+    if kernels is None:
+        kernels, source = os.environ.get(VARIABLE) or "measured", VARIABLE
+    if not isinstance(kernels, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"kernels={kernels!r:.60}: expected {', '.join(map(repr, WORDS))}, a TOML file or a KernelTable"
+        )
+    word = os.fspath(kernels)
+    if word in _tables:
+        return _tables[word]
+    path = Path(word)
+    if not path.is_file():
+        raise ConfigError(
+            f"{source}={word!r}: expected {', '.join(map(repr, WORDS))} or a TOML file; no such file"
+        )
+    key = (str(path.resolve()), path.stat().st_mtime_ns)
+    if key not in _files:
+        _files[key] = KernelTable(read_toml(path), name=str(path))
+    return _files[key]
+
+
+def saved(table: KernelTable) -> dict[str, Any]:
+    """What a session's state keeps of its table."""
+    return {"name": table.name if table.name in WORDS else "pinned", "rows": to_plain(table.rows)}
+
+
+def restored(state: object, own: KernelTable) -> KernelTable:
+    """The table of a saved session: its choices; for classes it never met, those of `own`.
+
+    Raises:
+        CheckpointError: what is no such state.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the kernels of a session state are a {type(state).__name__}: save it again")
+    given = cast("Mapping[str, Any]", state)
+    try:
+        rows = from_plain(given.get("rows"))
+    except ValueError as error:
+        raise CheckpointError(f"the kernels of a session state cannot be read: {error}") from error
+    if given.get("name") in ("native", "rounded"):
+        return _tables[given["name"]]
+    return own.pinned(rows)

@@ -1,0 +1,419 @@
+"""What this machine's kernels take: small fixed probes, run at first need, remembered in memory and on disk.
+
+A probe makes tensors of its own from a generator of its own, in a thread of its own, so that nothing of the
+caller (data, random state, autocast regions, dispatch modes, fake tensors) is seen or touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from halfstep import devices
+from halfstep.autocast import kernel_functions as functions
+from halfstep.autocast.kernel_choice import (
+    IMPLEMENTATIONS,
+    NATIVE,
+    KernelTable,
+    OpClass,
+    Times,
+    install_measured,
+)
+from halfstep.autocast.kernel_functions import Geometry
+from halfstep.formats import parse_dtype
+
+#: A candidate is given up where it takes this many times the best so far.
+HOPELESS = 3.0
+#: Lost by so much at one size, a way is not tried at larger ones.
+HOPELESS_AT_ANY_SIZE = 12.0
+_ROUNDS = 5
+_SHORTEST = 1e-4
+_LONGEST_FIRST = 0.01
+_LONGEST = 0.02
+
+Call = Callable[[], object]
+
+
+# --- shapes ------------------------------------------------------------------------------------------------
+
+SIZES = ("tiny", "small", "medium", "large")
+
+
+class _Base(NamedTuple):
+    """Batch, channels and positions of a convolution; n, k and m of a product of matrices."""
+
+    batch: int
+    channels: int
+    positions: int
+    matrix: tuple[int, int, int]
+
+
+_BASES = {
+    "tiny": _Base(2, 8, 64, (32, 64, 32)),
+    "small": _Base(4, 24, 196, (128, 128, 128)),
+    "medium": _Base(8, 48, 196, (256, 256, 256)),
+    "large": _Base(8, 48, 784, (512, 512, 512)),
+}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kind = {"dtype": torch.float32, "device": "cpu"}
+    return torch.randn(shape, generator=generator, **kind).mul_(0.2).to(dtype)  # pyright: ignore
+
+
+class ConvolutionProbe(NamedTuple):
+    """Tensors of one convolution."""
+
+    x: Tensor
+    weight: Tensor
+    grad: Tensor
+    geometry: Geometry
+
+
+def convolution_probe(cls: OpClass) -> ConvolutionProbe:
+    """The probe of a class whose geometry reads like `2d dense` or `2d depthwise channels_last`."""
+    kind, shape, *layout = cls.geometry.split()
+    dims, dtype, base = int(kind[0]), parse_dtype(cls.dtype), _BASES[cls.size]
+    extent = max(4, round(base.positions ** (1 / dims)))
+    transposed = shape == "transposed"
+    kernel = 1 if shape == "pointwise" else 4 if transposed else 3
+    wide = {"pointwise": 3, "depthwise": 2, "grouped": 2}.get(shape, 1) * base.channels
+    groups = {"depthwise": wide, "grouped": 4}.get(shape, 1)
+    into = 3 if shape == "stem" else wide
+    stride, padding = (2, 1) if transposed else (1, kernel // 2)
+    geometry = Geometry((stride,) * dims, (padding,) * dims, (1,) * dims, transposed, (0,) * dims, groups)
+    x = _random((base.batch, into, *(extent,) * dims), dtype, 1)
+    weight = _random((wide, into // groups, *(kernel,) * dims), dtype, 2)
+    if layout:
+        x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    grad = torch.empty_like(
+        torch.ops.aten.convolution(x.float(), weight.float(), None, *geometry), dtype=dtype
+    )
+    return ConvolutionProbe(x, weight, grad.copy_(_random(tuple(grad.shape), dtype, 3)), geometry)
+
+
+def _convolution(cls: OpClass, direction: str) -> dict[str, Call]:
+    x, weight, grad, geometry = convolution_probe(cls)
+    names = ["rounded", "native"]
+    if cls.geometry.startswith("2d") and not cls.geometry.endswith("channels_last"):
+        names = ["rounded", "rounded_channels_last", "native", "channels_last"]
+    if direction == "forward":
+        return {n: functools.partial(functions.convolve, n, x, weight, None, geometry) for n in names}
+    mask = [direction == "input", direction == "weight", False]
+    backward = functions.convolve_backward
+    return {n: functools.partial(backward, n, grad, x, weight, geometry, mask) for n in names}
+
+
+def _matrix(cls: OpClass) -> tuple[int, int, int]:
+    """n, k and m of a product."""
+    n, k, m = _BASES[cls.size].matrix
+    if cls.geometry == "thin":
+        side = {"tiny": 96, "small": 512}.get(cls.size, 1536)
+        return 4, side, side
+    return n, k, m
+
+
+def _linear(cls: OpClass, direction: str) -> dict[str, Call]:
+    dtype = parse_dtype(cls.dtype)
+    n, k, m = _matrix(cls)
+    x, weight, grad = _random((n, k), dtype, 1), _random((m, k), dtype, 2), _random((n, m), dtype, 3)
+    names = ["rounded", *(["onednn"] if functions.has_onednn() else []), "native"]
+    if direction == "forward":
+        return {name: functools.partial(functions.linear, name, x, weight, None) for name in names}
+    a, b = (grad, weight) if direction == "input" else (grad.t(), x)
+    return {name: functools.partial(functions.product, name, a, b, dtype) for name in names}
+
+
+_BATCHES = {
+    "matrices up to 64": {"tiny": (4, 16), "small": (64, 32), "medium": (384, 32), "large": (384, 56)},
+    "matrices over 64": {"tiny": (1, 80), "small": (2, 112), "medium": (8, 128), "large": (8, 256)},
+}
+
+
+def _products(cls: OpClass, direction: str) -> dict[str, Call]:
+    """Single matrices (`mm`) or batches of them (`bmm`)."""
+    dtype = parse_dtype(cls.dtype)
+    n, k, m = _matrix(cls)
+    batch: tuple[int, ...] = ()
+    if cls.op == "bmm":
+        count, n = _BATCHES[cls.geometry][cls.size]
+        batch, k, m = (count,), n, n
+    a, b, grad = (_random((*batch, *s), dtype, i) for i, s in enumerate(((n, k), (k, m), (n, m)), 1))
+    left, right = {"forward": (a, b), "input": (grad, b.mT), "weight": (a.mT, grad)}[direction]
+    names = ["rounded", *(["onednn"] if cls.op == "mm" and functions.has_onednn() else []), "native"]
+    return {name: functools.partial(functions.product, name, left, right, dtype) for name in names}
+
+
+_ATTENTIONS = {"tiny": (16, 32), "small": (64, 32), "medium": (192, 32), "large": (512, 64)}
+
+
+def _attention(cls: OpClass, direction: str) -> dict[str, Call]:
+    dtype = parse_dtype(cls.dtype)
+    length, width = _ATTENTIONS[cls.size]
+    shape = (4 if length < 100 else 1, 4, length, width)
+    q, k, v, grad = (_random(shape, dtype, seed) for seed in range(4))
+    causal, names = cls.geometry == "causal", ("rounded", "native")
+    if direction == "forward":
+        return {n: functools.partial(functions.attend, n, q, k, v, None, causal, None) for n in names}
+    saved = (q, k, v, *functions.attend("native", q, k, v, None, causal, None))
+    return {
+        n: functools.partial(functions.attend_backward, n, grad, saved, None, causal, None) for n in names
+    }
+
+
+_RECURRENT = {"tiny": (4, 16), "small": (8, 32), "medium": (16, 64), "large": (32, 128)}
+
+
+def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
+    """A layer over 8 steps; both gradients come of one backward, which `input` stands for."""
+    dtype = parse_dtype(cls.dtype)
+    batch, width = _RECURRENT[cls.size]
+    gates = {"lstm": 4, "gru": 3}.get(cls.op, 1)
+    x, state = _random((8, batch, width), dtype, 1), _random((1, batch, width), dtype, 2)
+    sides = [(gates * width, width), (gates * width, width), (gates * width,), (gates * width,)]
+    weights = [_random(side, dtype, i) for i, side in enumerate(sides, 3)]
+    op: Any = getattr(torch.ops.aten, cls.op).input
+    training = direction != "forward"
+    leaves = [t.requires_grad_(training) for t in (x, *weights)]
+
+    def run(how: str) -> object:
+        with torch.set_grad_enabled(training):
+            wide = [t.float() if how == "rounded" else t for t in (*leaves, state)]
+            initial: Any = [wide[-1], wide[-1]] if cls.op == "lstm" else wide[-1]
+            out = op(wide[0], initial, wide[1:-1], True, 1, 0.0, training, False, False)[0].to(dtype)
+            return torch.autograd.grad(out, leaves, torch.ones_like(out)) if training else out
+
+    return {how: functools.partial(run, how) for how in ("rounded", "native")}
+
+
+_PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
+    "convolution": _convolution,
+    "linear": _linear,
+    "mm": _products,
+    "bmm": _products,
+    "attention": _attention,
+    "lstm": _recurrent,
+    "gru": _recurrent,
+    "rnn_tanh": _recurrent,
+    "rnn_relu": _recurrent,
+}
+#: One backward kernel gives the gradients of all inputs: the direction `weight` is that of `input`.
+ONE_BACKWARD = frozenset({"attention", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+_SHAPES = ("dense", "pointwise", "stem", "grouped", "depthwise", "transposed")
+
+
+@functools.cache
+def geometries(op: str) -> tuple[str, ...]:
+    """The geometries that a kind of op is divided into."""
+    if op == "convolution":
+        last = [f"2d {shape} channels_last" for shape in _SHAPES]
+        return (*(f"{dims}d {shape}" for dims in (2, 1, 3) for shape in _SHAPES), *last)
+    named = {"bmm": tuple(_BATCHES), "attention": ("full", "causal")}
+    return named.get(op, ("plain", "thin") if op in ("linear", "mm") else ("plain",))
+
+
+def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
+    """Every class there is of one dtype."""
+    return tuple(
+        OpClass(op, dtype, geometry, size, threads)
+        for op in _PROBES
+        for geometry in geometries(op)
+        for size in sizes(geometry)
+    )
+
+
+def sizes(geometry: str) -> tuple[str, ...]:
+    """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
+    return SIZES[:3] if geometry[:2] in ("1d", "3d", "th") else SIZES
+
+
+# --- timing ------------------------------------------------------------------------------------------------
+
+
+def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Shortest time of each candidate in seconds, runs interleaved.
+
+    The likely fast ones come first. One that is far slower than the best so far is run once, or twice where
+    its first run was short enough to have been spent on preparing the kernel.
+    """
+
+    def timed(call: Call, repeats: int = 1) -> float:
+        start = clock()
+        for _ in range(repeats):
+            call()
+        return max(1e-8, (clock() - start) / repeats)
+
+    found: dict[str, float] = {}
+    for name, call in candidates.items():
+        best = min(found.values(), default=math.inf)
+        if name == "channels_last" and found["native"] > HOPELESS * best:
+            continue  # the same kernels
+        first = timed(call)
+        if first < _LONGEST_FIRST or first <= HOPELESS * best:
+            first = min(first, timed(call))
+        found[name] = first
+    alive = [name for name, t in found.items() if t <= HOPELESS * min(found.values())]
+    begun = clock()
+    for _ in range(_ROUNDS if len(alive) > 1 else 0):
+        if clock() - begun > _LONGEST:
+            break
+        for name in alive:
+            repeats = max(1, min(50, int(_SHORTEST / found[name])))
+            found[name] = min(found[name], timed(candidates[name], repeats))
+    return found
+
+
+def _clock() -> Callable[[], float]:
+    # One thread's own CPU time does not count the time that other processes held the core.
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
+    with torch.no_grad():
+        candidates = _PROBES[cls.op](cls, direction)
+        alive = {name: call for name, call in candidates.items() if name not in skip}
+        found = race(alive, _clock())
+    return {name: found.get(name) for name in candidates}
+
+
+def _run_overhead() -> float:
+    """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
+    x, weight = (_random((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
+    ones = torch.ones(8, 8, dtype=torch.bfloat16)
+
+    def ours() -> object:
+        return torch.autograd.grad(functions.Linear.apply(x, weight, None, NATIVE), (x, weight), ones)
+
+    def torchs() -> object:
+        return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
+
+    found = race({"torch": torchs, "ours": ours}, _clock())
+    return max(1e-6, found["ours"] - found["torch"])
+
+
+# --- remembering -------------------------------------------------------------------------------------------
+
+
+def _ratios(times: Times) -> dict[str, float]:
+    best = min((t for t in times.values() if t is not None), default=math.inf)
+    return {name: math.inf if t is None else t / best for name, t in times.items()}
+
+
+class Measurements:
+    """Times by class and direction of this machine: asked of the disk first, then measured and kept there.
+
+    `probes` counts what was measured in this process.
+    """
+
+    def __init__(
+        self, file: Callable[[], Path], run: Callable[..., dict[str, float | None]] = _run_probe
+    ) -> None:
+        self._file, self._run = file, run
+        self._rows: dict[str, dict[str, float | None]] | None = None
+        self._lock = threading.RLock()
+        self.probes = 0
+
+    def times(self, cls: OpClass, direction: str) -> Times:
+        """Seconds by implementation of one direction of a class."""
+        if direction == "weight" and cls.op in ONE_BACKWARD:
+            return {}
+        key = "|".join((cls.op, cls.dtype, cls.geometry, cls.size, str(cls.threads), direction))
+        with self._lock:
+            rows = self._load()
+            found = rows.get(key)
+            if found is None:
+                skip = self._hopeless(cls, direction)
+                found = self._keep(key, self._in_fresh_thread(self._run, cls, direction, skip))
+            return found
+
+    def overhead(self) -> float:
+        """Seconds that leaving torch's own dispatch costs an op."""
+        with self._lock:
+            found = self._load().get("overhead")
+            if found is None:
+                found = self._keep("overhead", {"native": self._in_fresh_thread(_run_overhead)})
+            return found.get("native") or 0.0
+
+    def _hopeless(self, cls: OpClass, direction: str) -> frozenset[str]:
+        """What lost so clearly at smaller sizes, and ever more clearly, that this size need not show it."""
+        smaller = SIZES[: SIZES.index(cls.size)][-2:]
+        lost = [_ratios(self.times(replace(cls, size=size), direction)) for size in smaller]
+        if not lost:
+            return frozenset()
+        first, last = lost[0], lost[-1]
+        grows = {n for n in last if len(lost) > 1 and last[n] > HOPELESS and last[n] >= first[n]}
+        return frozenset(grows | {n for n in last if last[n] > HOPELESS_AT_ANY_SIZE})
+
+    def _in_fresh_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+        self.probes += 1
+        with ThreadPoolExecutor(1) as fresh:
+            return fresh.submit(call, *args).result()
+
+    def _load(self) -> dict[str, dict[str, float | None]]:
+        if self._rows is None:
+            self._rows = read_rows(self._file())
+        return self._rows
+
+    def _keep(self, key: str, row: dict[str, float | None]) -> dict[str, float | None]:
+        self._rows = {**read_rows(self._file()), **(self._rows or {}), key: row}
+        write_rows(self._file(), self._rows)
+        return row
+
+
+def read_rows(file: Path) -> dict[str, dict[str, float | None]]:
+    """The rows of a file of measurements; what is not as we wrote it is measured again."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {key: row for key, row in cast("dict[str, Any]", data).items() if _sound(row)}
+
+
+def _sound(row: object) -> bool:
+    if not isinstance(row, dict) or "native" not in row:
+        return False
+    given = cast("dict[str, object]", row)
+    return all(
+        name in IMPLEMENTATIONS and (t is None or (isinstance(t, float) and 0 < t < 1e3))
+        for name, t in given.items()
+    )
+
+
+def write_rows(file: Path, rows: Mapping[str, Times]) -> None:
+    """Replace the file in one move; where the folder cannot be written, the next process measures again."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
+        try:
+            with os.fdopen(handle, "w") as stream:
+                json.dump(rows, stream)
+            os.replace(name, file)
+        except OSError:
+            os.unlink(name)
+
+
+def cache_file() -> Path:
+    """Where this machine's times are kept; another CPU, instruction set or torch has another file."""
+    found = devices.cache_file("cpu")
+    return found.with_name(found.name.replace("devices-", "kernels-", 1))
+
+
+measurements = Measurements(cache_file)
+install_measured(KernelTable((), measurements.times, measurements.overhead, "measured"))
