@@ -1,8 +1,10 @@
-"""What every test needs: one thread, and a clean autocast state afterwards."""
+"""What every test needs: one thread, the same kernels everywhere, and a clean autocast state afterwards."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HALFSTEP_KERNELS", str(Path(__file__).parent / "kernels.toml"))
 os.environ.pop("COLUMNS", None)  # set by workers of a parallel run; output would be folded to it
 
 import pytest

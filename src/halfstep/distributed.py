@@ -28,6 +28,11 @@ def world_size(group: Group | None = None) -> int:
     return dist.get_world_size(group)
 
 
+def rank() -> int:
+    """Return this process's rank, 0 without an initialised process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
     """Return the OR over ranks of a 0-d flag (bool, or 0 and 1), in its dtype: one MAX all-reduce.
 

@@ -11,12 +11,12 @@ from torch import nn
 from halfstep.autocast import (
     active_policy,
     autocast,
-    cpu_kernels,
     custom_bwd,
     custom_fwd,
     disabled,
     frozen_weights,
 )
+from halfstep.autocast.kernel_choice import Choice, KernelTable, Row
 from halfstep.autocast.own_ops import op as own_op
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
@@ -425,7 +425,7 @@ def test_slow_dtypes_under_function_transforms() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_large_slow_linear_rounds_as_the_small_one(bias: bool) -> None:
+def test_linear_by_onednn_rounds_as_by_torch(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(64, 128, bias=bias)
     x = torch.randn(4, 96, 64, requires_grad=True)
@@ -434,8 +434,7 @@ def test_large_slow_linear_rounds_as_the_small_one(bias: bool) -> None:
     def rounded(t: torch.Tensor) -> torch.Tensor:
         return t.half().float()
 
-    with autocast("cpu", FP16):
-        assert cpu_kernels.fits_linear((x, layer.weight))
+    with autocast("cpu", FP16, kernels=KernelTable([Row(Choice("onednn", "onednn", "onednn"))])):
         out = layer(x)
     plain = F.linear(*(rounded(t) for t in weights)).half()
     assert out.dtype is FP16

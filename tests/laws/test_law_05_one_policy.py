@@ -86,7 +86,7 @@ CASES = {
         FP32,
     ),
     "off inside a region": (lambda: disabled("cpu"), lambda: autocast("cpu", BF16), FP32),
-    "fp16 where slow": (lambda: autocast("cpu", FP16), None, FP32),
+    "fp16 rounded around fp32": (lambda: autocast("cpu", FP16, kernels="rounded"), None, FP32),
 }
 
 

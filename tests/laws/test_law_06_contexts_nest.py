@@ -425,4 +425,4 @@ def test_carriers_tell_policies_apart() -> None:
     }
     assert len(codes) == 5
     code = regions._code_for(EDITED)
-    assert regions._policies[code] == EDITED
+    assert regions._policies[code] == (EDITED, table_of())

@@ -16,7 +16,7 @@ import torch
 
 from halfstep.autocast import kernel_probes as _kernel_probes  # noqa: F401  (sets what "measured" means)
 from halfstep.autocast import regions, state
-from halfstep.autocast.kernel_choice import Kernels, table_of
+from halfstep.autocast.kernel_choice import Kernels, KernelTable, table_of
 from halfstep.autocast.state import Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
@@ -40,6 +40,14 @@ def _switch(
 _switch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def _kernels_around() -> KernelTable:
+    """The kernels of the region around this one, else the default."""
+    for setting in reversed(state.thread().entered):
+        if setting.kernels is not None:
+            return setting.kernels
+    return table_of()
+
+
 class autocast:
     """A region in which ops run under a precision policy: a context manager and a decorator.
 
@@ -52,8 +60,9 @@ class autocast:
         policy: a `Policy`, its text form, or the name of an op table ("torch" gives what torch.autocast
         gives).
         kernels: by which kernels LOW ops run on a CPU: "measured" (the fastest on this machine), "native"
-            (torch's own), "rounded" (fp32 arithmetic on rounded values), or a TOML file of choices. None asks
-            the environment variable HALFSTEP_KERNELS, else takes "measured".
+            (torch's own), "rounded" (fp32 arithmetic on rounded values), or a TOML file of choices. None
+            takes those of the region around, else what the environment variable HALFSTEP_KERNELS says, else
+            "measured".
 
     Regions nest, one instance may be entered again at any time, also by itself and in several threads.
     Weights are cast at every use; see `frozen_weights`. A decorated generator or coroutine function is in the
@@ -78,7 +87,8 @@ class autocast:
         if torch.compiler.is_compiling():
             self._traced = _switch(device_type, dtype, enabled, policy, kernels)
         else:
-            self._setting = regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))
+            table = _kernels_around() if kernels is None else table_of(kernels)
+            self._setting = regions.resolve(device_type, dtype, enabled, policy, table)
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():

@@ -24,6 +24,7 @@ MARGIN = 0.8
 
 #: What a choice may be made of. `rounded`: inputs rounded to the dtype, fp32 arithmetic, output rounded.
 IMPLEMENTATIONS = ("native", "rounded", "onednn", "channels_last", "rounded_channels_last")
+NEEDS = ("", "i", "w", "iw", "*", "iw*")
 DIRECTIONS = ("forward", "input", "weight")
 WORDS = ("measured", "native", "rounded")
 VARIABLE = "HALFSTEP_KERNELS"
@@ -65,8 +66,8 @@ ROUNDED = Choice("rounded", "rounded", "rounded")
 class Row:
     """One line of a table: which ops (None: any), what needs a gradient, the choice, and why.
 
-    `needs`: "" for none, "i" for the input, "w" for the weight, "iw" for both; with "*" after it the op runs by
-    one way in all directions (recurrent layers, ops inside compiled code).
+    `needs`: "" for none, "i" for the input, "w" for the weight, "iw" for both; with "*" after it the op
+    runs by one way in all directions (recurrent layers, ops inside compiled code).
     """
 
     choice: Choice
@@ -156,10 +157,9 @@ class KernelTable:
         self.name = name
         self._measure, self._overhead = measure, overhead
         self._known: dict[tuple[OpClass, str], Row] = {}
+        self._derived: dict[tuple[OpClass, str], Row] = {}
         self._open: list[Row] = []
         self._lock = threading.RLock()
-        self.memos: dict[Any, Any] = {}
-        """What callers derived from it, by their own keys; as lasting as the table."""
         for row in rows:
             if row.exact is None:
                 self._open.append(row)
@@ -168,24 +168,17 @@ class KernelTable:
 
     def choose(self, cls: OpClass, needs: str) -> Choice:
         """The choice for a class: known, by the first fitting open row, or measured now."""
-        found = self._known.get((cls, needs))
-        return (found or self._find(cls, needs)).choice
-
-    def _find(self, cls: OpClass, needs: str) -> Row:
         with self._lock:
-            known = self._known.get((cls, needs))
-            if known is not None:
-                return known
-            fitting = next((row for row in self._open if row.fits(cls, needs)), None)
-            if fitting is not None:
-                choice, why = fitting.choice, fitting.why
-            elif self._measure is None:
-                choice, why = NATIVE, "not in this table"
-            else:
-                choice, why = self._decided(self._measure, cls, needs)
-            row = Row(choice, **{**asdict(cls), "needs": needs, "why": why})
-            self._known[cls, needs] = row
-            return row
+            key = cls, needs
+            found = self._known.get(key) or self._derived.get(key)
+            if found is None:
+                row = next((row for row in self._open if row.fits(cls, needs)), None)
+                if row is None and self._measure is not None:
+                    choice, why = self._decided(self._measure, cls, needs)
+                    found = self._known[key] = Row(choice, **{**asdict(cls), "needs": needs, "why": why})
+                else:
+                    found = self._derived[key] = row or Row(NATIVE, why="not in this table")
+            return found.choice
 
     def _decided(
         self, measure: Callable[[OpClass, str], Times], cls: OpClass, needs: str
@@ -197,7 +190,7 @@ class KernelTable:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What was decided so far, then what was given for any class."""
+        """What was given or measured for one class each, then what was given for any."""
         with self._lock:
             known = sorted(self._known.items(), key=lambda item: item[0])
         return (*(row for _, row in known), *self._open)
@@ -225,7 +218,6 @@ class KernelTable:
 
 # --- as text and as plain values ---------------------------------------------------------------------------
 
-_NEEDS = ("", "i", "w", "iw", "*", "iw*")
 _FIELDS = ("op", "dtype", "geometry", "size", "threads", "needs")
 
 
@@ -260,14 +252,14 @@ def _row(number: int, value: object) -> Row:
     for direction in DIRECTIONS:
         if (name := given.get(direction, "native")) not in IMPLEMENTATIONS:
             raise ValueError(
-                f"kernel row {number} has {direction} = {name!r}; expected one of {', '.join(IMPLEMENTATIONS)}"
+                f"kernel row {number} has {direction} = {name!r}; expected {', '.join(IMPLEMENTATIONS)}"
             )
     for name in ("op", "dtype", "geometry", "size", "needs", "why"):
         if not isinstance(given.get(name, ""), str):
             raise ValueError(f"kernel row {number} has {name} = {given[name]!r}; expected text")
-    if given.get("needs", "") not in _NEEDS:
+    if given.get("needs", "") not in NEEDS:
         raise ValueError(
-            f"kernel row {number} has needs = {given['needs']!r}; expected one of {', '.join(map(repr, _NEEDS))}"
+            f"kernel row {number} has needs = {given['needs']!r}; expected {', '.join(map(repr, NEEDS))}"
         )
     if not isinstance(given.get("threads", 1), int):
         raise ValueError(f"kernel row {number} has threads = {given['threads']!r}; expected a number")
@@ -351,7 +343,8 @@ def table_of(kernels: Kernels = None) -> KernelTable:
 
 def saved(table: KernelTable) -> dict[str, Any]:
     """What a session's state keeps of its table."""
-    return {"name": table.name if table.name in WORDS else "pinned", "rows": to_plain(table.rows)}
+    rows = [replace(row, why="") for row in table.rows]
+    return {"name": table.name if table.name in WORDS else "pinned", "rows": to_plain(rows)}
 
 
 def restored(state: object, own: KernelTable) -> KernelTable:

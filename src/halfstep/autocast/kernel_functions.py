@@ -135,13 +135,15 @@ class Geometry(NamedTuple):
 
 
 def _last(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last)
+    """In channels_last, where it has images to lay out."""
+    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
 
 
 def _as_given(t: Tensor, like: Tensor) -> Tensor:
     """In the layout that a convolution of `like` alone would give."""
-    last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
-    return t if last else t.contiguous()
+    if t.dim() != 4 or (like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()):
+        return t
+    return t.contiguous()
 
 
 def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -169,7 +171,7 @@ def convolve_backward(
     sizes = [grad.shape[1]] if mask[2] else None
     found = _aten.convolution_backward(grad, x, weight, sizes, *geometry, mask)
     out = [t.to(dtype) if wanted else None for t, wanted in zip(found, mask, strict=True)]
-    return tuple(_as_given(t, given) if last and t is not None and t.dim() == 4 else t for t in out)
+    return tuple(_as_given(t, given) if last and t is not None else t for t in out)
 
 
 class Convolution(torch.autograd.Function):

@@ -28,13 +28,15 @@ from halfstep.autocast import kernel_functions as functions
 from halfstep.autocast.kernel_choice import (
     IMPLEMENTATIONS,
     NATIVE,
+    NEEDS,
     KernelTable,
     OpClass,
+    Row,
     Times,
     install_measured,
 )
 from halfstep.autocast.kernel_functions import Geometry
-from halfstep.formats import parse_dtype
+from halfstep.formats import dtype_name, parse_dtype
 
 #: A candidate is given up where it takes this many times the best so far.
 HOPELESS = 3.0
@@ -201,7 +203,7 @@ def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
     return {how: functools.partial(run, how) for how in ("rounded", "native")}
 
 
-_PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
+PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
     "convolution": _convolution,
     "linear": _linear,
     "mm": _products,
@@ -231,7 +233,7 @@ def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
     """Every class there is of one dtype."""
     return tuple(
         OpClass(op, dtype, geometry, size, threads)
-        for op in _PROBES
+        for op in PROBES
         for geometry in geometries(op)
         for size in sizes(geometry)
     )
@@ -240,6 +242,15 @@ def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
 def sizes(geometry: str) -> tuple[str, ...]:
     """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
     return SIZES[:3] if geometry[:2] in ("1d", "3d", "th") else SIZES
+
+
+def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
+    """All that a table says of a dtype: what it does not know yet is measured now."""
+    if table.measures:
+        for cls in all_classes(dtype_name(dtype), torch.get_num_threads()):
+            for needs in NEEDS:
+                table.choose(cls, needs)
+    return table.rows
 
 
 # --- timing ------------------------------------------------------------------------------------------------
@@ -285,7 +296,7 @@ def _clock() -> Callable[[], float]:
 
 def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
     with torch.no_grad():
-        candidates = _PROBES[cls.op](cls, direction)
+        candidates = PROBES[cls.op](cls, direction)
         alive = {name: call for name, call in candidates.items() if name not in skip}
         found = race(alive, _clock())
     return {name: found.get(name) for name in candidates}

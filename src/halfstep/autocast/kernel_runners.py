@@ -116,6 +116,8 @@ def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
 
         def run_rows(choice: Choice) -> Call:
             def call(low: Args, _: Mapping[str, Any]) -> Any:
+                if low[0].dim() == 2:
+                    return _product(choice, low[0], low[1])
                 out = _product(choice, low[0].reshape(-1, k), low[1])
                 return out.reshape(*low[0].shape[:-1], m)
 
@@ -129,6 +131,8 @@ def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
 
     def run_batch(choice: Choice) -> Call:
         def call(low: Args, _: Mapping[str, Any]) -> Any:
+            if low[0].dim() == low[1].dim() == 3 and low[0].shape[0] == low[1].shape[0]:
+                return _product(choice, low[0], low[1])
             left = low[0].expand(*batch, n, k).reshape(-1, n, k)
             right = low[1].expand(*batch, k, m).reshape(-1, k, m)
             return _product(choice, left, right).reshape(*batch, n, m)

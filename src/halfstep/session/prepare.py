@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from halfstep import devices
+from halfstep.autocast.kernel_choice import Kernels, KernelTable, from_plain, table_of, to_plain
+from halfstep.autocast.kernel_probes import whole_table
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
+from halfstep.distributed import gather, rank, world_size
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.optim.master_link import Master
@@ -189,6 +192,14 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
     return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
 
 
+def same_on_all_ranks(table: KernelTable, device: torch.device, compute: torch.dtype) -> KernelTable:
+    """Rank 0's kernels, on every rank: measured in whole before training, so that nothing is open later."""
+    if world_size() == 1 or device.type != "cpu" or compute not in LOW_DTYPES:
+        return table
+    mine = gather(to_plain(whole_table(table, compute)) if rank() == 0 else None)
+    return KernelTable(from_plain(mine[0]), name="of rank 0")
+
+
 def apply_level(
     level: Level,
     models: Sequence[nn.Module],
@@ -236,6 +247,7 @@ def prepare(
     step: Callable[..., Any] | None = None,
     batch: Sequence[Any] = (),
     seconds: float = 60.0,
+    kernels: Kernels = None,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -256,6 +268,9 @@ def prepare(
             O2 and none otherwise.
         skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
         max_skips: skips in a row that raise LossScaleCollapsed.
+        kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
+            TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
+            ranks, rank 0's choices hold on all. A loaded state brings its own.
         step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
             returns the loss. Everything it changes is put back.
         batch: for "auto": what `step` is called with.
@@ -272,7 +287,7 @@ def prepare(
     level, dtype, layout = settings_of(plan, level, dtype, check_layout(layout))
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
-        options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips}
+        options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
@@ -286,6 +301,7 @@ def prepare(
     warn_of_low_weights(row, optimizers)
     scale = loss_scale_of(loss_scale, row, compute)
     skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
+    table = same_on_all_ranks(table_of(kernels), device, compute)
     relayout = Relayout(models if layout == "channels_last" else ())
     try:
         conversions, masters = apply_level(row, models, optimizers, plan, compute)
@@ -293,7 +309,9 @@ def prepare(
         relayout.revert()
         raise
     counts = SkipCount(limit=max_skips)
-    session = Session(models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters)
+    session = Session(
+        models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters, table
+    )
     session.layout = relayout
     return session
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from halfstep.autocast import kernel_choice
 from halfstep.autocast.context import autocast
+from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
@@ -73,7 +75,7 @@ class Session:
 
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
     called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
-    looks at its gradients; neither may change anything.
+    looks at its gradients; neither may change anything. `kernels` says by which kernels ops run.
     """
 
     def __init__(
@@ -88,12 +90,13 @@ class Session:
         skips: SkipCount,
         conversions: list[Conversion],
         masters: dict[int, MasterWeights],
+        kernels: KernelTable,
     ) -> None:
         self.models, self.optimizers = models, optimizers
         self.level, self.policy, self.device = level, policy, device
         self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
-        self.conversions, self.masters = conversions, masters
-        self._region = policy, autocast(device.type, policy=policy)
+        self.conversions, self.masters, self.kernels = conversions, masters, kernels
+        self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
         self.layout = Relayout(())
         self.tuning: Tuning | None = None
         """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
@@ -126,10 +129,12 @@ class Session:
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
         if enabled and not torch.compiler.is_compiling():
-            if self._region[0] is not self.policy:  # a replay tries another one
-                self._region = self.policy, autocast(self.device.type, policy=self.policy)
-            return self._region[1]
-        return autocast(self.device.type, policy=self.policy, enabled=enabled)
+            policy, kernels = self.policy, self.kernels  # a replay tries another policy
+            if self._region[0] is not policy or self._region[1] is not kernels:
+                region = autocast(self.device.type, policy=policy, kernels=kernels)
+                self._region = policy, kernels, region
+            return self._region[2]
+        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
     def backward(
         self, loss: Tensor, optimizer: Optimizers = None, *, more: bool = False, **kwargs: Any
@@ -393,7 +398,7 @@ class Session:
                     module.training = training
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and counts as plain values; models and optimizers save themselves."""
+        """Loss scale, counts and kernels as plain values; models and optimizers save themselves."""
         self.sync()
         return {
             "format": 1,
@@ -403,15 +408,18 @@ class Session:
             "steps": self.steps,
             "skips_in_row": self.skips.in_row,
             "skips": self.skips.total,
+            "kernels": kernel_choice.saved(self.kernels),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
+        """Continue from `state_dict()`, by the kernels that it was saved with.
 
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
         scale, steps, in_row, total = read_state(state, self.level, self.policy)
+        if "kernels" in state:
+            self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
         self.loss_scale, self.steps = scale, steps
         self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
 

@@ -54,9 +54,9 @@ class _Step:
 class Trainer:
     """Trains `model` with `optimizer` on batches (input, target) at a precision level.
 
-    `level`, `dtype`, `policy`, `plan`, `loss_scale` go to `hs.prepare`. `accumulate` batches make one step.
-    `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and
-    `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
+    `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`. `accumulate` batches make
+    one step. `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder)
+    and `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
     progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
 
     With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
@@ -76,6 +76,7 @@ class Trainer:
         policy: Any = None,
         plan: Any = None,
         loss_scale: Any = None,
+        kernels: Any = None,
         device: str | torch.device | None = None,
         clip_norm: float | None = None,
         scheduler: Any = None,
@@ -104,6 +105,7 @@ class Trainer:
             policy=policy,
             plan=plan,
             loss_scale=loss_scale,
+            kernels=kernels,
         )
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate

@@ -1,0 +1,176 @@
+"""Choices follow from given measurements; as data they are read, written, pinned and saved."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.autocast import autocast, kernel_choice
+from halfstep.autocast.kernel_choice import (
+    NATIVE,
+    ROUNDED,
+    Choice,
+    KernelTable,
+    OpClass,
+    Row,
+    decide,
+    decide_whole,
+    from_plain,
+    read_toml,
+    restored,
+    saved,
+    table_of,
+    to_plain,
+    to_toml,
+)
+from halfstep.errors import CheckpointError, ConfigError
+
+CONV = OpClass("convolution", "fp16", "2d dense", "small", 1)
+
+
+def test_another_way_replaces_native_at_four_fifths_of_its_time() -> None:
+    times = {"forward": {"native": 1.0, "rounded": 0.8}, "input": {"native": 1.0, "rounded": 0.81}}
+    assert decide(times, 0.0)[0] == Choice(forward="rounded")
+
+
+def test_the_fastest_of_several_is_taken_and_the_reason_says_its_share() -> None:
+    times = {"weight": {"native": 1.0, "rounded": 0.3, "rounded_channels_last": 0.25, "channels_last": 0.9}}
+    choice, why = decide(times, 0.0)
+    assert choice == Choice(weight="rounded_channels_last")
+    assert why == "weight by rounded_channels_last takes 0.25 of native's time"
+
+
+def test_a_native_kernel_that_was_never_tried_again_is_left() -> None:
+    choice, why = decide({"weight": {"native": None, "rounded": 1.0}}, 1.0)
+    assert choice == Choice(weight="rounded")
+    assert "small part" in why
+
+
+def test_leaving_native_must_win_more_than_it_costs() -> None:
+    times = {"forward": {"native": 50e-6, "rounded": 20e-6}, "input": {"native": 50e-6, "rounded": 20e-6}}
+    assert decide(times, 59e-6)[0] == Choice("rounded", "rounded")
+    assert decide(times, 61e-6)[0] == NATIVE
+
+
+def test_an_op_as_a_whole_follows_the_sum_of_its_directions() -> None:
+    times = {"forward": {"native": 1.0, "rounded": 2.0}, "weight": {"native": 146.0, "rounded": 1.0}}
+    assert decide_whole(times, 0.0)[0] == ROUNDED
+    assert decide_whole({"forward": times["forward"]}, 0.0)[0] == NATIVE
+    assert decide_whole({"forward": {"native": 1.0, "rounded": 0.7}}, 0.4)[0] == NATIVE
+
+
+def test_a_class_is_measured_once_and_only_what_it_needs() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def measure(cls: OpClass, direction: str) -> dict[str, float | None]:
+        asked.append((cls.op, direction))
+        return {"native": 2.0, "rounded": 1.0}
+
+    table = KernelTable((), measure)
+    assert table.choose(CONV, "w") == Choice("rounded", "native", "rounded")
+    assert table.choose(CONV, "w") == Choice("rounded", "native", "rounded")
+    assert asked == [("convolution", "forward"), ("convolution", "weight")]
+
+
+def test_the_first_row_that_fits_holds_and_what_no_row_knows_is_native() -> None:
+    table = KernelTable(
+        [Row(Choice(weight="rounded"), op="convolution", dtype="fp16"), Row(ROUNDED, dtype="fp16")]
+    )
+    assert table.choose(CONV, "iw") == Choice(weight="rounded")
+    assert table.choose(OpClass("linear", "fp16", "plain", "tiny", 2), "") == ROUNDED
+    assert table.choose(OpClass("linear", "bf16", "plain", "tiny", 2), "") == NATIVE
+
+
+def test_rows_survive_toml_and_state(tmp_path) -> None:
+    rows = (
+        Row(Choice("native", "rounded", "onednn"), "linear", "bf16", "plain", "large", 4, "iw", 'says "so"'),
+        Row(ROUNDED, dtype="fp16"),
+    )
+    file = tmp_path / "kernels.toml"
+    file.write_text(to_toml(rows, "of one machine"))
+    assert read_toml(file) == rows
+    assert from_plain(to_plain(rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("format = 2", "this version reads format = 1"),
+        ("format = 1\n[[kernel]]\nforward = 'fast'", "row 1 has forward = 'fast'; expected native, rounded"),
+        ("format = 1\n[[kernel]]\nneeds = 'x'", "row 1 has needs = 'x'"),
+        ("format = 1\n[[kernel]]\nopp = 'x'", "row 1 has 'opp'; expected some of op, dtype"),
+        ("format = 1\n[[kernel]]\nthreads = 'x'", "threads = 'x'; expected a number"),
+        ("format = 1\nkernel = 'x'", "expected a list"),
+        ("not toml", "kernels file"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong_with_it(text: str, words: str, tmp_path) -> None:
+    file = tmp_path / "kernels.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        autocast("cpu", "bf16", kernels=file)
+
+
+@pytest.mark.parametrize("given", ["fastest", 3, "/no/such/file.toml"])
+def test_unknown_kernels_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="'measured', 'native', 'rounded'"):
+        hs.prepare(nn.Linear(2, 2), kernels=given)
+
+
+def test_the_environment_names_the_default(monkeypatch) -> None:
+    monkeypatch.setenv(kernel_choice.VARIABLE, "rounded")
+    assert table_of() is table_of("rounded")
+    monkeypatch.setenv(kernel_choice.VARIABLE, "nonsense")
+    with pytest.raises(ConfigError, match="HALFSTEP_KERNELS='nonsense'"):
+        autocast("cpu")
+    monkeypatch.delenv(kernel_choice.VARIABLE)
+    assert table_of() is table_of("measured")
+
+
+def test_a_region_inside_another_keeps_its_kernels() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", "bf16", kernels="rounded"), autocast("cpu", "fp16"):
+        assert (x @ x).grad_fn.name() == "ProductBackward"
+    with autocast("cpu", "bf16", kernels="rounded"), autocast("cpu", "fp16", kernels="native"):
+        assert (x @ x).grad_fn.name() != "ProductBackward"
+
+
+def test_choices_change_neither_ops_of_other_rules_nor_fp32_regions() -> None:
+    region, off = autocast("cpu", "bf16", kernels="rounded"), autocast("cpu", "fp32", kernels="rounded")
+    x = torch.randn(4, 4, requires_grad=True)
+    with region:
+        assert torch.exp(x).dtype is torch.float32
+    with off:
+        assert (x @ x).grad_fn.name() == "MmBackward0"
+
+
+# --- saved and loaded --------------------------------------------------------------------------------------
+
+
+def test_a_state_brings_its_choices_and_leaves_the_rest_to_the_machine() -> None:
+    there = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, name="measured")
+    there.choose(CONV, "iw")
+    here = KernelTable((), lambda cls, direction: {"native": 1.0, "rounded": 2.0}, name="measured")
+    table = restored(saved(there), here)
+    assert table.choose(CONV, "iw") == ROUNDED
+    assert table.choose(CONV, "w") == NATIVE
+    assert here.choose(CONV, "iw") == NATIVE, "the machine's own table was changed"
+
+
+def test_a_state_that_cannot_be_read_changes_nothing() -> None:
+    amp = hs.prepare(nn.Linear(2, 2))
+    state, before = amp.state_dict(), amp.kernels
+    for damaged in ("x", {"rows": 3}, {"rows": [{"forward": "fast"}]}):
+        with pytest.raises(CheckpointError, match="kernel"):
+            amp.load_state_dict({**state, "kernels": damaged})
+    assert amp.kernels is before
+
+
+def test_a_loaded_session_computes_by_the_saved_kernels() -> None:
+    first = hs.prepare(nn.Linear(4, 4), kernels=KernelTable([Row(ROUNDED, op="linear")]))
+    second = hs.prepare(nn.Linear(4, 4), kernels="native")
+    with second.autocast():
+        assert "Linear" not in second.model(torch.randn(2, 4)).grad_fn.name()
+    second.load_state_dict(first.state_dict())
+    with second.autocast():
+        assert second.model(torch.randn(2, 4)).grad_fn.name() == "LinearBackward"

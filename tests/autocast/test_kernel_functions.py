@@ -1,0 +1,196 @@
+"""Every implementation of a LOW op gives the policy's dtypes, and gradients within a rounding of fp32's."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.autocast import autocast
+from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, Row
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Unit roundoff: half the distance of neighbouring values just above 1.
+ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11}
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+CASES = {
+    "linear": (lambda x, w: F.linear(x, w), (5, 6, 16), (8, 16)),
+    "matmul": (lambda x, w: x @ w, (12, 16), (16, 8)),
+    "rows by one matrix": (lambda x, w: x @ w, (3, 4, 16), (16, 8)),
+    "bmm": (lambda x, w: torch.bmm(x, w), (3, 4, 16), (3, 16, 8)),
+    "broadcast": (lambda x, w: x @ w, (2, 3, 4, 16), (3, 16, 8)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 8, 12), (6, 8, 3)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), (2, 8, 7, 7), (6, 8, 3, 3)),
+    "conv2d same": (lambda x, w: F.conv2d(x, w, padding="same"), (2, 8, 7, 7), (6, 8, 3, 3)),
+    "strided": (lambda x, w: F.conv2d(x, w, stride=2, dilation=2), (2, 8, 9, 9), (6, 8, 3, 3)),
+    "unbatched": (lambda x, w: F.conv2d(x, w), (8, 7, 7), (6, 8, 3, 3)),
+    "pointwise": (lambda x, w: F.conv2d(x, w), (2, 8, 7, 7), (6, 8, 1, 1)),
+    "grouped": (lambda x, w: F.conv2d(x, w, groups=2), (2, 8, 7, 7), (6, 4, 3, 3)),
+    "depthwise": (lambda x, w: F.conv2d(x, w, groups=8), (2, 8, 7, 7), (8, 1, 3, 3)),
+    "transposed": (lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1), (2, 8, 4, 4), (8, 6, 4, 4)),
+    "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), (1, 4, 5, 5, 5), (6, 4, 3, 3, 3)),
+    "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), (2, 8, 6), (8, 6, 4)),
+    "attention": (lambda x, w: F.scaled_dot_product_attention(x, w, w), (2, 2, 9, 8), (2, 2, 9, 8)),
+    "causal": (
+        lambda x, w: F.scaled_dot_product_attention(x, w, x, is_causal=True),
+        (2, 2, 9, 8),
+        (2, 2, 9, 8),
+    ),
+    "masked": (
+        lambda x, w: F.scaled_dot_product_attention(x, w, w, attn_mask=seeded(9, 9, seed=5)),
+        (2, 2, 9, 8),
+        (2, 2, 9, 8),
+    ),
+}
+SUMS = {"causal": 24.0, "attention": 24.0, "masked": 24.0}  # their forward rounds before backward goes on
+
+
+def table(how: str) -> KernelTable:
+    return KernelTable([Row(Choice(how, how, how))])
+
+
+def run(call, x: Tensor, w: Tensor, region) -> tuple[Tensor, ...]:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    with region:
+        out = call(x, w)
+    grad = seeded(*out.shape, seed=3).to(BF16).to(out.dtype)
+    return (out, *torch.autograd.grad(out, (x, w), grad))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_within_a_rounding_of_fp32(name: str, dtype: torch.dtype) -> None:
+    call, *shapes = CASES[name]
+    x, w = (seeded(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+    exact = run(call, x.float(), w.float(), autocast("cpu", enabled=False))
+    for how in IMPLEMENTATIONS:
+        got = run(call, x, w, autocast("cpu", dtype, kernels=table(how)))
+        assert [t.dtype for t in got] == [dtype] * 3, how
+        for mine, right in zip(got, exact, strict=True):
+            assert mine.shape == right.shape, how
+            assert mine.is_contiguous() == right.is_contiguous(), how
+            bound = ROUNDOFF[dtype] * SUMS.get(name, 1.01) * right.abs().max().clamp(min=1e-3)
+            assert (mine.float() - right).abs().max() <= bound, (how, name)
+
+
+@pytest.mark.parametrize("name", ["linear", "bmm", "conv2d", "transposed", "attention"])
+def test_fp32_weights_get_fp32_gradients_and_outputs_stay_low(name: str) -> None:
+    call, *shapes = CASES[name]
+    x, w = (seeded(*shape, seed=i) for i, shape in enumerate(shapes))
+    for how in IMPLEMENTATIONS:
+        out, *grads = run(call, x, w, autocast("cpu", BF16, kernels=table(how)))
+        assert out.dtype is BF16
+        assert [g.dtype for g in grads] == [FP32, FP32]
+
+
+@pytest.mark.parametrize(("forward", "to_x", "to_w"), [*itertools.product(["native", "rounded"], repeat=3)])
+@pytest.mark.parametrize("name", ["linear", "matmul", "conv2d"])
+def test_each_direction_is_chosen_apart(name: str, forward: str, to_x: str, to_w: str) -> None:
+    call, *shapes = CASES[name]
+    x, w = (seeded(*shape, seed=i).to(BF16) for i, shape in enumerate(shapes))
+    mixed = autocast("cpu", BF16, kernels=KernelTable([Row(Choice(forward, to_x, to_w))]))
+    pure = {how: run(call, x, w, autocast("cpu", BF16, kernels=table(how))) for how in ("native", "rounded")}
+    got = run(call, x, w, mixed)
+    for place, how in enumerate((forward, to_x, to_w)):
+        assert torch.equal(got[place], pure[how][place]), (place, how)
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "bmm", "conv2d"])
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+def test_second_order_gradients(name: str, how: str) -> None:
+    call, *shapes = CASES[name]
+    leaves = [seeded(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def penalty(region) -> tuple[Tensor, ...]:
+        with region:
+            out = call(*leaves)
+        first = torch.autograd.grad(out.float().square().mean(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    exact = penalty(autocast("cpu", enabled=False))
+    for mine, right in zip(penalty(autocast("cpu", BF16, kernels=table(how))), exact, strict=True):
+        assert mine.dtype is FP32
+        assert (mine - right).norm() <= 0.03 * right.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
+def test_checkpointing_recomputes_by_the_same_kernels(name: str, reentrant: bool) -> None:
+    call, *shapes = CASES[name]
+    leaves = [seeded(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def gradients(function) -> tuple[Tensor, ...]:
+        with autocast("cpu", BF16, kernels=table("rounded")):
+            out = function(*leaves)
+        return torch.autograd.grad(out.float().square().sum(), leaves) if not reentrant else backward(out)
+
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        for leaf in leaves:
+            leaf.grad = None
+        out.float().square().sum().backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    again = gradients(lambda x, w: checkpoint(call, x, w, use_reentrant=reentrant))
+    for one, other in zip(gradients(call), again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["rounded", "native"])
+def test_function_transforms_and_forward_mode_still_work(how: str) -> None:
+    x, w = seeded(3, 4), seeded(4, 4, seed=1)
+    with autocast("cpu", BF16, kernels=table(how)):
+        each = torch.func.vmap(torch.func.grad(lambda w, row: (row @ w).float().sum()), in_dims=(None, 0))(
+            w, x
+        )
+        _, tangent = torch.func.jvp(lambda w: x @ w, (w,), (w,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(w, w)
+            moved = torch.autograd.forward_ad.unpack_dual(x @ dual).tangent
+    torch.testing.assert_close(each, x[:, :, None].expand(3, 4, 4), rtol=1e-2, atol=1e-2)
+    assert tangent.dtype is moved.dtype is BF16
+
+
+@pytest.mark.parametrize("how", ["rounded", "native"])
+def test_compiled_code_takes_the_choice_too(how: str) -> None:
+    layer = torch.nn.Conv2d(8, 8, 3)
+    wide: list[bool] = []
+
+    def backend(graph, example):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def look(module, _):
+            values = [n.meta.get("val") for n in module.graph.nodes if "convolution" in str(n.target)]
+            wide.extend(v.dtype is FP32 for v in values if isinstance(v, Tensor))
+            return make_boxed_func(module)
+
+        return aot_autograd(fw_compiler=look, bw_compiler=lambda m, _: make_boxed_func(m))(graph, example)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(x: Tensor) -> Tensor:
+        with autocast("cpu", BF16, kernels=how):
+            return layer(x)
+
+    out = step(seeded(2, 8, 6, 6))
+    assert out.dtype is BF16
+    assert wide == [how == "rounded"]
+    out.float().sum().backward()
+    assert layer.weight.grad.dtype is FP32
+
+
+def test_empty_sparse_and_wide_inputs_go_the_common_way() -> None:
+    with autocast("cpu", BF16, kernels=table("rounded")):
+        assert F.linear(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
+        assert (torch.eye(3).to_sparse() @ torch.eye(3)).shape == (3, 3)
+        assert F.linear(torch.zeros(2, 4).double(), torch.zeros(3, 4)).dtype is torch.float64
+        assert (
+            torch.zeros(2, 2, dtype=torch.complex64) @ torch.zeros(2, 2, dtype=torch.complex64)
+        ).is_complex()

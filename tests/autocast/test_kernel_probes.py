@@ -1,0 +1,178 @@
+"""Measuring: from a race to a table on disk, without the caller's data, generators or modes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfstep.autocast import kernel_probes as probes
+from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, KernelTable, OpClass
+
+CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
+
+
+class Clock:
+    """Time that passes only as candidates say."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.runs: dict[str, int] = {}
+
+    def candidate(self, name: str, *seconds: float):
+        def call() -> None:
+            count = self.runs[name] = self.runs.get(name, 0) + 1
+            self.now += seconds[min(count, len(seconds)) - 1]
+
+        return call
+
+    def race(self, **candidates: tuple[float, ...]) -> dict[str, float]:
+        calls = {name: self.candidate(name, *seconds) for name, seconds in candidates.items()}
+        return probes.race(calls, lambda: self.now)
+
+
+def test_a_hopeless_candidate_is_run_once() -> None:
+    clock = Clock()
+    found = clock.race(rounded=(1.0,), native=(100.0,))
+    assert found == {"rounded": 1.0, "native": pytest.approx(100.0)}
+    assert clock.runs["native"] == 1
+
+
+def test_a_slow_first_run_is_the_kernels_preparation() -> None:
+    clock = Clock()
+    found = clock.race(rounded=(1e-4,), native=(5e-3, 5e-5))
+    assert found["native"] == pytest.approx(5e-5)
+
+
+def test_channels_last_is_not_tried_where_the_same_kernel_lost() -> None:
+    assert "channels_last" not in Clock().race(rounded=(1.0,), native=(9.0,), channels_last=(0.1,))
+
+
+def measured(file, times, log=None):
+    def run(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
+        if log is not None:
+            log.append((cls.size, direction, skip))
+        return {name: None if name in skip else t for name, t in times(cls).items()}
+
+    return probes.Measurements(lambda: file, run)
+
+
+def test_times_are_kept_on_disk_and_not_measured_again(tmp_path) -> None:
+    file = tmp_path / "new folder" / "kernels.json"
+    first = measured(file, lambda cls: {"native": 2.0, "rounded": 1.0})
+    assert first.times(CLASS, "forward") == {"native": 2.0, "rounded": 1.0}
+    assert (first.probes, list(file.parent.iterdir())) == (1, [file])
+    second = measured(file, lambda cls: {"native": 0.0})
+    assert second.times(CLASS, "forward") == {"native": 2.0, "rounded": 1.0}
+    assert second.probes == 0
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"linear|fp16|plain|tiny|1|forward": {"native": "x"}}', "\x00"]
+)
+def test_a_damaged_file_is_measured_anew(tmp_path, damage: str) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text(damage)
+    again = measured(file, lambda cls: {"native": 2.0, "rounded": 1.0})
+    assert again.times(CLASS, "forward")["native"] == 2.0
+    assert json.loads(file.read_text())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    found = measured(blocked / "kernels.json", lambda cls: {"native": 2.0, "rounded": 1.0})
+    assert found.times(CLASS, "forward")["rounded"] == found.times(CLASS, "forward")["rounded"] == 1.0
+    assert found.probes == 1
+
+
+def test_two_processes_keep_each_others_rows(tmp_path) -> None:
+    file = tmp_path / "kernels.json"
+    one, two = (measured(file, lambda cls: {"native": 2.0, "rounded": 1.0}) for _ in range(2))
+    one.times(CLASS, "forward")
+    two.times(CLASS, "input")
+    one.times(CLASS, "weight")
+    assert len(json.loads(file.read_text())) == 3
+
+
+def test_what_loses_ever_more_clearly_is_not_run_at_larger_sizes(tmp_path) -> None:
+    growth = {"tiny": 4.0, "small": 6.0, "medium": 7.0, "large": 8.0}
+    log: list = []
+    found = measured(tmp_path / "k", lambda cls: {"native": growth[cls.size], "rounded": 1.0}, log)
+    assert found.times(replace(CLASS, size="large"), "forward")["native"] is None
+    assert [(size, "native" in skip) for size, _, skip in log] == [
+        ("tiny", False),
+        ("small", False),
+        ("medium", True),
+        ("large", True),
+    ]
+
+
+def test_what_catches_up_with_size_is_run_again(tmp_path) -> None:
+    shares = {"tiny": 9.0, "small": 6.0, "medium": 2.0, "large": 0.8}
+    found = measured(tmp_path / "k", lambda cls: {"native": shares[cls.size], "rounded": 1.0})
+    assert found.times(replace(CLASS, size="large"), "input")["native"] == 0.8
+
+
+@pytest.mark.parametrize("op", [*probes.PROBES])
+def test_every_kind_of_op_has_probes_that_run(op: str) -> None:
+    for geometry in probes.geometries(op):
+        cls = OpClass(op, "bf16", geometry, "tiny", 1)
+        for direction in DIRECTIONS:
+            if direction == "weight" and op in probes.ONE_BACKWARD:
+                continue
+            candidates = probes.PROBES[op](cls, direction)
+            assert "native" in candidates
+            assert set(candidates) <= set(IMPLEMENTATIONS)
+            for call in candidates.values():
+                out = call()
+                tensors = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+                assert tensors[0].dtype is torch.bfloat16
+
+
+def test_measuring_sees_and_moves_nothing_of_the_caller(tmp_path) -> None:
+    found = probes.Measurements(lambda: tmp_path / "k")
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        times = found.times(replace(CLASS, dtype="bf16"), "forward")
+    assert all(t is not None and t > 0 for t in times.values())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:
+    found = measured(tmp_path / "k", lambda cls: {"native": 2.0, "rounded": 1.0})
+    rows = probes.whole_table(KernelTable((), found.times), torch.bfloat16)
+    classes = probes.all_classes("bf16", torch.get_num_threads())
+    assert len(rows) == len(classes) * len(probes.NEEDS)
+
+
+def test_the_second_process_measures_nothing(tmp_path) -> None:
+    code = (
+        "import torch, halfstep as hs; from halfstep.autocast.kernel_probes import measurements;"
+        "torch.set_num_threads(1); layer = torch.nn.Linear(8, 8);\n"
+        "with hs.autocast('cpu', 'bf16'): layer(torch.ones(4, 8)).sum().backward()\n"
+        "print(measurements.probes)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HALFSTEP_KERNELS": "measured"}
+    counts = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
+def test_other_instruction_sets_have_other_files(monkeypatch) -> None:
+    files = {probes.cache_file()}
+    for variable in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.setenv(variable, "AVX2")
+        files.add(probes.cache_file())
+    assert len(files) == 3
