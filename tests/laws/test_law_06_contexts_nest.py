@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.autocast import active_policy, autocast, disabled, regions
 from halfstep.autocast import state as states_
+from halfstep.autocast.kernel_choice import table_of
 from halfstep.policy import Policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -421,8 +422,9 @@ def test_inductor_runs_the_policy(fresh_dynamo) -> None:
 
 def test_carriers_tell_policies_apart() -> None:
     codes = {
-        regions._code_for(Policy().with_rules(low=[name])) for name in ("exp", "log", "tan", "pow", "sum")
+        regions._code_for(Policy().with_rules(low=[name]), table_of())
+        for name in ("exp", "log", "tan", "pow", "sum")
     }
     assert len(codes) == 5
-    code = regions._code_for(EDITED)
+    code = regions._code_for(EDITED, table_of())
     assert regions._policies[code] == (EDITED, table_of())

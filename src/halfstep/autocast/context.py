@@ -14,9 +14,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
-from halfstep.autocast import kernel_probes as _kernel_probes  # noqa: F401  (sets what "measured" means)
-from halfstep.autocast import regions, state
-from halfstep.autocast.kernel_choice import Kernels, KernelTable, table_of
+from halfstep.autocast import kernel_probes, regions, state
+from halfstep.autocast.kernel_choice import Kernels, KernelTable, install_measured, table_of
 from halfstep.autocast.state import Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
@@ -38,6 +37,9 @@ def _switch(
 # Dynamo calls it once and puts the answer into the graph (what torch.compiler.assume_constant_result does,
 # without importing Dynamo).
 _switch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+install_measured(kernel_probes.measured_table())
 
 
 def _kernels_around() -> KernelTable:

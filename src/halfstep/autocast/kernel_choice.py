@@ -175,7 +175,9 @@ class KernelTable:
                 row = next((row for row in self._open if row.fits(cls, needs)), None)
                 if row is None and self._measure is not None:
                     choice, why = self._decided(self._measure, cls, needs)
-                    found = self._known[key] = Row(choice, **{**asdict(cls), "needs": needs, "why": why})
+                    found = self._known[key] = Row(
+                        choice, cls.op, cls.dtype, cls.geometry, cls.size, cls.threads, needs, why
+                    )
                 else:
                     found = self._derived[key] = row or Row(NATIVE, why="not in this table")
             return found.choice

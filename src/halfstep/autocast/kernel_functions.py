@@ -7,7 +7,7 @@ rounded: the numbers of a tensor core with fp32 accumulation. Autograd saves the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 @contextmanager
-def _no_autocast() -> Iterator[None]:
+def _no_autocast() -> Generator[None]:
     """A backward runs in the dtypes it was made with, also where it is called inside a region."""
     before = _C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST)
     _C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST, True)

@@ -246,12 +246,12 @@ def _attention(
 
     def run(choice: Choice) -> Call:
         def call(low: Args, _: Mapping[str, Any]) -> Any:
-            mask = _argument(low, 3, None)
-            if not functions.uses_flash(*low[:3], mask, dropout, causal, scale):
+            q, k, v, mask = low[0], low[1], low[2], _argument(low, 3, None)
+            if not functions.uses_flash(q, k, v, mask, dropout, causal, scale):
                 return NotImplemented
             if not _grad():
-                return functions.attend(choice.forward, *low[:3], mask, causal, scale)[0]
-            return functions.Attention.apply(*low[:3], mask, causal, scale, choice)
+                return functions.attend(choice.forward, q, k, v, mask, causal, scale)[0]
+            return functions.Attention.apply(q, k, v, mask, causal, scale, choice)
 
         return call
 

@@ -21,6 +21,7 @@ import torch
 from halfstep.autocast.context import active_policy
 from halfstep.autocast.context import autocast as _native
 from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.autocast.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.ops import Rule, rows
@@ -54,15 +55,20 @@ def _device_and_dtype(
     return there, dtype or torch.get_autocast_dtype("cuda")
 
 
-@functools.cache
 def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
-    """Torch's casting on this device; where `dtype` has no fast kernels, the same rules run around fp32.
+    """Torch's casting on this device; its LOW ops run by the kernels that are fastest on this machine.
 
-    (fp16 on a CPU takes 20 to 40 times fp32's time in torch's kernels. Rounding inputs and outputs around
-    fp32 arithmetic differs from them in the last bit of few elements. See `halfstep.devices`.)
+    (fp16 convolutions on a CPU take up to 160 times fp32's time in torch's own kernels. Rounding inputs and
+    outputs around fp32 arithmetic differs from them in the last bit of few elements. With
+    HALFSTEP_KERNELS=native, values are torch's bit for bit.)
     """
-    if not is_slow(device_type, dtype):
-        return "torch"
+    native = table_of().name == "native" if device_type == "cpu" else not is_slow(device_type, dtype)
+    return "torch" if native else _as_torch_around_fp32(device_type, dtype)
+
+
+@functools.cache
+def _as_torch_around_fp32(device_type: str, dtype: torch.dtype) -> Policy:
+    """Torch's rules as edits of our table, whose ops may take other kernels than torch's."""
     wanted = rows("torch", device_type)
     names = {**rows("halfstep"), **wanted}
     edits = {name: wanted[name].rule if name in wanted else Rule.KEEP for name in names}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.autocast.context import autocast
+from halfstep.autocast.kernel_choice import table_of
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._ledger import Ledger
 from halfstep.compat.apex._options import AmpError, Properties, properties
@@ -270,7 +271,9 @@ def _apply(
 
 def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
     """Where the device's kernels for `dtype` crawl, let matrix products run as rounded fp32: same dtypes."""
-    if dtype == torch.float32 or not devices.is_slow(device, dtype):
+    on_cpu = torch.device(device).type == "cpu"
+    native = table_of().name == "native" if on_cpu else not devices.is_slow(device, dtype)
+    if dtype == torch.float32 or native:
         return []
     policy = Policy(compute_dtype=dtype, table="apex")
     policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])
