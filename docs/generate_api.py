@@ -144,8 +144,8 @@ def entry(name: str, thing: Any) -> list[str]:
         return [f"### `{name}`", "", f"{paragraph(thing)} See [below](#{anchor(thing.__name__)}).", ""]
     if isinstance(thing, Mapping):
         return [f"### `{name}`", "", f"A table with the rows {', '.join(f'`{key}`' for key in thing)}.", ""]
-    if not callable(thing):
-        return [f"### `{name}`", "", f"The constant {thing!r}.", ""]
+    if not inspect.isroutine(thing):
+        return [f"### `{name}`", "", f"The {'type' if callable(thing) else 'constant'} `{thing}`.", ""]
     return [f"### `{name}{signature_text(thing)}`", "", paragraph(thing), ""]
 
 
