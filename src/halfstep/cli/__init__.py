@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "watch some training steps, name what goes wrong and what cures it",
     "formats": "the number formats, and how each stores a number",
     "train": "train a recipe at several precisions and compare them",
+    "tune": "measure what trains a recipe or script fastest here, and write the plan",
 }
 
 BAD_INPUT = 2

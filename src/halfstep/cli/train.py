@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from halfstep.recipes import Recipe
     from halfstep.recipes.budget import TimeBudget
     from halfstep.recipes.runs import OnStep, Setting
+
+
+AUTO = "auto"
 
 
 def run(
@@ -42,7 +46,8 @@ def run(
 
     Args:
         recipe: digits-mlp, digits-cnn, text-gpt, digits-faint, several separated by commas, or demo (all).
-        level: Levels to compare, O0 to O3 or words such as bf16-mixed. Default: O0,O1; all four for demo.
+        level: Levels to compare, O0 to O3, words such as bf16-mixed, or auto: what trains the recipe fastest
+            on this machine, measured first (at most a minute a recipe). Default: O0,O1; all four for demo.
         dtype: 16-bit dtypes to compare, bf16 or fp16. Default: what the device prefers; both for demo.
         loss_scale: dynamic, headroom, none, a number, or default: dynamic for fp16 at O1 and O2.
         seeds: Trainings of each setting, with seeds 0, 1, ... Default: 1; 2 for demo.
@@ -65,8 +70,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(_threads(threads))
     where = computing_device(device)
-    jobs = [_job(one, order, where, data) for one in order.recipes]
     kept = where.type == "cpu" and devices.keep_freed_memory()
+    jobs = [_job(one, order, where, data) for one in order.recipes]
     budget = TimeBudget(limit, sum(len(job.settings) * job.seeds for job in jobs))
     with progress("training", sum(job.total for job in jobs), quiet=json) as on_step:
         results = [_train(job, where, data, on_step, budget) for job in jobs]
@@ -128,13 +133,15 @@ def _order(
         raise ConfigError(f"recipe list {recipe!r}: demo is all recipes, give it alone")
     if level is None:
         level = "O0,O1,O2,O3" if demo else "O0,O1"
-    words = [level_of(word) for word in _list(level, "level")]
+    asked = _list(level, "level")
+    words = [level_of(word) for word in asked if word != AUTO]
+    names_of = [AUTO if word == AUTO else level_of(word)[0].name for word in asked]
     dtypes = [
         parse_dtype(word)
         for word in _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
         if word != "default"
     ]
-    if dtypes and {row.name for row, _ in words} == {"O0"}:
+    if dtypes and set(names_of) == {"O0"}:
         for chosen in dtypes:
             LEVELS["O0"].check_dtype(chosen)
         dtypes = []
@@ -144,7 +151,7 @@ def _order(
     return _Order(
         recipes=tuple(recipe_of(name) for name in names),
         demo=demo,
-        levels=tuple(dict.fromkeys(row.name for row, _ in words)),
+        levels=tuple(dict.fromkeys(names_of)),
         dtypes=tuple(
             dict.fromkeys(dtype_name(d) for d in (*dtypes, *(d for _, d in words if d is not None)))
         ),
@@ -214,6 +221,9 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
         if level == "O0":
             settings.append(Setting("O0", None))
             continue
+        if level == AUTO:
+            settings.append(_tuned(recipe, order, device, data))
+            continue
         for dtype in dtypes:
             devices.check_dtype(device, dtype)
             scales = recipe.scales if order.demo and recipe.scales and dtype == "fp16" else order.scales
@@ -222,6 +232,16 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
     return _Job(recipe, tuple(settings), steps, order.seeds, 8 if order.demo else 15)
+
+
+def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> Setting:
+    """Measure which setting trains the recipe fastest here, and say so."""
+    from halfstep.recipes.runs import Setting
+    from halfstep.recipes.tuned import tune_recipe
+
+    dtype = order.dtypes[0] if order.dtypes else None
+    print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
+    return Setting.of(tune_recipe(recipe, device, dtype=dtype, folder=data))
 
 
 def _train(
@@ -275,6 +295,8 @@ def _print(document: Mapping[str, Any], report: Path | None) -> None:
         rows = [cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]
         out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe["rows"]:
+            if row["why"]:
+                out.print(f"{row['label']}: {row['why']}", markup=False, highlight=False)
             if row["failed"]:
                 out.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
             if row["stopped"]:

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.policy.levels import LEVELS
+from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
 from halfstep.recipes.budget import NO_LIMIT, OutOfTime, Share, TimeBudget
 from halfstep.recipes.registry import Recipe, Task
 from halfstep.session.prepare import prepare
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
+from halfstep.tuning.search import Tuning
 
 OnStep = Callable[[str], None]
 """Told, after every step of every run, the name of the run."""
@@ -32,11 +34,21 @@ OnStep = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """A precision to train at. `dtype` is None for fp32; `loss_scale` None means the level's own choice."""
+    """A precision to train at. `dtype` is None for fp32; `loss_scale` None means the level's own choice.
+
+    `plan`, where there is one, is what level "auto" came to: level and dtype are then the plan's.
+    """
 
     level: str
     dtype: str | None
     loss_scale: str | None = None
+    plan: Plan | None = None
+
+    @classmethod
+    def of(cls, tuning: Tuning) -> Setting:
+        """What level "auto" came to on this machine."""
+        choice = tuning.choice
+        return cls(choice.level, choice.dtype, plan=tuning.plan)
 
     @property
     def own_scale(self) -> str:
@@ -47,12 +59,16 @@ class Setting:
     def label(self) -> str:
         """`O1 bf16`, or `O0` for fp32; with the loss scale where it is not the level's own."""
         words = [self.level, self.dtype or ""]
+        if self.plan is not None:
+            words = ["auto:", *words]
         if self.loss_scale not in (None, self.own_scale):
             words.append("no scale" if self.loss_scale == "none" else f"scale {self.loss_scale}")
         return " ".join(word for word in words if word)
 
     def prepare_options(self) -> dict[str, Any]:
         """Keyword arguments for `hs.prepare`."""
+        if self.plan is not None:
+            return {"plan": self.plan}
         return {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
 
 
@@ -118,6 +134,10 @@ class RecipeReport:
         }
 
 
+def _reason(plan: Plan) -> str:
+    return "" if plan.settings is None else plan.settings.reason
+
+
 def _spread(finals: Sequence[float]) -> float | None:
     """The standard deviation over seeds; None for one seed, NaN where a run diverged."""
     if len(finals) < 2:
@@ -136,6 +156,7 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]
         "mean": mean,
         "spread": _spread(finals),
         "difference": mean - statistics.fmean(base) if mean is not None and base else None,
+        "why": "" if row.setting.plan is None else _reason(row.setting.plan),
         "seconds": row.seconds,
         "samples_per_second": recipe.batch_size / row.seconds if row.seconds else None,
         "peak_bytes": row.peak_bytes,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.plan import Plan
@@ -92,6 +93,23 @@ def gradient_bound(dtype: str) -> float:
 def loss_bound(dtype: str) -> float:
     """How far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
     return LOSS_ULPS * _ulp(dtype)
+
+
+def distance(
+    loss: float | None,
+    gradients: Sequence[Tensor | None],
+    base_loss: float | None,
+    base_gradients: Sequence[Tensor | None],
+) -> tuple[float | None, float | None]:
+    """How far a loss and gradients (by parameter, unscaled) are from the base's, relative to the base's."""
+    apart = None
+    if loss is not None and base_loss is not None:
+        apart = abs(loss - base_loss) / max(abs(base_loss), 1e-12)
+    pairs = [(a, b) for a, b in zip(gradients, base_gradients) if a is not None and b is not None]
+    whole = sum(float(b.double().square().sum()) for _, b in pairs)
+    if not whole:
+        return apart, None
+    return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
 
 
 def _ulp(dtype: str) -> float:

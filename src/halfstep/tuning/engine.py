@@ -23,7 +23,7 @@ from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.tuning.choices import Choice, Trial
+from halfstep.tuning.choices import Choice, Trial, distance
 
 Step = Callable[..., Any]
 """(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""
@@ -97,7 +97,9 @@ class Bench:
             return Trial(choice, failed="one step takes longer than what is left to measure")
         if self._base is None:
             self._base = seen
-        return Trial(choice, taken, *_errors(seen, self._base))
+        base = self._base
+        mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
+        return Trial(choice, taken, *distance(seen.loss, mine, base.loss, theirs))
 
     def _look(self, run: _Run) -> Seen:
         """Step until one is taken, and note what it computed."""
@@ -179,16 +181,3 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return now
-
-
-def _errors(seen: Seen, base: Seen) -> tuple[float | None, float | None]:
-    """How far loss and gradients are from the base's, relative to the base's."""
-    loss = None
-    if seen.loss is not None and base.loss is not None:
-        loss = abs(seen.loss - base.loss) / max(abs(base.loss), 1e-12)
-    common = [p for p in base.gradients if p in seen.gradients]
-    if not common:
-        return loss, None
-    apart = sum(float((seen.gradients[p] - base.gradients[p]).double().square().sum()) for p in common)
-    whole = sum(float(base.gradients[p].double().square().sum()) for p in common)
-    return loss, (apart / whole) ** 0.5 if whole else None

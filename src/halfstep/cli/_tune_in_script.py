@@ -1,0 +1,128 @@
+"""What runs inside the process of a script that is tuned: `prepare` with another level, a clock, an end."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import runpy
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep
+from halfstep.convert.layout import convolution_weights
+from halfstep.formats import dtype_name
+from halfstep.session.auto import arguments_of
+from halfstep.session.session import Session
+from halfstep.trainer import loop
+from halfstep.tuning.choices import Choice
+
+
+class _Enough(BaseException):
+    """Ends the script after the last step that was asked for."""
+
+
+class Timer:
+    """Prepares what the script prepares, as the choice says, and times the steps of its session."""
+
+    def __init__(self, choice: Choice, steps: int, warm: int) -> None:
+        self.choice, self.steps, self.warm = choice, steps, warm
+        self.session: Session | None = None
+        self.ends: list[float] = []
+        self.loss: float | None = None
+        self.gradients: list[Tensor | None] = []
+        self.sessions = 0
+
+    def install(self) -> None:
+        """Put `prepare` of this process in the place of halfstep's."""
+        own: Any = importlib.import_module("halfstep.session.prepare")
+        original, backward = own.prepare, Session.backward
+
+        def prepare(model: Any, optimizer: Any = None, **given: Any) -> Session:
+            asked = ("level", "dtype", "layout", "plan", "step", "batch", "seconds")
+            kept = {key: value for key, value in given.items() if key not in asked}
+            plan = given.get("plan") if getattr(given.get("plan"), "settings", None) is None else None
+            session = original(model, optimizer, **arguments_of(self.choice, kept, plan))
+            if self.session is None:
+                self.session = session
+                session.early_listeners.append(self._look)
+                session.listeners.append(self._ended)
+            return session
+
+        def noted(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self.loss is None and loss.numel() == 1:
+                self.loss = float(loss.detach())
+            backward(session, loss, *args, **kwargs)
+
+        Session.backward = noted  # type: ignore[method-assign]
+        for place in (own, halfstep.session, halfstep, loop):
+            place.prepare = prepare
+
+    def _look(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
+        taken = any(bool(outcome.taken) for outcome in session.history)
+        if not taken and optimizer is session.optimizers[0]:
+            scale = session.loss_scale.read()
+            parameters = [p for model in session.models for p in model.parameters()]
+            self.gradients = [
+                None if p.grad is None else p.grad.detach().float().clone() / scale for p in parameters
+            ]
+
+    def _ended(self, session: Session, outcome: Any) -> None:
+        if session.device.type != "cpu":
+            torch.accelerator.synchronize(session.device)
+        alone = session.device.type == "cpu" and torch.get_num_threads() == 1
+        if len(session.history) % len(session.optimizers) == 0:
+            self.ends.append(time.process_time() if alone else time.perf_counter())
+        if len(self.ends) > self.steps:
+            raise _Enough
+
+    def found(self, failed: str | None) -> dict[str, Any]:
+        """What goes back to the command."""
+        seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][self.warm - 1 :]
+        if failed is None and self.session is None:
+            failed = "it never calls hs.prepare"
+        if failed is None and not seconds:
+            failed = f"it took {len(self.ends)} steps, and {self.warm + 1} are needed"
+        if failed is not None or self.session is None:
+            return {"failed": failed}
+        return {
+            "failed": None,
+            "seconds": seconds,
+            "loss": self.loss,
+            "gradients": self.gradients,
+            "dtype": dtype_name(halfstep.devices.default_dtype(self.session.device)),
+            "convolutions": bool(convolution_weights(self.session.models)),
+        }
+
+
+def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a script as the order says; what it raises is part of what was found."""
+    timer = Timer(order["choice"], order["steps"], order["warm"])
+    timer.install()
+    torch.manual_seed(0)
+    script = order["script"]
+    sys.argv = [script, *order["args"]]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (_Enough, SystemExit):
+        return timer.found(None)
+    except Exception as error:
+        said = (str(error).splitlines() or ["no message"])[0]
+        return timer.found(f"{type(error).__name__} after {len(timer.ends)} steps: {said}")
+    return timer.found(None)
+
+
+def main(path: str) -> None:
+    """Run one order, written by the command."""
+    order = pickle.loads(Path(path).read_bytes())
+    Path(order["result"]).write_bytes(pickle.dumps(run_order(order)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

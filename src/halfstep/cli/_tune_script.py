@@ -1,0 +1,100 @@
+"""`halfstep tune SCRIPT.py`: the script runs a few steps under each choice, in processes of its own.
+
+The script is not changed: inside such a process `prepare` takes the choice's level, dtype and layout instead
+of the script's, and everything ends after the last step that is timed. Runs take turns. Precision by module
+is not tried, since a script's step cannot be taken again.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from halfstep.errors import ConfigError
+from halfstep.formats import dtype_name, parse_dtype
+from halfstep.tuning.choices import Choice, Trial, decide, distance
+from halfstep.tuning.search import NEAR, Tuning
+
+#: Steps of one run: the first ones warm up and are compared, the others are timed.
+STEPS, WARM = 8, 3
+
+#: Times that every choice takes its turn.
+TURNS = 3
+
+
+def tune_script(path: Path, args: Sequence[str], dtype: str | None, seconds: float) -> Tuning:
+    """Run the script under O0, O1, O2 and channels_last for the fastest, and decide.
+
+    Raises:
+        ConfigError: no such script, it never calls `hs.prepare`, takes too few steps, or fails in fp32.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
+    began = time.perf_counter()
+    runs = _Runs(path, args, seconds)
+    base = runs.first(Choice("O0"))
+    if base.failed is not None:
+        raise ConfigError(f"{path} cannot be tuned: {base.failed}")
+    low = runs.dtype if dtype is None else dtype_name(parse_dtype(dtype))
+    trials = [base, *(runs.first(Choice(level, low)) for level in ("O1", "O2"))]
+    if runs.has_convolutions:
+        for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
+            trials.append(runs.first(replace(one.choice, layout="channels_last")))
+    best = min(t.time for t in trials)
+    for _ in range(TURNS - 1):
+        for index, trial in enumerate(trials):
+            if index == 0 or trial.time <= NEAR * best:
+                again = runs.first(trial.choice)
+                trials[index] = replace(trial, seconds=(*trial.seconds, *again.seconds))
+    return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
+
+
+class _Runs:
+    """Runs of one script; the first, in fp32, is what the others are compared with."""
+
+    def __init__(self, path: Path, args: Sequence[str], seconds: float) -> None:
+        self.path, self.args, self.seconds = path, list(args), seconds
+        self.dtype, self.has_convolutions = "bf16", False
+        self._base: dict[str, Any] | None = None
+
+    def first(self, choice: Choice) -> Trial:
+        """Run the script under a choice."""
+        found = self._child(choice)
+        if found["failed"] is not None:
+            return Trial(choice, failed=found["failed"])
+        if self._base is None:
+            self._base = found
+            self.dtype, self.has_convolutions = found["dtype"], found["convolutions"]
+        errors = distance(found["loss"], found["gradients"], self._base["loss"], self._base["gradients"])
+        return Trial(choice, (median(found["seconds"]),), *errors)
+
+    def _child(self, choice: Choice) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            order, result = Path(folder) / "order", Path(folder) / "found"
+            what = {"script": str(self.path), "args": self.args, "steps": STEPS, "warm": WARM}
+            order.write_bytes(pickle.dumps({**what, "choice": choice, "result": str(result)}))
+            command = [sys.executable, "-m", "halfstep.cli._tune_in_script", str(order)]
+            try:
+                done = subprocess.run(
+                    command,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=os.environ,
+                    text=True,
+                    timeout=self.seconds,
+                )
+            except subprocess.TimeoutExpired:
+                return {"failed": f"{STEPS} steps take longer than {self.seconds:.0f} s"}
+            if not result.exists():
+                said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                return {"failed": said}
+            return pickle.loads(result.read_bytes())

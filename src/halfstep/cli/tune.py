@@ -1,0 +1,114 @@
+"""`halfstep tune RECIPE | SCRIPT.py`: measure what trains it fastest here, print it, write the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from halfstep.cli._options import Flag, computing_device, shown
+from halfstep.cli._output import console, print_json, table
+from halfstep.errors import ConfigError
+from halfstep.tuning.search import Tuning
+
+
+def run(
+    target: tyro.conf.Positional[Annotated[str, shown("RECIPE|SCRIPT.py")]],
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[ARGUMENT ...]")]] = (),
+    dtype: Annotated[str | None, shown("DTYPE")] = None,
+    out: Annotated[Path | None, shown("FILE")] = None,
+    seconds: Annotated[float, shown("SECONDS")] = 60.0,
+    device: Annotated[str | None, shown("DEVICE")] = None,
+    threads: Annotated[int | None, shown("COUNT")] = None,
+    json: Flag = False,
+) -> None:
+    """Measure which level, layout and plan by module train fastest on this machine.
+
+    Args:
+        target: A recipe (digits-mlp, text-gpt ...) or a training script ending in .py that calls hs.prepare.
+        args: The script's own arguments, after `--`.
+        dtype: 16-bit dtype to try: bf16 or fp16. Default: what the device prefers.
+        out: Write the plan to this TOML file, for hs.prepare(plan=...).
+        seconds: Measure a recipe no longer than this; each run of a script gets a share of it.
+        device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
+        threads: CPU threads of torch for a recipe. Default: torch's own.
+        json: Print JSON instead of the table.
+    """
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--seconds {seconds:g}: expected seconds above 0")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if target.endswith(".py"):
+        from halfstep.cli._tune_script import tune_script
+
+        found = tune_script(Path(target), args, dtype, seconds)
+    else:
+        found = _recipe(target, args, dtype, seconds, device, threads)
+    if out is not None:
+        out.write_text(found.to_toml(), encoding="utf-8")
+    if json:
+        return print_json(_document(target, found))
+    return _print(target, found, out)
+
+
+def _recipe(
+    target: str,
+    args: tuple[str, ...],
+    dtype: str | None,
+    seconds: float,
+    device: str | None,
+    threads: int | None,
+) -> Tuning:
+    from halfstep import devices
+    from halfstep.recipes import recipe_of
+    from halfstep.recipes.tuned import tune_recipe
+
+    if args:
+        raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
+    recipe = recipe_of(target)
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"--threads {threads}: expected 1 or more")
+        torch.set_num_threads(threads)
+    where = computing_device(device)
+    if where.type == "cpu":
+        devices.keep_freed_memory()
+    return tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
+
+
+def _document(target: str, found: Tuning) -> dict[str, Any]:
+    settings = found.plan.settings
+    assert settings is not None
+    return {
+        "target": target,
+        "chosen": settings.to_table(),
+        "measured": [vars(row) for row in settings.measured],
+        "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in found.plan.rules],
+        "seconds": found.seconds,
+    }
+
+
+def _print(target: str, found: Tuning, out: Path | None) -> None:
+    settings = found.plan.settings
+    assert settings is not None
+    base = settings.measured[0].milliseconds
+    rows = [
+        (
+            row.setting,
+            "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms",
+            "" if row.milliseconds is None or not base else f"{row.milliseconds / base:.2f}",
+            "" if row.gradient_error is None else f"{row.gradient_error:.2g}",
+            row.note,
+        )
+        for row in settings.measured
+    ]
+    said = console()
+    heads = ("setting", "step", "of fp32", "gradient off by", "")
+    said.print(table(f"{target}: what trains it fastest here", heads, rows, "step,of fp32,gradient off by"))
+    said.print(f"chosen: {settings.reason}", markup=False, highlight=False)
+    for rule in found.plan.rules:
+        said.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
+    if out is not None:
+        said.print(f"plan: {out}", markup=False, soft_wrap=True)
