@@ -1,0 +1,110 @@
+"""`halfstep tune`: recipes in this process, scripts in processes of their own; the plan is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep as hs
+from halfstep.cli import _tune_script, main
+from halfstep.tuning.choices import Choice
+
+SCRIPT = """
+import sys
+import torch
+import halfstep as hs
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 3))
+amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), level="O2", dtype="bf16")
+print(amp.level.name, file=sys.stderr)
+for _ in range(50):
+    with amp.autocast():
+        loss = model(torch.randn(4, 1, 8, 8)).float().square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+def test_a_recipe_is_measured_and_its_plan_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.toml"
+    asked = ["tune", "digits-mlp", "--seconds", "1.5", "--threads", "1", "--json", "--out", str(out)]
+    assert main(asked) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = hs.Plan.read(out)
+    assert plan.settings is not None
+    assert plan.settings.level == document["chosen"]["level"]
+    assert {row["setting"] for row in document["measured"]} >= {"O0", "O1 bf16", "O2 bf16"}
+    assert all(row["milliseconds"] > 0 for row in document["measured"] if row["note"] == "")
+
+
+@pytest.mark.exhaustive
+def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    runs = _tune_script._Runs(script, (), 60.0)
+    base = runs.first(Choice("O0"))
+    assert base.failed is None
+    assert base.time > 0
+    assert runs.has_convolutions
+    again = runs.first(Choice("O1", "bf16", "channels_last"))
+    assert again.gradient_error is not None
+    assert 0 < again.gradient_error < 0.05
+
+
+def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    times = {"O0": 0.1, "O1 bf16": 0.09, "O2 bf16": 0.06, "O2 bf16 channels_last": 0.04}
+
+    def child(self: Any, choice: Choice) -> dict[str, Any]:
+        found = {"loss": 1.0, "gradients": [torch.ones(2)], "dtype": "bf16", "convolutions": True}
+        return {"failed": None, "seconds": [times.get(choice.label, 0.2)], **found}
+
+    monkeypatch.setattr(_tune_script._Runs, "_child", child)
+    found = _tune_script.tune_script(script, (), None, 60.0)
+    assert found.choice == Choice("O2", "bf16", "channels_last")
+    assert {t.choice.label for t in found.trials} == {*times, "O1 bf16 channels_last"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("import halfstep", "it never calls hs.prepare")],
+)
+def test_a_script_that_cannot_be_tuned_says_why(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert main(["tune", str(script)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["nowhere.py"], "no script nowhere.py"),
+        (["digits-mpl"], "did you mean digits-mlp"),
+        (["digits-mlp", "--seconds", "0"], "--seconds 0: expected seconds above 0"),
+        (["digits-mlp", "--out", "/no/such/folder/plan.toml"], "there is no folder"),
+        (["digits-mlp", "--dtype", "fp33"], "fp33"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *asked]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_train_at_level_auto_names_what_it_came_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits-mlp", "--level", "O0,auto", "--steps", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["recipes"][0]["rows"]
+    assert rows[1]["label"].startswith("auto: ")
+    assert rows[1]["why"]
+    assert len(rows[1]["runs"][0]["losses"]) == 3
