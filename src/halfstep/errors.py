@@ -20,8 +20,8 @@ class UnsupportedError(HalfstepError, RuntimeError):
     """This device, dtype, optimizer or module cannot do what was asked."""
 
 
-class BannedOpError(HalfstepError, RuntimeError):
-    """An op the policy refuses; the message carries the remedy."""
+class BannedOpError(HalfstepError, NotImplementedError):
+    """An op the policy refuses; the message carries the remedy. A RuntimeError too, as in torch."""
 
 
 class ScalerStateError(HalfstepError, RuntimeError):

@@ -108,6 +108,8 @@ def runner(
     if row is None:
         return None if site.native is None else site.untouched
     rule, native = row.rule, site.native_rule
+    if rule is Rule.BANNED and site.name.endswith("_"):
+        return functools.partial(_refuse_in_place, site, row.reason, compute)
     if rule is Rule.BANNED:
         return functools.partial(_refuse, site.name, row.reason, compute)
     if rule is Rule.LOW:
@@ -311,9 +313,9 @@ def _norm_runner(site: Site) -> Runner:
     return run
 
 
-def refusal(name: str, reason: str, compute: torch.dtype) -> BannedOpError:
+def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = None) -> BannedOpError:
     """The error for a banned op, with the remedy."""
-    remedy = REMEDIES.get(
+    remedy = remedy or REMEDIES.get(
         name, f"call it outside the region, or allow it: policy.with_rules(full=[{name!r}]) or low, keep"
     )
     return BannedOpError(f"{name} is banned under {dtype_name(compute)} autocast ({reason}): {remedy}")
@@ -321,6 +323,15 @@ def refusal(name: str, reason: str, compute: torch.dtype) -> BannedOpError:
 
 def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kwargs: Kwargs) -> Any:
     raise refusal(name, reason, compute)
+
+
+def _refuse_in_place(
+    site: Site, reason: str, compute: torch.dtype, keyset: Any, args: Args, kwargs: Kwargs
+) -> Any:
+    """An op in place that must not round its result to 16 bits: refused on such tensors alone."""
+    if _dtypes(args, kwargs) & {torch.float16, torch.bfloat16}:
+        raise refusal(f"{site.name} on 16 bits", reason, compute, REMEDIES.get(site.name))
+    return site.untouched(keyset, args, kwargs)
 
 
 # Weights cast once for a scope, by id: the weight and its copies by dtype.

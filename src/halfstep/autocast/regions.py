@@ -136,7 +136,10 @@ def _native_rows(device_type: str) -> Mapping[str, ops.OpRow]:
 
 
 def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
-    """The overloads of an op that reach the Autocast key with tensors and write none of their arguments."""
+    """The overloads of an op that reach the Autocast key with tensors and write none of their arguments.
+
+    A name in "_" is an op in place and writes its first one; tables have rows for such ops to refuse them.
+    """
     if name in op_names.OWN_OPS:
         return
     namespace, _, short = name.rpartition("::")
@@ -145,7 +148,7 @@ def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
         op = getattr(packet, overload)
         schema = op._schema
         if (
-            not schema.is_mutable
+            (not schema.is_mutable or short.endswith("_"))
             and any("Tensor" in str(a.type) for a in schema.arguments)
             and _C._dispatch_has_kernel(op.name())
         ):

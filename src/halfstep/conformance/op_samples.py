@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.policy.op_tables import IN_PLACE
+
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Sample = Callable[[torch.device | str, torch.dtype], Call]
 
@@ -279,9 +281,11 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
 def _sample(name: str) -> Sample:
     def call(device: torch.device | str, dtype: torch.dtype) -> Call:
         fn: Any = getattr(torch.ops.aten, name)
-        return fn, _ARGUMENTS[name](_Make(device, dtype))
+        return fn, _ARGUMENTS[name.removesuffix("_")](_Make(device, dtype))
 
     return call
 
 
-SAMPLES: Mapping[str, Sample] = MappingProxyType({name: _sample(name) for name in sorted(_ARGUMENTS)})
+SAMPLES: Mapping[str, Sample] = MappingProxyType(
+    {name: _sample(name) for name in sorted((*_ARGUMENTS, *IN_PLACE.split()))}
+)

@@ -277,7 +277,8 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     if any(type(p) is Master for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
     for key, value in vars(optimizer).items():
-        if key not in {"param_groups", "state", "defaults"} and _holds(value, mine):
+        shared = getattr(value, "param_groups", None) is optimizer.param_groups  # a wrapper's inner optimizer
+        if key not in {"param_groups", "state", "defaults"} and not shared and _holds(value, mine):
             raise UnsupportedError(
                 f"{kind} keeps its own references to parameters in .{key}, which masters cannot follow. "
                 "Wrap the inner optimizer, or use O1 (fp32 weights)"

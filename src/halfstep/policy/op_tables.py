@@ -8,6 +8,7 @@ Groups = tuple[tuple[str, str, str], ...]
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
 _RNN_CELLS = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+_RNN_LAYERS = "lstm gru rnn_tanh rnn_relu"
 _LOSSES = (
     "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss"
     " smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
@@ -246,12 +247,17 @@ TORCH_CPU: Groups = (
     ("widest", _TORCH_CPU_REASON, "stack cat index_copy"),
 )
 
+IN_PLACE = (
+    "acos_ asin_ cosh_ cumprod_ cumsum_ erfinv_ exp_ expm1_ log10_ log2_ log_ pow_ reciprocal_ renorm_ rsqrt_"
+    " sinh_ tan_"
+)
 _APEX_REASON = "as Apex's override lists have it"
 APEX: Groups = (
     (
         "low",
         _APEX_REASON,
-        f"{_CONVOLUTIONS} linear prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
+        f"{_CONVOLUTIONS} linear prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm {_RNN_CELLS}"
+        f" {_RNN_LAYERS}",
     ),
     (
         "full",
@@ -273,6 +279,11 @@ APEX: Groups = (
         "addcdiv addcmul atan2 cross bilinear dot add sub div mul eq equal ge gt le lt ne cat stack",
     ),
     ("banned", _APEX_REASON, "binary_cross_entropy"),
+    (
+        "banned",
+        "in place the fp32 result would be rounded to 16 bits, as Apex has it",
+        IN_PLACE,
+    ),
 )
 
 _MINDSPORE_AUTO = "as MindSpore's amp level auto has it"
@@ -284,6 +295,7 @@ MINDSPORE: Groups = (
         " rnn_tanh_cell rnn_relu_cell matmul mm bmm prelu relu addr",
     ),
     ("low", _MINDSPORE_AUTO, "_convolution convolution einsum addmm"),
+    ("low", "its products are on MindSpore's list", _RNN_LAYERS),
     (
         "full",
         _MINDSPORE_AUTO,
@@ -299,6 +311,7 @@ _MLU_SAME = "as torch's CUDA list, which the port starts from"
 _MLU_FULL = "the port runs it in fp32"
 MLU: Groups = (
     *((rule, _MLU_SAME, names) for rule, _, names in TORCH_CUDA),
+    ("low", "its products are on the list the port starts from", _RNN_LAYERS),
     ("full", _MLU_FULL, "dot vdot batch_norm softmax* sigmoid"),
 )
 

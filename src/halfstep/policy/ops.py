@@ -59,7 +59,11 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "binary_cross_entropy": (
             "give the logits to binary_cross_entropy_with_logits (or BCEWithLogitsLoss) and drop the "
             "sigmoid, or compute this loss inside autocast(enabled=False) on float32 inputs"
-        )
+        ),
+        **{
+            name: f"call {name.removesuffix('_')}, which gives fp32, or cast the tensor first"
+            for name in op_tables.IN_PLACE.split()
+        },
     }
 )
 

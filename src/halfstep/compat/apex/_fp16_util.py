@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from halfstep.trees import all_finite
 
 __all__ = [
@@ -176,7 +176,7 @@ class DynamicLossScaler(LossScaler):
         super().__init__()
         first, factor = float(init_scale), float(scale_factor)
         self.value = DynamicLossScale(
-            first, factor, 1 / factor, scale_window, min=SMALLEST_SCALE, max=max(first, 2.0**64)
+            first, factor, 1 / factor, scale_window, min=1.0, max=max(first, 2.0**64)
         )
 
     def has_overflow(self, params: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from halfstep import devices
 from halfstep.autocast.context import autocast
@@ -250,6 +251,9 @@ def _apply(
             originals.update(record.originals)
             record.forget_originals()
             state.conversions.append(record)
+            state.handles.append(
+                model.register_forward_pre_hook(_CastBatches(dtype), prepend=True, with_kwargs=True)
+            )
             state.handles += _spare_slow_kernels(model, dtype, state.device)
         if isinstance(dtype, torch.dtype) or outputs is not None:
             state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
@@ -286,6 +290,20 @@ def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
         kept = PlanRule("type:_BatchNorm", dtype=torch.float32, reason="keep_batchnorm_fp32", required=False)
         rules.append(kept)
     return Plan(tuple(rules))
+
+
+class _CastBatches:
+    """Forward pre-hook (with kwargs): batches of the user's own class are cast by their own `to(dtype)`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return pytree.tree_map(self._cast, (args, kwargs))
+
+    def _cast(self, leaf: Any) -> Any:
+        own = not isinstance(leaf, Tensor | nn.Module) and callable(getattr(leaf, "to", None))
+        return leaf.to(self.dtype) if own else leaf
 
 
 class _CheckpointInFp32:

@@ -8,7 +8,7 @@ after each step unless told `master_weights=True`; `master=None` does as Apex do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -84,11 +84,19 @@ class FusedAdam(_AsInApex, AdamW):
         return {**super().__getstate__(), **own}
 
 
+def _with_rate(group: Any) -> Any:
+    if not isinstance(group, dict) or "lr" not in group:
+        raise ConfigError("FusedSGD was given no lr: give one, or one in every parameter group")
+    return cast(Any, group)
+
+
 class FusedSGD(_AsInApex, SGD):
     """Apex's FusedSGD by `hs.optim`. `materialize_master_grads` is taken and has no effect here.
 
     Weight decay enters the gradient before momentum does. `wd_after_momentum=True` is taken where that is the
     same: without momentum or without weight decay.
+
+    `lr` may be left out where every group has its own.
 
     Raises:
         UnsupportedError: wd_after_momentum=True with both. ConfigError: values SGD cannot mean.
@@ -97,7 +105,7 @@ class FusedSGD(_AsInApex, SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -108,7 +116,10 @@ class FusedSGD(_AsInApex, SGD):
         **options: Unpack[Keeping],
     ) -> None:
         self.set_grad_none, self.wd_after_momentum = set_grad_none, bool(wd_after_momentum)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
+        if lr is None:
+            params = [_with_rate(group) for group in params]
+        rate = 0.0 if lr is None else lr
+        super().__init__(params, rate, momentum, dampening, weight_decay, nesterov, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; see the class for weight decay after momentum."""
