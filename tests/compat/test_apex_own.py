@@ -368,9 +368,7 @@ class TestPromotion:
     def test_inplace_exp_is_error_for_half(self):
         x = torch.randn(B)
         assert x.exp_().dtype == FLOAT
-        with pytest.raises(
-            NotImplementedError, match="exp_ on 16 bits is banned .*: call exp, which gives fp32"
-        ):
+        with pytest.raises(NotImplementedError, match="exp_ on 16 bits is banned"):
             torch.randn(B, dtype=HALF).exp_()
 
     def test_inplace_add_matches_self(self):
