@@ -10,7 +10,7 @@ from torch import nn
 import halfstep as hs
 from halfstep import checkpoint, rng
 from halfstep.checkpoint import CheckpointFolder
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, HalfstepWarning
 
 
 def net():
@@ -225,14 +225,28 @@ def test_the_folder_keeps_the_last_k(tmp_path):
     assert folder.load_latest() == {"step": 100}
 
 
-@pytest.mark.parametrize(("others", "cure"), [((1,), "resume from step-00000001.pt"), ((), "start afresh")])
-def test_a_corrupt_newest_checkpoint_is_an_error_with_a_cure(tmp_path, others, cure):
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_taken(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    for step in (*others, 2):
+    for step in (1, 2, 3):
         path = folder.save(step, {"step": step})
     path.write_bytes(b"rubbish")
-    with pytest.raises(CheckpointError, match=f"step-00000002.pt is corrupt.*{cure}"):
-        folder.load_latest()
+    (tmp_path / "step-00000002.pt").write_bytes(b"")
+    again = CheckpointFolder(tmp_path, keep=1)
+    with pytest.warns(
+        HalfstepWarning, match=r"step-0000000[23].pt is corrupt.*going on from step-00000001.pt"
+    ):
+        assert again.load_latest() == {"step": 1}
+    assert again.save(2, {"step": 2}).exists()
+    names = ["step-00000002.pt", "step-00000002.pt.damaged", "step-00000003.pt.damaged"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_where_all_are_damaged_the_folder_is_left_as_it_is(tmp_path):
+    path = CheckpointFolder(tmp_path).save(2, {"step": 2})
+    path.write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match=r"step-00000002.pt is corrupt.*no earlier checkpoint.*afresh"):
+        CheckpointFolder(tmp_path).load_latest()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.pt"]
 
 
 def test_a_folder_that_keeps_nothing_is_refused(tmp_path):

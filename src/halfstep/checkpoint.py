@@ -7,10 +7,16 @@ Deciding when to save is the Trainer's.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
+import socket
+import sys
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,25 +36,78 @@ FORMAT = 1
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     """Write `state` (tensors, numbers, strings, lists, tuples, dicts of these) to `path` atomically.
 
-    The bytes go to a temporary file beside it, are forced to the disk, and take the name in one rename: a
-    crash at any moment leaves the old file or the new one. Raises CheckpointError when the disk refuses.
+    numpy numbers become Python's. The bytes go to a temporary file beside it, are forced to the disk, and
+    take the name in one rename: a crash at any moment leaves the old file or the new one. Raises
+    CheckpointError where `state` holds what `load` could not read, by its place, or when the disk refuses.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    plain = _plain(state, "state")
+    temporary = path.with_name(f".{path.name}.{_HOST}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            torch.save(dict(state), file)
+            torch.save(plain, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write checkpoint {path}: {error}") from error
+        raise CheckpointError(f"cannot write checkpoint {path}: {_why(error, path, plain)}") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
     return path
+
+
+_HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+def _why(error: BaseException, path: Path, state: Any) -> str:
+    """What a failed write says; where the disk is full, the bytes needed and free."""
+    causes = [error, error.__context__, error.__cause__]
+    full = any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes)
+    needed = sum(t.numel() * t.element_size() for t in _tensors(state))
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        return str(error)
+    if not (full or free < needed):
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"no room for it: about {needed:,} bytes are needed, {free:,} are free on this disk (or a quota or "
+        "file size limit is lower); what was saved before stands. Free some, or choose another folder"
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+_SAFE = {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
+_SAFE_MAPPINGS = {dict, OrderedDict, Counter}
+
+
+def _plain(value: Any, place: str) -> Any:
+    """`value` with numpy's numbers as Python's; CheckpointError for what could be saved but never loaded."""
+    if type(value) in _SAFE or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, defaultdict) or type(value) in _SAFE_MAPPINGS:
+        items = {_plain(k, f"a key of {place}"): _plain(v, f"{place}[{k!r}]") for k, v in value.items()}
+        return items if isinstance(value, defaultdict) else type(value)(items)
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(item, f"{place}[{index}]") for index, item in enumerate(value))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_ | numpy.number):
+        return value.item()
+    raise CheckpointError(
+        f"{place} is a {type(value).__name__}, which a checkpoint that runs no code cannot hold: "
+        "use tensors, Python's numbers and strings, and lists, tuples and dicts of these"
+    )
 
 
 def _sync_folder(folder: Path) -> None:
@@ -149,9 +208,18 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
     groups = [dict(group, params=[names[i] for i in group["params"]]) for group in state["param_groups"]]
     return {
         **state,
+        "algorithm": algorithm_of(optimizer),
         "state": {_named(k, names): v for k, v in state["state"].items()},
         "param_groups": groups,
     }
+
+
+def algorithm_of(optimizer: Optimizer) -> str:
+    """What the optimizer computes: the nearest class that torch or halfstep ships, else its own class."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith(("torch.optim.", "halfstep.optim.")) and kind is not Optimizer:
+            return kind.__name__
+    return type(optimizer).__name__
 
 
 def _named(key: Any, names: list[str]) -> Any:
@@ -166,7 +234,9 @@ def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[
     # torch pairs saved and present parameters by place, so the numbers must stand in the present order.
     groups = [dict(group, params=here["params"]) for group, here in zip(state["param_groups"], own)]
     numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": numbered, "param_groups": groups})
+    given = {**state, "state": numbered, "param_groups": groups}
+    given.pop("algorithm", None)
+    optimizer.load_state_dict(given)
 
 
 def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
@@ -189,6 +259,9 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
         raise CheckpointError(
             f"the checkpoint is of another optimizer: it has no {_some(lacking)}, which {kind} needs"
         )
+    saved_by, here = state.get("algorithm"), algorithm_of(optimizer)
+    if saved_by is not None and saved_by != here:
+        raise CheckpointError(f"the checkpoint is of another optimizer: {saved_by} saved it, here is {here}")
     if ("masters" in state) != ("masters" in present):
         with_it, without = ("checkpoint", kind) if "masters" in state else (kind, "checkpoint")
         raise CheckpointError(
@@ -202,40 +275,102 @@ def _is_numeric(value: Any) -> bool:
 
 
 class CheckpointFolder:
-    """The last `keep` checkpoints of a run, as `step-00000100.pt` files in one folder."""
+    """The last `keep` checkpoints of one run, as `step-00000100.pt` files in one folder.
+
+    Only files of exactly such names are looked at. A folder that holds checkpoints which this object neither
+    wrote nor loaded belongs to another run: `claim` and `save` refuse it.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         if keep < 1:
             raise CheckpointError(f"keep={keep}; a folder keeps at least 1 checkpoint")
         self.folder, self.keep = Path(folder), keep
+        self._known: set[str] = set()
 
     def paths(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-*.pt"))
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
+
+    def claim(self) -> None:
+        """Raise CheckpointError where the folder holds checkpoints of another run."""
+        strangers = [path.name for path in self.paths() if path.name not in self._known]
+        if strangers:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints of another run ({_some(strangers)}): pass resume=True to "
+                "go on with that run, or another folder for this one"
+            )
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then delete those beyond `keep` and what crashed saves left."""
+        """Write the checkpoint of `step`, then delete those beyond `keep` and what crashed saves left.
+
+        The one just written always stays. What another living process is writing is left alone.
+        """
+        self.claim()
         path = save(self.folder / f"step-{step:08d}.pt", state)
-        for old in self.paths()[: -self.keep]:
+        self._known.add(path.name)
+        for old in [other for other in self.paths() if _step_of(other) <= step][: -self.keep]:
             old.unlink(missing_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
-            leftover.unlink(missing_ok=True)
+            if not _is_being_written(leftover):
+                leftover.unlink(missing_ok=True)
         return path
 
     def load_latest(self, map_location: Any = "cpu") -> dict[str, Any] | None:
-        """The newest checkpoint, or None; a corrupt newest one is an error that names the one before."""
-        paths = self.paths()
-        if not paths:
-            return None
-        try:
-            return load(paths[-1], map_location)
-        except CheckpointError as error:
-            cure = (
-                f"delete it to resume from {paths[-2].name}"
-                if len(paths) > 1
-                else "delete it to start afresh"
+        """The newest checkpoint that can be read, or None where there is none; the folder is then claimed.
+
+        A damaged one is told in a warning and set aside as `step-00000100.pt.damaged`. Raises CheckpointError
+        where there are checkpoints and all are damaged.
+        """
+        paths, errors = self.paths(), list[CheckpointError]()
+        state: dict[str, Any] | None = None
+        while paths and state is None:
+            path = paths.pop()
+            try:
+                state = load(path, map_location)
+            except CheckpointError as error:
+                errors.append(error)
+        if errors and state is None:
+            raise CheckpointError(
+                f"{errors[0]}; {self.folder} has no earlier checkpoint that can be read: "
+                "start afresh in another folder"
+            ) from errors[0]
+        self._set_aside(errors, path.name if errors else "")
+        self._known = {path.name for path in self.paths()}
+        return state
+
+    def _set_aside(self, errors: Sequence[CheckpointError], good: str) -> None:
+        for path, error in zip(self.paths()[::-1], errors):
+            os.replace(path, path.with_name(path.name + ".damaged"))
+            warnings.warn(
+                f"{error}; it is now {path.name}.damaged, going on from {good}", HalfstepWarning, stacklevel=4
             )
-            raise CheckpointError(f"{error}; {cure}") from error
+
+
+_NAME = re.compile(r"step-\d{8,}\.pt")
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[len("step-") : -len(".pt")])
+
+
+def _is_being_written(temporary: Path) -> bool:
+    """Whether the process named in a temporary file's name may still live; one of another host may."""
+    found = re.fullmatch(r"\..+\.(.+)-(\d+)\.tmp", temporary.name)
+    if found is None:
+        return False
+    host, pid = found.groups()
+    if host != _HOST:
+        return True
+    if int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def warn_if_threads_differ(saved: int) -> None:

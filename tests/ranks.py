@@ -1,0 +1,71 @@
+"""Runs a function on several ranks joined by gloo; they fork from a server that imported torch once."""
+
+import multiprocessing as mp
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "halfstep", "pytest"]
+
+
+def start(function: Callable[..., Any], world: int, args: Sequence[Any], folder: Path) -> list[Any]:
+    """Start `function(rank, *args)` on `world` ranks that meet in `folder`; returns the processes."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    given = [(rank, world, str(folder), function, tuple(args)) for rank in range(world)]
+    processes = [context.Process(target=_rank, args=own, daemon=True) for own in given]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def run(function: Callable[..., Any], world: int, *args: Any, seconds: float = 120.0) -> list[Any]:
+    """What `function(rank, *args)` returned on each rank; AssertionError with the trace of a failed one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = start(function, world, args, folder)
+        failed = wait(processes, seconds)
+        traces = [path.read_text() for path in sorted(folder.glob("trace*"))]
+        assert not failed, f"{failed}\n" + "\n".join(traces)
+        return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world)]
+
+
+def wait(processes: Sequence[Any], seconds: float) -> str:
+    """Wait for all; where one fails or time is up the others are ended, and the answer says so."""
+    until = time.monotonic() + seconds
+    try:
+        while True:
+            codes = [process.exitcode for process in processes]
+            if any(codes):
+                time.sleep(0.5)  # the others may have something to say
+                return f"exit codes {[process.exitcode for process in processes]}"
+            if None not in codes:
+                return ""
+            if time.monotonic() > until:
+                return f"not done after {seconds:.0f} s: exit codes {codes}"
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            with suppress(AttributeError):
+                process.kill()
+            process.join()
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        meet = f"file://{folder}/meet"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+        torch.save(function(rank, *args), f"{folder}/result{rank}")
+        dist.destroy_process_group()
+    except BaseException:
+        Path(f"{folder}/trace{rank}").write_text(f"rank {rank}\n{traceback.format_exc()}")
+        raise
