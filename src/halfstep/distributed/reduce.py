@@ -1,4 +1,4 @@
-"""Reductions over ranks: the finite flag, norms of sharded gradients, and gradients that travel in 16 bits.
+"""Reductions over ranks: the finite flag, norms of sharded gradients, and who holds which shard.
 
 Every function is a no-op where torch.distributed is absent, not initialised, or has one rank. Nothing here
 but `gather` reads a value back to the host.
@@ -6,19 +6,14 @@ but `gather` reads a value back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.formats import dtype_name, parse_dtype
-
 Group = Any  #: torch.distributed.ProcessGroup; the class is absent from builds without distributed
-Hook = Callable[[Any, Any], Any]
 
 
 def world_size(group: Group | None = None) -> int:
@@ -91,11 +86,47 @@ def gather(value: Any, group: Group | None = None) -> list[Any]:
 
 
 def shard_groups(t: Tensor) -> tuple[Group, ...]:
-    """Return the process groups over which a DTensor is split; empty for ordinary and replicated tensors."""
+    """Return the process groups over which a DTensor is split; empty for ordinary and replicated tensors.
+
+    A mesh dimension splits the tensor where its placement is neither replicated nor partial: a strided shard
+    (fully_shard over tensor parallel) says False to `is_shard`.
+    """
+    if type(t) in _PLAIN:
+        return ()
     placements, mesh = getattr(t, "placements", None), getattr(t, "device_mesh", None)
     if placements is None or mesh is None:
         return ()
-    return tuple(mesh.get_group(dim) for dim, p in enumerate(placements) if p.is_shard())
+    split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
+    return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def local_of(t: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank holds, sharing memory; an ordinary tensor as it is."""
+    if type(t) in _PLAIN:
+        return t
+    local: Tensor = getattr(t, "_local_tensor", t)
+    if type(local) not in _PLAIN and hasattr(local, "wait"):  # still on its way (tensor parallel)
+        local = cast(Any, local).wait()
+    return local
+
+
+def sums_over(groups: Sequence[Group], squares: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sum of squares and a largest magnitude over ranks that each hold a different shard.
+
+    Both are 0-d; squares travel in float64 and are added in the order of ranks, so that every rank gets the
+    same bits. inf and NaN stay what they are. One collective a group; nothing is read back to the host.
+    """
+    for group in groups:
+        wide = torch.float32 if squares.device.type == "mps" else torch.float64
+        mine = _to_backend(torch.stack([squares.to(wide), amax.to(wide)]), group)
+        parts = [torch.empty_like(mine) for _ in range(world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        everyone = torch.stack(parts).to(squares.device, non_blocking=True)
+        squares, amax = everyone[:, 0].sum().to(squares.dtype), everyone[:, 1].amax().to(amax.dtype)
+    return squares, amax
 
 
 def _to_backend(t: Tensor, group: Group | None) -> Tensor:
@@ -105,61 +136,3 @@ def _to_backend(t: Tensor, group: Group | None) -> Tensor:
     if not kinds or t.device.type in kinds:
         return t
     return t.to("cpu" if "cpu" in kinds else next(iter(kinds)))
-
-
-@dataclass
-class Traffic:
-    """Bytes of gradients handed to the collective by this rank, and what fp32 would have handed over."""
-
-    sent_bytes: int = 0
-    fp32_bytes: int = 0
-
-    @property
-    def share(self) -> float:
-        """`sent_bytes` as a share of `fp32_bytes` (1.0 before anything was sent)."""
-        return self.sent_bytes / self.fp32_bytes if self.fp32_bytes else 1.0
-
-
-def compress_hook(dtype: str | torch.dtype, group: Group | None = None) -> Hook:
-    """Return a DDP communication hook that averages gradients in `dtype` ("bf16" or "fp16").
-
-    `ddp.register_comm_hook(None, compress_hook("bf16"))`. Each rank divides by the number of ranks in the
-    gradients' own dtype before rounding, so that the 16-bit sum stays below the largest single gradient; the
-    mean comes back in the gradients' dtype. An fp32 gradient beyond the 16-bit range arrives as inf on every
-    rank, which the finite check then sees. Works with every backend that reduces `dtype`, gloo included
-    (torch's own bf16 hook insists on NCCL). `hook.traffic` counts the bytes. Raises ConfigError for other
-    dtypes.
-    """
-    low = parse_dtype(dtype)
-    if low not in (torch.float16, torch.bfloat16):
-        raise ConfigError(f"compress_hook takes 'bf16' or 'fp16', got {dtype_name(low)}")
-    traffic = Traffic()
-
-    def average(state: object, bucket: Any) -> Any:
-        ranks = world_size(group)
-        buffer: Tensor = bucket.buffer()
-        small = (buffer / ranks).to(low)
-        traffic.sent_bytes += small.numel() * small.element_size()
-        traffic.fp32_bytes += small.numel() * 4
-
-        def put_back(done: Any) -> Tensor:
-            return buffer.copy_(done.value()[0])
-
-        return _all_reduce(small, group).then(put_back)
-
-    # DDP compares annotations with the classes themselves, which string annotations are not.
-    average.__annotations__ = {}
-    average.__name__ = f"average_in_{dtype_name(low)}"
-    cast(Any, average).traffic = traffic
-    return average
-
-
-def _all_reduce(t: Tensor, group: Group | None) -> Any:
-    try:
-        work: Any = dist.all_reduce(t, group=group, async_op=True)
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"the {dist.get_backend(group)} backend does not reduce {dtype_name(t.dtype)} here ({error}); "
-            "choose the other 16-bit dtype or leave the hook out"
-        ) from error
-    return work.get_future()

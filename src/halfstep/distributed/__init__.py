@@ -1,0 +1,38 @@
+"""Many ranks as one run: reductions, gradients in 16 bits, shards in the order that works, uneven batches."""
+
+from halfstep.distributed.hooks import Hook, Traffic, compress_hook, ordered_hook
+from halfstep.distributed.joining import join, joins_alone
+from halfstep.distributed.reduce import (
+    Group,
+    all_ranks,
+    gather,
+    global_max,
+    global_norm,
+    local_of,
+    shard_groups,
+    sums_over,
+    world_size,
+)
+from halfstep.distributed.shards import ddp_around, first_element, is_sharded, shard
+
+__all__ = [
+    "Group",
+    "Hook",
+    "Traffic",
+    "all_ranks",
+    "compress_hook",
+    "ddp_around",
+    "first_element",
+    "gather",
+    "global_max",
+    "global_norm",
+    "is_sharded",
+    "join",
+    "joins_alone",
+    "local_of",
+    "ordered_hook",
+    "shard",
+    "shard_groups",
+    "sums_over",
+    "world_size",
+]

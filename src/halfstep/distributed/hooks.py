@@ -1,0 +1,115 @@
+"""Gradients on their way between the ranks of DDP: in 16 bits, or added in the order of ranks.
+
+`ddp.register_comm_hook(None, hook)` takes what is made here; every hook works with gloo as with NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.distributed.reduce import Group, world_size
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.formats import dtype_name, parse_dtype
+
+Hook = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Traffic:
+    """Bytes of gradients handed to the collective by this rank, and what fp32 would have handed over."""
+
+    sent_bytes: int = 0
+    fp32_bytes: int = 0
+
+    @property
+    def share(self) -> float:
+        """`sent_bytes` as a share of `fp32_bytes` (1.0 before anything was sent)."""
+        return self.sent_bytes / self.fp32_bytes if self.fp32_bytes else 1.0
+
+
+def compress_hook(dtype: str | torch.dtype, group: Group | None = None) -> Hook:
+    """Return a DDP communication hook that averages gradients in `dtype` ("bf16" or "fp16").
+
+    `ddp.register_comm_hook(None, compress_hook("bf16"))`. Each rank divides by the number of ranks in the
+    gradients' own dtype before rounding, so that the 16-bit sum stays below the largest single gradient; the
+    mean comes back in the gradients' dtype. An fp32 gradient beyond the 16-bit range arrives as inf on every
+    rank, which the finite check then sees. Works with every backend that reduces `dtype`, gloo included
+    (torch's own bf16 hook insists on NCCL). `hook.traffic` counts the bytes. Raises ConfigError for other
+    dtypes.
+    """
+    low = parse_dtype(dtype)
+    if low not in (torch.float16, torch.bfloat16):
+        raise ConfigError(f"compress_hook takes 'bf16' or 'fp16', got {dtype_name(low)}")
+    traffic = Traffic()
+
+    def average(state: object, bucket: Any) -> Any:
+        ranks = world_size(group)
+        buffer: Tensor = bucket.buffer()
+        small = (buffer / ranks).to(low)
+        traffic.sent_bytes += small.numel() * small.element_size()
+        traffic.fp32_bytes += small.numel() * 4
+
+        def put_back(done: Any) -> Tensor:
+            return buffer.copy_(done.value()[0])
+
+        return _all_reduce(small, group).then(put_back)
+
+    cast(Any, average).traffic, cast(Any, average).dtype = traffic, low
+    return _for_ddp(average, f"average_in_{dtype_name(low)}")
+
+
+def ordered_hook(group: Group | None = None) -> Hook:
+    """Return a DDP communication hook whose mean is added in the order of ranks, in the gradients' dtype.
+
+    `ddp.register_comm_hook(None, ordered_hook())`. A backend adds four or more ranks in an order of its own
+    (of two it does not matter); with this hook the weights are those of one process that adds up the same
+    micro-batches one after the other, bit for bit. Each rank sends as many bytes as an all-reduce: its parts
+    to their owners, who add, and the owner's sum to all.
+    """
+
+    def average(state: object, bucket: Any) -> Any:
+        buffer: Tensor = bucket.buffer()
+        done: Any = torch.futures.Future()
+        done.set_result(buffer.copy_(_ordered_mean(buffer, group)))
+        return done
+
+    return _for_ddp(average, "average_in_order")
+
+
+def _ordered_mean(buffer: Tensor, group: Group | None) -> Tensor:
+    ranks = world_size(group)
+    if ranks == 1:
+        return buffer
+    share = -(-buffer.numel() // ranks)
+    padded = torch.nn.functional.pad(buffer / ranks, (0, share * ranks - buffer.numel()))
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    total, *others = parts.view(ranks, share).unbind()
+    for part in others:
+        total = total + part
+    whole = [torch.empty_like(total) for _ in range(ranks)]
+    dist.all_gather(whole, total, group=group)
+    return torch.cat(whole)[: buffer.numel()]
+
+
+def _for_ddp(hook: Hook, name: str) -> Hook:
+    # DDP compares annotations with the classes themselves, which string annotations are not.
+    hook.__annotations__, hook.__name__ = {}, name
+    return hook
+
+
+def _all_reduce(t: Tensor, group: Group | None) -> Any:
+    try:
+        work: Any = dist.all_reduce(t, group=group, async_op=True)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"the {dist.get_backend(group)} backend does not reduce {dtype_name(t.dtype)} here ({error}); "
+            "choose the other 16-bit dtype or leave the hook out"
+        ) from error
+    return work.get_future()

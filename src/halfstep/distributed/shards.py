@@ -1,0 +1,116 @@
+"""Sharding a model in the order that works: all fp32 normalisations in one group, blocks, then the root.
+
+A group of `fully_shard` gathers tensors of one dtype, and at O2 normalisations stay fp32 among 16-bit
+weights. Also here: which wrappers a model is in, and where in the whole tensor a shard begins.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.distributed.reduce import local_of
+from halfstep.errors import ConfigError
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.batchnorm._NormBase,  # pyright: ignore[reportPrivateUsage]
+    nn.LocalResponseNorm,
+)
+
+
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module] | None = None, mesh: Any = None, **options: Any
+) -> nn.Module:
+    """Apply torch's `fully_shard` to a model so that every level can be prepared; returns the model.
+
+    Call it before the optimizer is built and before `hs.prepare`. All normalisations form one group of their
+    own, kept gathered between forward and backward (they are small, and at O2 their weights are fp32 among
+    16-bit ones); then each of `blocks` is a group, then what is left.
+
+    Args:
+        model: plain parameters, or DTensors of tensor parallelism.
+        blocks: modules gathered one at a time, in the order of forward; None takes the children of every
+            `nn.ModuleList` and `nn.Sequential` at the top.
+        mesh: a device mesh of one dimension (shards) or two (replicas of shards); None is all ranks.
+        options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
+
+    Raises:
+        ConfigError: a block that is not the model's, or a model that is sharded already.
+    """
+    from torch.distributed import fsdp
+
+    fully_shard: Any = fsdp.fully_shard
+    modules = set(model.modules())
+    if any(isinstance(module, fsdp.FSDPModule) for module in modules):
+        raise ConfigError(f"{type(model).__name__} is sharded already: call hs.distributed.shard once")
+    chosen = _default_blocks(model) if blocks is None else list(blocks)
+    for block in chosen:
+        if block not in modules:
+            raise ConfigError(f"block {type(block).__name__} is not a module of {type(model).__name__}")
+    given = options if mesh is None else {**options, "mesh": mesh}
+    norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]
+    if norms and model not in norms:
+        fully_shard(norms, **{**given, "reshard_after_forward": False})
+    for block in chosen:
+        if block not in norms and block is not model and any(p for p in _unsharded(block)):
+            fully_shard(block, **given)
+    fully_shard(model, **given)
+    return model
+
+
+def _unsharded(module: nn.Module) -> list[Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    return [p for p in module.parameters() if not isinstance(p, DTensor)]
+
+
+def _default_blocks(model: nn.Module) -> list[nn.Module]:
+    lists = [m for m in (model, *model.children()) if isinstance(m, nn.ModuleList | nn.Sequential)]
+    return [child for each in lists for child in each.children() if child not in lists]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or a part of it."""
+    return any(type(module).__name__.startswith("FSDP") for module in model.modules())
+
+
+def ddp_around(models: Sequence[nn.Module]) -> list[Any]:
+    """Return every DistributedDataParallel that wraps one of the models or a parameter of theirs.
+
+    A model does not know what wraps it, so all living objects are looked through (tens of milliseconds).
+    """
+    if not torch.distributed.is_available():
+        return []
+    kind = nn.parallel.DistributedDataParallel
+    mine = {id(p) for model in models for p in model.parameters()}
+    found = [o for o in gc.get_objects() if type(o) is kind]
+    return [ddp for ddp in found if any(id(p) in mine for p in ddp.module.parameters())]
+
+
+def first_element(t: Tensor) -> int | None:
+    """Return where in the flat whole tensor this rank's shard begins; None where it is not one run of it.
+
+    0 for ordinary, replicated and empty tensors. A shard of dimension 0 is one run of the whole; others are
+    not (unless dimensions before the split one have one element).
+    """
+    placements = getattr(t, "placements", None)
+    if placements is None or local_of(t).numel() in (0, t.numel()):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(t.shape, cast(Any, t).device_mesh, placements)
+    lead = next((i for i, (n, whole) in enumerate(zip(shape, t.shape)) if n != whole), 0)
+    if any(n != whole for n, whole in zip(shape[lead + 1 :], t.shape[lead + 1 :])):
+        return None
+    if any(whole != 1 for whole in t.shape[:lead]):
+        return None
+    if any(type(p).__name__ == "_StridedShard" for p in placements):
+        return None
+    return offsets[lead] * int(torch.Size(t.shape[lead + 1 :]).numel())

@@ -1,0 +1,215 @@
+"""Tensors of many ranks in safetensors files: each rank's pieces in one file, read back in any other cut.
+
+The layout is that of torch.distributed.checkpoint's Hugging Face storage, so that torch reads these files
+too: `__metadata__` says where in its whole tensor each piece begins. Nothing is pickled; a header that lies
+about sizes or places is refused before a byte of data is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous box of a tensor: its values, where it begins and the shape of the whole."""
+
+    value: Tensor
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a piece lies in a file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    start: int
+
+    def read(self) -> Tensor:
+        """The values, in new memory; CheckpointError where the file ends early."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        data = bytearray(count)
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                got = file.readinto(data)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error}") from error
+        if got != count:
+            raise CheckpointError(f"{self.path} is cut short: a tensor of it is missing bytes")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape)
+
+
+def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> tuple[str, int]:
+    """Write pieces by name and force them to the disk; returns SHA-256 (hex) and the number of bytes.
+
+    `about` (what JSON can hold) goes into the header. Raises OSError as the disk does.
+    """
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps({n: {"saved_offsets": p.offsets} for n, p in pieces.items()}),
+            "halfstep": json.dumps({**about, "whole": {n: p.whole for n, p in pieces.items()}}),
+        }
+    }
+    at = 0
+    for name, piece in pieces.items():
+        size = piece.value.numel() * piece.value.element_size()
+        kind = _NAMES.get(piece.value.dtype)
+        if kind is None:
+            raise CheckpointError(f"{name!r} is {piece.value.dtype}, which safetensors files cannot hold")
+        shape = list(piece.value.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, count = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for chunk in (struct.pack("<Q", len(text)), text, *(_bytes(p.value) for p in pieces.values())):
+            digest.update(chunk)
+            count += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest(), count
+
+
+def _bytes(value: Tensor) -> Any:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else b""
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hex; CheckpointError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Every piece of a file by name, and what `write` was told; CheckpointError for a lying header."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _LARGEST_HEADER):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        notes = header.pop("__metadata__")
+        begins = json.loads(notes["DCP_SHARDING_INFO"])
+        about = json.loads(notes["halfstep"])
+        room = size - 8 - length
+        stored = {
+            n: _stored(path, e, begins[n]["saved_offsets"], 8 + length, room) for n, e in header.items()
+        }
+        _check_boxes(stored, about["whole"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        what = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path} is damaged or not a checkpoint's file: {what[0]}") from error
+    return stored, about
+
+
+def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    dtype = DTYPES[entry["dtype"]]
+    whole_numbers = [begin, end, *shape, *offsets]
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in whole_numbers):
+        raise ValueError("sizes and places must be whole numbers")
+    if end - begin != math.prod(shape) * dtype.itemsize or end > room or len(offsets) != len(shape):
+        raise ValueError("a tensor whose size does not fit its place")
+    return Stored(path, dtype, shape, tuple(offsets), base + begin)
+
+
+def _check_boxes(stored: Mapping[str, Stored], wholes: Mapping[str, Sequence[int]]) -> None:
+    for name, piece in stored.items():
+        ends = [a + n for a, n in zip(piece.offsets, piece.shape)]
+        if len(wholes[name]) != len(ends) or any(e > w for e, w in zip(ends, wholes[name])):
+            raise ValueError(f"a piece of {name!r} outside of its tensor")
+
+
+@dataclass(frozen=True)
+class Index:
+    """All pieces of a checkpoint by name, whoever wrote them, and each tensor's whole shape."""
+
+    pieces: Mapping[str, Sequence[Stored]]
+    wholes: Mapping[str, tuple[int, ...]]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor was saved."""
+        return self.pieces[name][0].dtype
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """A box of a tensor (all of it by default), put together from the pieces that touch it.
+
+        CheckpointError where the pieces do not cover it.
+        """
+        whole = self.wholes[name]
+        begin = [0] * len(whole) if offsets is None else list(offsets)
+        size = list(whole) if shape is None else list(shape)
+        out = torch.empty(size, dtype=self.dtype(name))
+        covered = 0
+        for piece in self.pieces[name]:
+            low = [max(a, b) for a, b in zip(begin, piece.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(begin, size, piece.offsets, piece.shape)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, piece.offsets))
+            out[here] = piece.read()[there]
+            covered += math.prod(b - a for a, b in zip(low, high))
+        if covered != out.numel():
+            raise CheckpointError(f"the checkpoint holds {covered} of the {out.numel()} elements of {name!r}")
+        return out
+
+
+def index(headers: Sequence[tuple[Mapping[str, Stored], Mapping[str, Any]]]) -> Index:
+    """Gather the headers of all files; CheckpointError where they contradict each other."""
+    pieces: dict[str, list[Stored]] = {}
+    wholes: dict[str, tuple[int, ...]] = {}
+    for stored, about in headers:
+        for name, piece in stored.items():
+            whole = tuple(about["whole"][name])
+            if wholes.setdefault(name, whole) != whole or pieces.get(name, [piece])[0].dtype != piece.dtype:
+                raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
+            pieces.setdefault(name, []).append(piece)
+    return Index(pieces, wholes)
