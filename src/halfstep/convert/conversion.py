@@ -17,6 +17,15 @@ from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32, set_flat_weights
+from halfstep.convert.sharded import (
+    announce,
+    check_before,
+    check_groups,
+    gather_in,
+    has_run,
+    is_shard,
+    replace_shard,
+)
 from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -27,7 +36,7 @@ from halfstep.policy.plan import Plan, PlanRule
 from halfstep.trees import is_wide_float
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Conversion:
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
         self._buffers: dict[Tensor, Tensor] = {}
+        self._policies: list[tuple[Any, Any]] = []
         self._active = True
 
     def __str__(self) -> str:
@@ -92,8 +102,15 @@ class Conversion:
         """
         if not self._active:
             return
+        if (self._before or self._policies) and has_run(self.model):
+            raise UnsupportedError(
+                "a sharded model that has run cannot go back to fp32 in place (fully_shard has fixed its "
+                "dtypes): save it with Session.save, whose file holds the fp32 weights, and load a new model"
+            )
         for handle in self._handles:
             handle.remove()
+        for group, policy in self._policies:
+            group.mp_policy = policy
         for tensor, dtype in self._before:
             low, wide = tensor.data, tensor.data.to(dtype)
             original = self.originals.get(tensor, self._buffers.get(tensor))
@@ -101,6 +118,7 @@ class Conversion:
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
             _replace_data(tensor, wide)
+        announce(self.model)
         for module in self.model.modules():
             _CONVERTED.pop(module, None)
         self.forget_originals()
@@ -113,6 +131,11 @@ class Conversion:
         For evaluation, copies and averages, not for training: what is written to a widened copy is lost. With
         masters: `with masters.swap(), conversion.suspended(): ...` evaluates with them.
         """
+        if self._policies or any(is_shard(tensor) for tensor, _ in self._before):
+            raise UnsupportedError(
+                "a sharded model cannot be evaluated with fp32 weights in place: evaluate it under "
+                "torch.no_grad() as it is, or load what Session.save writes into an fp32 model"
+            )
         dtypes = {id(tensor): dtype for tensor, dtype in self._before}
         stand_ins: dict[int, Tensor] = {}
         undo: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -144,6 +167,7 @@ def convert(
     *,
     plan: Plan | None = None,
     keep_originals: bool | None = None,
+    keep_shards: bool = False,
 ) -> Conversion:
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
@@ -161,6 +185,8 @@ def convert(
         plan: rules on top of the level or plan.
         keep_originals: keep the fp32 weights in `Conversion.originals`; None does where the level has
         masters.
+        keep_shards: leave fp32 shards of `fully_shard` as they are, as masters, and have it gather them in
+        the level's dtype.
 
     Raises:
         ConfigError: an unknown level or dtype, no parameters, a model converted before or already in DDP.
@@ -175,12 +201,13 @@ def convert(
     level, low = _read(plan_or_level, dtype, inner)
     base = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low)
     rules = base + (plan or Plan.empty())
-    _check_model(inner, stores=any(rule.dtype is not None for rule in rules.rules))
+    changes = bool(plan) or level is None or level.param_role != "full" or level.cast_inputs
+    _check_model(inner, any(rule.dtype is not None for rule in rules.rules), changes)
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
     keep = keep_originals if keep_originals is not None else level is not None and level.masters
-    job = _Job(inner, record, resolved, low, level, keep)
+    job = _Job(inner, record, resolved, low, level, keep, keep_shards)
     job.run()
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
@@ -209,10 +236,10 @@ def _rules(level: Level | None, low: torch.dtype) -> Plan:
     return Plan.for_level(level, low)
 
 
-def _check_model(model: nn.Module, stores: bool) -> None:
+def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
     for path, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
-        if kinds & _WRAPPERS:
+        if changes and kinds & _WRAPPERS:
             raise ConfigError(
                 f"{type(module).__name__} at {path or 'the root'}: convert the model, then wrap it"
             )
@@ -227,6 +254,8 @@ def _check_model(model: nn.Module, stores: bool) -> None:
             raise UnsupportedError(
                 f"parameter {name!r} has no shape yet: run one batch through the model first"
             )
+    if changes:
+        check_before(model)
 
 
 class _Job:
@@ -240,9 +269,10 @@ class _Job:
         low: torch.dtype,
         level: Level | None,
         keep: bool,
+        keep_shards: bool,
     ) -> None:
         self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
-        self.keep = keep
+        self.keep, self.keep_shards = keep, keep_shards
         self.changes: list[Change] = []
         self.paths = dict(model.named_modules())
         self.names = canonical_all(self.paths)
@@ -284,6 +314,10 @@ class _Job:
         return wanted
 
     def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
+        check_groups(self.model, wanted, self.low)
+        if self.keep_shards:
+            self.record._policies = gather_in(self.model, wanted)
+            wanted = {key: pair for key, pair in wanted.items() if not is_shard(pair[0])}
         changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
         for tensor, _ in changing:
             self.record._before.append((tensor, tensor.dtype))
@@ -293,6 +327,8 @@ class _Job:
                 self.record.originals[tensor] = tensor.data
         for tensor, data in _cast_together(changing):
             _replace_data(tensor, data)
+        if any(is_shard(tensor) for tensor, _ in changing):
+            announce(self.model)
         for module in self.paths.values():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -379,10 +415,10 @@ def _cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[
     """The cast data of each tensor; tensors that share memory share it afterwards too."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor, dtype in changing:
-        place = id(tensor) if tensor.is_meta else tensor.data.untyped_storage().data_ptr()
+        place = id(tensor) if tensor.is_meta or is_shard(tensor) else tensor.data.untyped_storage().data_ptr()
         groups.setdefault((place or id(tensor), tensor.dtype, dtype), []).append(tensor)
     for (_, before, dtype), tensors in groups.items():
-        if len(tensors) == 1 or tensors[0].is_meta:
+        if len(tensors) == 1 or tensors[0].is_meta or is_shard(tensors[0]):
             for tensor in tensors:
                 yield tensor, tensor.data.to(dtype)
             continue
@@ -394,6 +430,10 @@ def _cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[
 
 def _replace_data(tensor: Tensor, data: Tensor) -> None:
     """Give a parameter or buffer other data, and a gradient of that dtype, under the same identity."""
+    if is_shard(tensor):
+        tensor.grad = None
+        replace_shard(tensor, data)
+        return
     grad = tensor.grad if tensor.is_leaf else None
     if grad is None:
         tensor.data = data

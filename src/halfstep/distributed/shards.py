@@ -7,7 +7,7 @@ weights. Also here: which wrappers a model is in, and where in the whole tensor 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -81,15 +81,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
 
-def ddp_around(models: Sequence[nn.Module]) -> list[Any]:
-    """Return every DistributedDataParallel that wraps one of the models or a parameter of theirs.
+def ddp_around(parameters: Iterable[Tensor]) -> list[Any]:
+    """Return every DistributedDataParallel that reduces the gradient of one of these parameters.
 
-    A model does not know what wraps it, so all living objects are looked through (tens of milliseconds).
+    A parameter does not know what wraps it, so all living objects are looked through (tens of milliseconds).
     """
     if not torch.distributed.is_available():
         return []
     kind = nn.parallel.DistributedDataParallel
-    mine = {id(p) for model in models for p in model.parameters()}
+    mine = {id(p) for p in parameters}
     found = [o for o in gc.get_objects() if type(o) is kind]
     return [ddp for ddp in found if any(id(p) in mine for p in ddp.module.parameters())]
 

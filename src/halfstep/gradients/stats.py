@@ -18,7 +18,16 @@ from halfstep import distributed
 from halfstep.gradients.unscale import unscale_
 from halfstep.trees import dense_values, home_device
 
-__all__ = ["GradStats", "combine", "finite_and_norm", "measure", "measure_over_ranks", "unscale_"]
+__all__ = [
+    "GradStats",
+    "combine",
+    "finite_and_norm",
+    "measure",
+    "measure_over_ranks",
+    "measure_shards",
+    "measure_whole",
+    "unscale_",
+]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,51 @@ def finite_and_norm(
 
 
 @torch.no_grad()
+def measure_shards(
+    grads: Iterable[Tensor | None],
+    inv_scale: float | Tensor | None = None,
+    groups: Iterable[tuple[distributed.Group, ...]] = (),
+) -> GradStats:
+    """Return `measure` of whole gradients of which each rank holds a shard (DTensor), the same on all ranks.
+
+    Squares are summed in float64, so that the norm is that of the unsharded gradients but for the rounding
+    of one sum; one collective for each set of process groups over which gradients are split. Ranks where a
+    set has no gradients name it in `groups`, in the same order, so that none waits for ever. Gradients that
+    are not sharded count once.
+    """
+    sets: dict[tuple[distributed.Group, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
+    for grad in grads:
+        if grad is not None:
+            sets.setdefault(distributed.shard_groups(grad), []).append(dense_values(grad.detach()))
+    kept = [t for tensors in sets.values() for t in tensors]
+    home = home_device(kept) if kept else torch.device("cpu")
+    found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
+    squares, max_abs = torch.stack([a for a, _ in found]).sum(), _gather([b for _, b in found], home).amax()
+    finite, norm = torch.isfinite(max_abs), squares.sqrt().to(max_abs.dtype)
+    if inv_scale is not None:
+        factor = inv_scale.to(home, non_blocking=True) if isinstance(inv_scale, Tensor) else inv_scale
+        norm, max_abs = norm * factor, max_abs * factor
+    return GradStats(finite, norm, max_abs)
+
+
+@torch.no_grad()
+def measure_whole(grads: Sequence[Tensor], inv_scale: float | Tensor | None = None) -> GradStats:
+    """Return `measure` where no gradient is sharded, else `measure_shards`, which every rank must call."""
+    sharded = any(distributed.local_of(g) is not g for g in grads)
+    return measure_shards(grads, inv_scale) if sharded else measure(grads, inv_scale)
+
+
+def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
+    """Sum of squares in float64 (float32 where a device has none) and largest magnitude."""
+    wide = torch.float32 if home.type == "mps" else torch.float64
+    full = [t for t in tensors if t.numel()]
+    if not full:
+        return torch.zeros((), dtype=wide, device=home), torch.zeros((), device=home)
+    squares = [torch.linalg.vector_norm(t, dtype=wide).square().to(home) for t in full]
+    return torch.stack(squares).sum(), _peak(full, home)
+
+
+@torch.no_grad()
 def measure_over_ranks(
     grads: Iterable[Tensor | None], inv_scale: float | Tensor | None = None, *, group: Any = None
 ) -> GradStats:
@@ -97,20 +151,8 @@ def measure_over_ranks(
     The finite flag is an AND over all ranks of `group` (default: all), whatever the sharding; every rank
     must call this. Gradients that are not sharded count once: after DDP each rank holds the same.
     """
-    by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for grad in grads:
-        if grad is not None:
-            by_groups.setdefault(distributed.shard_groups(grad), []).append(grad)
-    parts = [_over_shards(measure(part, inv_scale), groups) for groups, part in by_groups.items()]
-    total = combine(parts) if parts else measure([])
+    total = measure_shards(grads, inv_scale)
     return GradStats(~distributed.all_ranks(~total.finite, group), total.norm, total.max_abs)
-
-
-def _over_shards(stats: GradStats, groups: tuple[Any, ...]) -> GradStats:
-    norm, max_abs = stats.norm, stats.max_abs
-    for group in groups:
-        norm, max_abs = distributed.global_norm(norm, group), distributed.global_max(max_abs, group)
-    return GradStats(stats.finite, norm, max_abs)
 
 
 def combine(parts: Sequence[GradStats]) -> GradStats:

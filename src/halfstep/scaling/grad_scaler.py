@@ -26,7 +26,7 @@ from halfstep.errors import (
     ScalerStateError,
     UnsupportedError,
 )
-from halfstep.gradients.stats import finite_and_norm, measure
+from halfstep.gradients.stats import finite_and_norm, measure, measure_shards, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
@@ -241,9 +241,9 @@ class GradScaler:
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step without scaling: never skips, but says what the gradients were."""
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
-        stats = None if closure else measure(_gradients(optimizer))
+        stats = None if closure else measure_whole(_gradients(optimizer))
         result = optimizer.step(*args, **kwargs)
-        stats = stats or measure(_gradients(optimizer))
+        stats = stats or measure_whole(_gradients(optimizer))
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, max_abs=stats.max_abs, result=result
         )
@@ -265,6 +265,9 @@ class GradScaler:
         self, grads: list[Tensor], inv_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
+        if any(distributed.local_of(g) is not g for g in grads):
+            stats = measure_shards(grads, inv_scale)
+            return stats.finite, stats.norm, stats.max_abs
         if not self._loss_scale.needs_max_abs:
             return finite_and_norm(grads, inv_scale)
         stats = measure(grads, inv_scale)

@@ -212,7 +212,8 @@ def apply_level(
     masters: dict[int, MasterWeights] = {}
     try:
         for model in models:
-            conversions.append(convert(model, level, compute, plan=plan))
+            keep = level.masters and any(_is_torchs(o, model) for o in optimizers)
+            conversions.append(convert(model, level, compute, plan=plan, keep_shards=keep))
         if level.masters:
             originals = {p: value for c in conversions for p, value in c.originals.items()}
             for index, optimizer in enumerate(optimizers):
@@ -230,6 +231,12 @@ def apply_level(
         conversion.forget_originals()
     fit_states(level, optimizers)
     return conversions, masters
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether this is a torch optimizer of that model: fp32 shards are its masters then."""
+    mine = set(model.parameters())
+    return not getattr(optimizer, "one_pass", False) and any(p in mine for p in parameters_of(optimizer))
 
 
 def prepare(

@@ -40,6 +40,7 @@ from halfstep.session.guards import (
     kept_gradients,
     refuse_direct_steps,
 )
+from halfstep.session.ranks import RankGuard
 from halfstep.session.steppers import (
     Measured,
     OnePassStepper,
@@ -118,6 +119,7 @@ class Session:
         self._releasing = [
             (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
         ]
+        self._ranks = RankGuard(models, optimizers, policy.compute_dtype)
         free = isinstance(loss_scale, NoLossScale)
         self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
 
@@ -162,6 +164,7 @@ class Session:
                 f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
                 "reduce it (loss.mean()) or pass gradient="
             )
+        self._ranks.check(self.skip_nonfinite)
         indices = self._indices(optimizer)
         apart = len(indices) < len(self.optimizers)
         with ExitStack() if self._releasing or apart else nullcontext() as stack:
@@ -260,6 +263,7 @@ class Session:
         index = self._index(optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
+        self._ranks.check(self.skip_nonfinite)
         stepper = self._steppers[index]
         check_gradients(stepper, index in self._pending)
         pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
@@ -318,6 +322,18 @@ class Session:
         for listener in self.listeners:
             listener(self, outcome)
         return outcome
+
+    def step_without_batch(self) -> None:
+        """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""
+        if not self.skip_nonfinite:
+            self.steps += 1
+            return
+        flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device))
+        found = bool(flag) if self.device.type == "cpu" else flag
+        scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(_inverse(found), None)
+        self.steps += 1
+        if isinstance(found, bool):
+            self.skips = self.skips.after(not found, scale=scale.read())
 
     def _unscaled_gradients(self, index: int) -> Pending:
         if not isinstance(self.loss_scale, NoLossScale):

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed import local_of
 from halfstep.errors import ScalerStateError, UnsupportedError
-from halfstep.gradients.stats import measure
+from halfstep.gradients.stats import measure, measure_shards
 from halfstep.gradients.unscale import unscale_
 from halfstep.gradients.widen import Widened
 from halfstep.optim.master_link import narrow_state
@@ -203,12 +204,14 @@ class TorchStepper:
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
         gradients = self.gradients()
-        if not any(g.is_sparse for g in gradients):
+        sharded = any(local_of(g) is not g for g in gradients)
+        if not sharded and not any(g.is_sparse for g in gradients):
             nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
             return
-        coefficient = _clip_coefficient(norm, clip_norm)  # torch's own has no norm of sparse gradients
+        # torch's own has no norm of sparse gradients, and that of shards rounds each rank's part to fp32
+        coefficient = _clip_coefficient(norm, clip_norm)
         for gradient in gradients:
-            gradient.mul_(coefficient)
+            local_of(gradient).mul_(coefficient)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -233,6 +236,8 @@ def _clear(optimizer: torch.optim.Optimizer) -> None:
 
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
+    if any(local_of(g) is not g for g in gradients):
+        return _on_host_if_cpu(measure_shards(gradients, inv_scale))
     if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
         norm = _fp32_norm(gradients)
         if math.isfinite(norm):

@@ -1,0 +1,87 @@
+"""What a session refuses by name before training, because it cannot be right over ranks (law 14).
+
+A model does not know what wraps it, so DDP is looked for once, at the first backward pass or step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.distributed import ddp_around, joins_alone, world_size
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.optim.masters import weight_of
+from halfstep.session.steppers import parameters_of
+
+
+class RankGuard:
+    """The checks of one session; those that cannot change are made once."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], compute: torch.dtype
+    ) -> None:
+        self._models, self._optimizers, self._compute = models, optimizers, compute
+        self._wrappers: list[weakref.ref[Any]] | None = None
+
+    def check(self, shares_flag: bool) -> None:
+        """Raise ConfigError or UnsupportedError; `shares_flag`: steps tell each other what they found."""
+        if self._wrappers is None:
+            self._check_parameters()
+            wrappers = (
+                ddp_around(p for model in self._models for p in model.parameters())
+                if world_size() > 1
+                else []
+            )
+            for ddp in wrappers:
+                self._check_wrapper(ddp)
+            self._wrappers = [weakref.ref(ddp) for ddp in wrappers]
+        if not shares_flag:
+            return
+        for ref in self._wrappers:
+            ddp = ref()
+            if ddp is not None and joins_alone(ddp):
+                raise ConfigError(
+                    "ddp.join() answers for DDP alone, and this session's ranks also tell each other what "
+                    "they found: use `with hs.distributed.join(ddp, amp):` instead"
+                )
+
+    def _check_parameters(self) -> None:
+        """The optimizers must still hold the model's own parameters."""
+        mine = {id(p) for model in self._models for p in model.parameters()}
+        for optimizer in self._optimizers:
+            held = [weight_of(p) for p in parameters_of(optimizer)]
+            gone = sum(id(p) not in mine for p in held)
+            if gone:
+                raise ConfigError(
+                    f"{gone} of {len(held)} parameters of this {type(optimizer).__name__} are no longer the "
+                    "model's: they were replaced after prepare (fully_shard and tensor parallel do that) and "
+                    "would never train. Shard the model first, then build the optimizer, then prepare"
+                )
+
+    def _check_wrapper(self, ddp: Any) -> None:
+        for optimizer in self._optimizers:
+            refuse_in_ddp(optimizer)
+        for hook, _ in getattr(ddp, "_comm_hooks", ()):
+            if getattr(hook, "dtype", None) is torch.float16 and self._compute == torch.bfloat16:
+                raise ConfigError(
+                    "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
+                    "to zero or to inf: register compress_hook('bf16') instead"
+                )
+
+
+def refuse_in_ddp(optimizer: Any) -> None:
+    """Raise UnsupportedError for an optimizer of halfstep.optim whose options DDP breaks."""
+    if getattr(optimizer, "release_gradients", False):
+        raise UnsupportedError(
+            "release_gradients updates each parameter before DistributedDataParallel has averaged its "
+            "gradient, so ranks would diverge: leave it out, or use fully_shard, which reduces first"
+        )
+    if getattr(optimizer, "accumulate", None) == "fp32":
+        raise UnsupportedError(
+            "accumulate='fp32' gives 16-bit weights fp32 gradients, which DistributedDataParallel's buffers "
+            "cannot take: leave it out, or accumulate fewer micro-batches"
+        )
