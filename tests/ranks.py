@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "halfstep", "pytest"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",  # DDP imports it when it is made
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "halfstep",
+    "halfstep.session",
+    "halfstep.optim",
+    "pytest",
+]
 
 
 def start(function: Callable[..., Any], world: int, args: Sequence[Any], folder: Path) -> list[Any]:

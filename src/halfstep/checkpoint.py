@@ -292,6 +292,10 @@ class CheckpointFolder:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
 
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of `step` was written or loaded here."""
+        return f"step-{step:08d}.pt" in self._known
+
     def claim(self) -> None:
         """Raise CheckpointError where the folder holds checkpoints of another run."""
         strangers = [path.name for path in self.paths() if path.name not in self._known]

@@ -2,9 +2,11 @@
 
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog, accuracy
+from halfstep.trainer.stopping import EarlyStopping
 
 __all__ = [
     "Callback",
+    "EarlyStopping",
     "History",
     "Logger",
     "Metric",

@@ -11,9 +11,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,16 @@ from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
 from halfstep import rng
+from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare
+from halfstep.trainer import saving
 from halfstep.trainer.position import MicroBatches, Position
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
+from halfstep.trainer.stopping import Terminated
 
 _PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
 
@@ -42,10 +45,12 @@ class _Step:
         """Returns the step's loss, unscaled and detached, and its outcome."""
         own = self._trainer
         total: Tensor | None = None
-        for x, y in batches:
-            with own.amp.autocast():
-                loss = own.loss_fn(own.model(x), y) / own.accumulate
-            own.amp.backward(loss)
+        for number, (x, y) in enumerate(batches, 1):
+            apart = number < own.accumulate and hasattr(own.forward, "no_sync")
+            with cast(Any, own.forward).no_sync() if apart else nullcontext():
+                with own.amp.autocast():
+                    loss = own.loss_fn(own.forward(x), y) / own.accumulate
+                own.amp.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
@@ -58,6 +63,10 @@ class Trainer:
     one step. `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder)
     and `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
     progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
+
+    Over ranks: `wrap` (DistributedDataParallel, say) is called with the prepared model, and each rank brings
+    a loader of its own share. Rank 0 writes and cleans the folder. SIGTERM during `fit` with a folder ends
+    the step under way, saves and exits with status 0. `on_nonfinite` is `hs.prepare`'s.
 
     With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
     told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
@@ -90,10 +99,13 @@ class Trainer:
         read_every: int = 50,
         progress: bool | None = None,
         trace: bool = False,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        on_nonfinite: str | None = None,
     ) -> None:
         counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
         _check_options({**counts, "keep": keep}, checkpoints)
         _check_callables(loss_fn, metrics, callbacks, loggers)
+        saving.check_parallel(model, wrap is not None)
         if device is not None:
             model.to(device)
         self.names = _checkpoint.parameter_names(model, optimizer)
@@ -106,13 +118,15 @@ class Trainer:
             plan=plan,
             loss_scale=loss_scale,
             kernels=kernels,
+            on_nonfinite=on_nonfinite,
         )
+        self.forward = model if wrap is None else wrap(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate
         self.metrics = dict(metrics or {})
         self.loggers = tuple(loggers)
         show = sys.stderr.isatty() if progress is None else progress
-        self.callbacks = (*callbacks, *([ProgressBar()] if show else []))
+        self.callbacks = (*callbacks, *([ProgressBar()] if show and saving.rank() == 0 else []))
         self.folder = None if checkpoints is None else _checkpoint.CheckpointFolder(checkpoints, keep)
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
         self.step = self.epoch = 0
@@ -122,6 +136,11 @@ class Trainer:
         self._replayable = Replayable(self.amp, others=others) if trace else None
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
+        self._terminated, self._stop = Terminated(), ""
+
+    def stop(self, reason: str = "stopped by a callback") -> None:
+        """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks."""
+        self._stop = reason
 
     @property
     def device(self) -> torch.device:
@@ -148,15 +167,24 @@ class Trainer:
         """
         last = self._last_step(loader, steps, epochs)
         self._position = Position(loader, self._end_epoch)
-        self.history = History()
+        self.history, self._stop = History(), ""
         if resume:
             self._resume()
+        elif self.folder is not None:
+            saving.on_rank_0(self.folder.claim)
+        with self._terminated.watched(self.folder is not None):
+            self._fit(last)
+        if self._terminated.arrived:
+            sys.exit(0)
+        return self.history
+
+    def _fit(self, last: int) -> None:
         started = time.perf_counter()
         self._tell("on_fit_start", last)
         try:
             self.model.train()
-            batches = iter(self._position)
-            while self.step < last:
+            batches = iter(cast(Position, self._position))
+            while self.step < last and not self._stopped():
                 self._train_step(batches)
                 if len(self._pending) >= self.read_every:
                     self._read()
@@ -172,7 +200,20 @@ class Trainer:
         finally:
             self.history.seconds = time.perf_counter() - started
             self._tell("on_fit_end")
-        return self.history
+
+    def _stopped(self) -> bool:
+        """Whether some rank was told to stop; saves first where SIGTERM told it."""
+        if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
+            return False  # asking makes an accelerator wait
+        told = saving.agreed(2 if self._terminated.arrived else 1 if self._stop else 0)
+        if not told:
+            return False
+        terminated = told == 2
+        self._terminated.arrived = terminated
+        if terminated and self.folder is not None and not self.folder.has(self.step):
+            self.save()
+        self.history.stopped = "SIGTERM" if terminated else self._stop or "another rank stopped"
+        return True
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once."""
@@ -203,7 +244,7 @@ class Trainer:
         """Write a checkpoint of this moment into the folder; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
-        return self.folder.save(self.step, self.state_dict())
+        return saving.save(self.folder, self.step, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
@@ -252,7 +293,7 @@ class Trainer:
     def _resume(self) -> None:
         if self.folder is None:
             raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
-        state = self.folder.load_latest()
+        state = saving.load_latest(self.folder)
         if state is not None:
             self.load_state_dict(state)
 

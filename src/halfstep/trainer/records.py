@@ -39,6 +39,8 @@ class History:
     steps: list[StepLog] = field(default_factory=list)
     seconds: float = 0.0
     diverged_at: int | None = None
+    stopped: str = ""
+    """Why `fit` ended before its last step; empty where it did not."""
 
     @property
     def losses(self) -> list[float]:

@@ -1,0 +1,97 @@
+"""Checkpoints of a Trainer over ranks: rank 0 writes and cleans, each rank's own part travels with it.
+
+A rank's own part is its random generators and its place in its loader; all else is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfstep.checkpoint import CheckpointFolder
+from halfstep.distributed import gather, global_max, is_sharded, world_size
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError
+
+OWN = ("random", "position")
+
+
+def rank() -> int:
+    """This process's rank, 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def check_parallel(model: nn.Module, wrapped: bool) -> None:
+    """Raise ConfigError where several ranks would each train a model of their own."""
+    started = int(os.environ.get("WORLD_SIZE", "1") or 1) if "LOCAL_RANK" in os.environ else 1
+    if world_size() == 1 and started > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"torchrun started {started} ranks and torch.distributed is not initialised, so that each would "
+            "train alone: call torch.distributed.init_process_group() first"
+        )
+    inside = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
+    if world_size() > 1 and not (wrapped or inside or is_sharded(model)):
+        raise ConfigError(
+            f"{world_size()} ranks would each train a model of their own: pass "
+            "wrap=torch.nn.parallel.DistributedDataParallel, or shard the model first"
+        )
+    if is_sharded(model):
+        raise ConfigError("the Trainer saves whole models: for a sharded one use hs.prepare and Session.save")
+
+
+def everyones(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with every rank's own part in it; every rank must call this."""
+    if world_size() == 1:
+        return dict(state)
+    return {**state, "ranks": gather({name: state[name] for name in OWN})}
+
+
+def mine_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's view of a state; CheckpointError where it was saved by another number of ranks."""
+    saved = state.get("ranks")
+    if (1 if saved is None else len(saved)) != world_size():
+        raise CheckpointError(
+            f"the checkpoint was written by {1 if saved is None else len(saved)} ranks, here are "
+            f"{world_size()}: a Trainer resumes with as many; hs.prepare's Session.load takes any number"
+        )
+    return dict(state) if saved is None else {**state, **saved[rank()]}
+
+
+def on_rank_0(work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0, on all ranks; an error there is raised on all of them."""
+    if world_size() == 1:
+        return work()
+    told: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            told[0] = work()
+        except HalfstepError as error:
+            told[1] = error
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def save(folder: CheckpointFolder, step: int, state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of `step`; every rank must call this."""
+    whole = everyones(state)
+    return on_rank_0(lambda: folder.save(step, whole))
+
+
+def load_latest(folder: CheckpointFolder) -> dict[str, Any] | None:
+    """The newest good checkpoint as rank 0 finds it, read by all; None where there is none."""
+    newest: Path | None = on_rank_0(lambda: folder.load_latest() and folder.paths()[-1])
+    if newest is None:
+        return None
+    return mine_of(folder.load_latest() or {})
+
+
+def agreed(number: int) -> int:
+    """The largest number that any rank says; every rank must ask."""
+    return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))
