@@ -28,6 +28,10 @@ class ScalerStateError(HalfstepError, RuntimeError):
     """GradScaler methods called in an order that would scale or unscale wrongly."""
 
 
+class NonFiniteError(HalfstepError, ArithmeticError):
+    """A step found inf or NaN, and stopping there was asked for."""
+
+
 class LossScaleCollapsed(HalfstepError, RuntimeError):
     """Too many steps in a row were skipped."""
 

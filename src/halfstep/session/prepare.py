@@ -32,6 +32,7 @@ from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, choose, read_plan, settings_of, tell
+from halfstep.session.nonfinite import skips_of
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.steppers import fit_states, parameters_of
 from halfstep.tuning.search import Tuning
@@ -250,6 +251,7 @@ def prepare(
     layout: str = "keep",
     loss_scale: LossScale | float | str | None = None,
     skip_nonfinite: bool | None = None,
+    on_nonfinite: str | None = None,
     max_skips: int = 50,
     step: Callable[..., Any] | None = None,
     batch: Sequence[Any] = (),
@@ -274,6 +276,9 @@ def prepare(
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise.
         skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
+        on_nonfinite: "raise" (NonFiniteError, with the weights of before; where a loss scale adjusts itself,
+            for losses that are not finite), "skip", "continue", or None: skip as `skip_nonfinite` says, and
+            warn once of a step that was taken, by step and parameter.
         max_skips: skips in a row that raise LossScaleCollapsed.
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
             TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
@@ -307,7 +312,7 @@ def prepare(
     check_ownership(models, optimizers)
     warn_of_low_weights(row, optimizers)
     scale = loss_scale_of(loss_scale, row, compute)
-    skips = not isinstance(scale, NoLossScale) if skip_nonfinite is None else skip_nonfinite
+    skips = skips_of(on_nonfinite, skip_nonfinite, not isinstance(scale, NoLossScale))
     table = same_on_all_ranks(table_of(kernels), device, compute)
     relayout = Relayout(models if layout == "channels_last" else ())
     try:
@@ -317,7 +322,18 @@ def prepare(
         raise
     counts = SkipCount(limit=max_skips)
     session = Session(
-        models, optimizers, row, chosen, scale, device, skips, counts, conversions, masters, table
+        models,
+        optimizers,
+        row,
+        chosen,
+        scale,
+        device,
+        skips,
+        counts,
+        conversions,
+        masters,
+        table,
+        on_nonfinite,
     )
     session.layout = relayout
     return session

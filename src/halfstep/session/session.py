@@ -36,10 +36,10 @@ from halfstep.session.gradient_state import Pending, changed, marks
 from halfstep.session.guards import (
     CHANGED,
     check_gradients,
-    epsilon_hint,
     kept_gradients,
     refuse_direct_steps,
 )
+from halfstep.session.nonfinite import NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.steppers import (
     Measured,
@@ -92,6 +92,7 @@ class Session:
         conversions: list[Conversion],
         masters: dict[int, MasterWeights],
         kernels: KernelTable,
+        on_nonfinite: str | None = None,
     ) -> None:
         self.models, self.optimizers = models, optimizers
         self.level, self.policy, self.device = level, policy, device
@@ -108,7 +109,10 @@ class Session:
         self._pending: dict[int, Pending] = {}
         self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
-        self._warned = self._warned_of_change = False
+        self._warned_of_change = False
+        self._nonfinite = NonFinite(
+            on_nonfinite, models, optimizers, not isinstance(loss_scale, NoLossScale | StaticLossScale)
+        )
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
@@ -175,6 +179,7 @@ class Session:
                 inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             self._open(indices)
+            self._nonfinite.backward(loss)
             self.loss_scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
             for index in indices:
@@ -283,6 +288,7 @@ class Session:
             self.found_inf = found
             stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
             self.found_inf = None
+        self._nonfinite.look(self.optimizers[index], found)
         if first:
             self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
         if zero_grad:
@@ -368,14 +374,7 @@ class Session:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
         if scheduler is not None and taken:
             scheduler.step()
-        if taken and not finite and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"step {step}: gradients hold inf or NaN and the step was taken, as plain PyTorch "
-                f"does; {epsilon_hint(self.optimizers)} (said once)",
-                HalfstepWarning,
-                stacklevel=4,
-            )
+        self._nonfinite.tell(step, taken, finite)
         if edited and finite and not self._warned_of_change:
             self._warned_of_change = True
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)

@@ -24,7 +24,7 @@ class Terminated:
 
     @contextmanager
     def watched(self, wanted: bool) -> Generator[None]:
-        """Within, the first SIGTERM is noted, where `wanted`, this is the main thread and nobody handles it."""
+        """Within, the first SIGTERM is noted, where `wanted` and nobody else handles it."""
         main = threading.current_thread() is threading.main_thread()
         if not (wanted and main) or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
@@ -65,7 +65,13 @@ class EarlyStopping(Callback):
     ) -> None:
         if patience < 1 or (every is not None and every < 1):
             raise ConfigError(f"patience={patience}, every={every}: expected 1 or more")
-        self.loader, self.metric, self.patience, self.least, self.every = loader, metric, patience, least, every
+        self.loader, self.metric, self.patience, self.least, self.every = (
+            loader,
+            metric,
+            patience,
+            least,
+            every,
+        )
         higher = metric != "loss" if higher_is_better is None else higher_is_better
         self._sign = 1.0 if higher else -1.0
         self.best: float | None = None
