@@ -300,6 +300,7 @@ def prepare(
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
+        options |= {"on_nonfinite": on_nonfinite}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found

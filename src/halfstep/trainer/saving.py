@@ -15,15 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from halfstep.checkpoint import CheckpointFolder
-from halfstep.distributed import gather, global_max, is_sharded, world_size
+from halfstep.distributed import gather, global_max, is_sharded, rank, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 
 OWN = ("random", "position")
-
-
-def rank() -> int:
-    """This process's rank, 0 without a process group."""
-    return dist.get_rank() if world_size() > 1 else 0
 
 
 def check_parallel(model: nn.Module, wrapped: bool) -> None:
