@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from halfstep.autocast import kernel_runners
+from halfstep.autocast.dynamo import not_compiled
 from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.autocast.saved_low import SavedLow
 from halfstep.errors import BannedOpError
@@ -343,10 +344,12 @@ class _UseFrozen(torch.autograd.Function):
     fp32."""
 
     @staticmethod
+    @not_compiled
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         return copy.view_as(copy)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad_outputs[0].to(_F32), None
 

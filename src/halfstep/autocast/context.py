@@ -14,9 +14,16 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
+from halfstep import devices
 from halfstep.autocast import kernel_probes, regions, state
+from halfstep.autocast.dynamo import (
+    constant_when_traced,
+    not_compiled,
+    put_back_when_broken,
+    traced_from_outside,
+)
 from halfstep.autocast.kernel_choice import Kernels, KernelTable, install_measured, table_of
-from halfstep.autocast.state import Switch
+from halfstep.autocast.state import Setting, Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
 
@@ -24,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@constant_when_traced
 def _switch(
     device_type: str | None,
     dtype: str | torch.dtype | None,
@@ -31,12 +39,9 @@ def _switch(
     policy: str | Policy | None,
     kernels: Kernels,
 ) -> Switch:
-    return regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
-
-
-# Dynamo calls it once and puts the answer into the graph (what torch.compiler.assume_constant_result does,
-# without importing Dynamo).
-_switch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    switch = regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
+    put_back_when_broken((switch[0], *regions.CARRIERS))
+    return switch
 
 
 install_measured(kernel_probes.measured_table())
@@ -48,6 +53,17 @@ def _kernels_around() -> KernelTable:
         if setting.kernels is not None:
             return setting.kernels
     return table_of()
+
+
+def _setting(
+    device_type: str | None,
+    dtype: str | torch.dtype | None,
+    enabled: bool,
+    policy: str | Policy | None,
+    kernels: Kernels,
+) -> Setting:
+    table = _kernels_around() if kernels is None else table_of(kernels)
+    return regions.resolve(device_type, dtype, enabled, policy, table)
 
 
 class autocast:
@@ -86,23 +102,26 @@ class autocast:
     ) -> None:
         self._arguments = (device_type, dtype, enabled, policy, kernels)
         self._states: dict[int, list[tuple[Any, ...]]] = {}
-        if torch.compiler.is_compiling():
-            self._traced = _switch(device_type, dtype, enabled, policy, kernels)
-        else:
-            table = _kernels_around() if kernels is None else table_of(kernels)
-            self._setting = regions.resolve(device_type, dtype, enabled, policy, table)
+        self._traced: list[tuple[str, tuple[Any, ...]]] = []
+        self._setting: Setting | None = None
+        if not torch.compiler.is_compiling():
+            self._setting = _setting(*self._arguments)
 
+    @not_compiled
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            self._states[0] = [*self._states.get(0, []), state.turn(self._traced)]
+            switch = _switch(*self._arguments)
+            self._traced = [*self._traced, (switch[0], state.turn(switch))]
         else:
-            self._states.setdefault(threading.get_ident(), []).append(regions.enter(self._setting))
+            setting = self._setting or _setting(*self._arguments)
+            self._states.setdefault(threading.get_ident(), []).append(regions.enter(setting))
         return self
 
+    @not_compiled
     def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
-            state.turn_back(self._traced[0], self._states[0][-1])
-            self._states[0] = self._states[0][:-1]
+            state.turn_back(*self._traced[-1])
+            self._traced = self._traced[:-1]
         else:
             regions.leave(self._states[threading.get_ident()].pop())
 
@@ -123,6 +142,8 @@ class autocast:
 
         return wrapper
 
+
+traced_from_outside(autocast)
 
 # --- functions that stop and go on -------------------------------------------------------------------------
 
@@ -209,7 +230,16 @@ def disabled(device_type: str | None = None) -> autocast:
 def active_policy(device_type: str | None = None) -> Policy | None:
     """The policy of the innermost region of this thread (on `device_type`), None outside or where it is
     off."""
+    if torch.compiler.is_compiling():
+        return traced_policy(device_type)
     for setting in reversed(state.thread().entered):
         if device_type is None or setting.device_type == device_type:
             return setting.policy if setting.switch[1] else None
     return None
+
+
+@constant_when_traced
+def traced_policy(device_type: str | None) -> Policy | None:
+    """The policy of the region that the code Dynamo traces is in, which is in no thread's list."""
+    setting = regions.in_force(devices.resolve(device_type).type)
+    return None if setting is None else setting.policy

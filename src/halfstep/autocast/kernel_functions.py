@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.autocast.dynamo import not_compiled
 from halfstep.autocast.kernel_choice import Choice
 
 _C: Any = torch._C
@@ -66,6 +67,7 @@ class Product(torch.autograd.Function):
     """a @ b for two matrices or two equal batches of matrices of one 16-bit dtype."""
 
     @staticmethod
+    @not_compiled
     def forward(ctx: Any, a: Tensor, b: Tensor, choice: Choice) -> Tensor:
         """a: (..., n, k), b: (..., k, m); the result (..., n, m)."""
         ctx.save_for_backward(a, b)
@@ -73,6 +75,7 @@ class Product(torch.autograd.Function):
         return product(choice.forward, a, b, a.dtype)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """grad @ b^T and a^T @ grad, each as its direction says."""
         a, b = ctx.saved_tensors
@@ -97,6 +100,7 @@ class Linear(torch.autograd.Function):
     """x @ weight^T + bias; x: (..., k), weight: (m, k), bias: (m,), the result (..., m)."""
 
     @staticmethod
+    @not_compiled
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
         """All of one 16-bit dtype."""
         ctx.save_for_backward(x, weight)
@@ -104,6 +108,7 @@ class Linear(torch.autograd.Function):
         return linear(choice.forward, x, weight, bias)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """The sum for the bias is taken in fp32."""
         x, weight = ctx.saved_tensors
@@ -178,6 +183,7 @@ class Convolution(torch.autograd.Function):
     """A convolution of any number of dimensions, transposed or not; x: (batch, channels, ...)."""
 
     @staticmethod
+    @not_compiled
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, choice: Choice
     ) -> Tensor:
@@ -187,6 +193,7 @@ class Convolution(torch.autograd.Function):
         return convolve(choice.forward, x, weight, bias, geometry)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """One call where both directions are made alike, else two."""
         x, weight = ctx.saved_tensors
@@ -241,6 +248,7 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
+    @not_compiled
     def forward(
         ctx: Any,
         q: Tensor,
@@ -261,6 +269,7 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """All three gradients come of one kernel: the direction `input` says which."""
         q, k, v, out, sums, *mask = ctx.saved_tensors

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from halfstep.autocast import regions
 from halfstep.autocast.casts import _CASTABLE, _F32, _F64, Args, Kwargs, refusal, widest
 from halfstep.autocast.context import autocast
+from halfstep.autocast.dynamo import constant_when_traced
 from halfstep.errors import ConfigError
 from halfstep.policy import op_names
 from halfstep.policy.ops import OpRow, Rule
@@ -51,12 +52,10 @@ def _call_own(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return fn(*args, **kwargs)
 
 
+@constant_when_traced
 def _rule(name: str, device_type: str) -> tuple[OpRow | None, torch.dtype]:
     setting = regions.in_force(device_type)
     return (None, torch.float32) if setting is None else (setting.policy.rows().get(name), setting.dtype)
-
-
-_rule._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:

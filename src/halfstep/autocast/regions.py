@@ -23,8 +23,20 @@ import torch
 from halfstep import devices
 from halfstep.autocast import casts
 from halfstep.autocast.casts import Runner, Site
+from halfstep.autocast.dynamo import not_compiled
 from halfstep.autocast.kernel_choice import KernelTable
-from halfstep.autocast.state import _TLS, Code, Setting, Thread, _History, _local, _threads, turn, turn_back
+from halfstep.autocast.state import (
+    Code,
+    Setting,
+    Thread,
+    _History,
+    _local,
+    _shown,
+    _threads,
+    caller,
+    turn,
+    turn_back,
+)
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
@@ -34,7 +46,7 @@ from halfstep.policy.policy import Policy
 _C: Any = torch._C
 # Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
 # them.
-_CARRIERS = ("maia", "ipu")
+CARRIERS = ("maia", "ipu")
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -77,7 +89,7 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
         raise UnsupportedError(
             f"autocast cannot compute in {dtype_name(dtype)}: expected bf16, fp16, or fp32 to cast nothing"
         )
-    if device_type in _CARRIERS or not _C._is_autocast_available(device_type):
+    if device_type in CARRIERS or not _C._is_autocast_available(device_type):
         raise UnsupportedError(
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
@@ -215,13 +227,17 @@ def release() -> None:
 def _kernel(site: Site) -> Callable[..., Any]:
     """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
     op, device_type = site.op.name(), site.device_type
-    local, task, torch_dtype = _local, _C._current_graph_task_id, torch.get_autocast_dtype
+    local, task = _local, _C._current_graph_task_id
+    deeper, back = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
+    @not_compiled
     def kernel(keyset: Any, *given: Any, **kwargs: Any) -> Any:
         args: casts.Args = given
         here = local.thread
         setting = here.active.get(device_type)
-        if setting is None or task() != -1 or torch_dtype(device_type) is not setting.dtype:
+        depth = deeper()
+        back()
+        if setting is None or depth != here.depth or task() != -1:
             setting = _elsewhere(device_type)
             if setting is _STRAIGHT:
                 return site.below(args, kwargs)
@@ -243,35 +259,33 @@ def _elsewhere(device_type: str) -> Setting | None:
     """The setting in force where the thread-local alone does not tell; None for a region of torch's own."""
     if _C._current_graph_task_id() != -1:
         return _in_backward(device_type)
-    if device_type in _local.thread.active or torch.is_autocast_cache_enabled():
-        return None
-    return _from_code(device_type)
+    setting = _local.thread.active.get(device_type)
+    if setting is not None and _is_switched_to(setting):
+        return setting
+    return None if torch.is_autocast_cache_enabled() else _from_code(device_type)
 
 
 def in_force(device_type: str) -> Setting | None:
     """The setting that ops on `device_type` run under now; None where autocast is off or torch's own."""
     if not torch.is_autocast_enabled(device_type):
         return None
-    setting = _local.thread.active.get(device_type)
-    if setting is not None and _C._current_graph_task_id() == -1:
-        return setting if torch.get_autocast_dtype(device_type) is setting.dtype else None
     setting = _elsewhere(device_type)
     return None if setting is _STRAIGHT else setting
 
 
 def _in_backward(device_type: str) -> Setting | None:
-    caller = _C._get_obj_in_tls(_TLS) if _C._is_key_in_tls(_TLS) else _local.thread
-    inside = caller.active.get(device_type)
+    who = caller()
+    inside = who.active.get(device_type)
     if inside is not None:
-        depth, task = caller.entry[device_type] or (0, -1)
+        depth, task = who.entry[device_type] or (0, -1)
         if task == _C._current_graph_task_id():
             return inside
-        if _nesting() == (depth if caller.ident == threading.get_ident() else 0):
+        if _nesting() == (depth if who.ident == threading.get_ident() else 0):
             # Not forward run again, which would be inside one more region, of checkpoint's making.
             return inside if isinstance(_C._current_autograd_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
         return None
-    return _made_under(_first_node(), device_type, caller)
+    return _made_under(_first_node(), device_type, who)
 
 
 def _nesting() -> int:
@@ -335,11 +349,19 @@ def _code_for(policy: Policy, kernels: KernelTable) -> Code:
 
 
 def _from_code(device_type: str) -> Setting | None:
-    if not torch.is_autocast_enabled(_CARRIERS[0]):
+    if not torch.is_autocast_enabled(CARRIERS[0]):
         return None
-    code = (torch.get_autocast_dtype(_CARRIERS[0]), torch.get_autocast_dtype(_CARRIERS[1]))
+    code = (torch.get_autocast_dtype(CARRIERS[0]), torch.get_autocast_dtype(CARRIERS[1]))
     found = _policies.get(code)
-    return None if found is None else ready(setting_for(device_type, *found))
+    if found is None or found[0].compute_dtype is not torch.get_autocast_dtype(device_type):
+        return None
+    return ready(setting_for(device_type, *found))
+
+
+def _is_switched_to(setting: Setting) -> bool:
+    """Whether torch's state says so too: compiled code may be in a region of its own."""
+    now = (torch.get_autocast_dtype(CARRIERS[0]), torch.get_autocast_dtype(CARRIERS[1]))
+    return now == setting.code and torch.get_autocast_dtype(setting.device_type) is setting.dtype
 
 
 # --- entering and leaving ----------------------------------------------------------------------------------
@@ -350,11 +372,12 @@ def enter(setting: Setting) -> tuple[Any, ...]:
     here, device_type = _local.thread, setting.switch[0]
     if setting not in _ready:
         ready(setting)
-    if not here.shown:
+    if _shown.get(None) is not here:
         here.show()
-    before, entry = here.active.get(device_type), here.entry.get(device_type)
+    before, entry = here.active.get(device_type), (here.entry.get(device_type), here.depth)
     saved = turn(setting.switch)
     here.entered.append(setting)
+    here.depth = saved[-1] + 1
     here.entry[device_type] = (saved[-1], _C._current_graph_task_id())
     _put(here, device_type, setting if setting.runs else None)
     return before, entry, saved, setting
@@ -365,7 +388,7 @@ def leave(state: tuple[Any, ...]) -> None:
     before, entry, saved, setting = state
     here, device_type = _local.thread, setting.switch[0]
     here.entered.remove(setting)
-    here.entry[device_type] = entry
+    here.entry[device_type], here.depth = entry
     _put(here, device_type, before)
     turn_back(device_type, saved)
 

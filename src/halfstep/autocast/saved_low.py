@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from halfstep.autocast.dynamo import not_compiled
+
 _C: Any = torch._C
 _autograd: Any = _C._autograd
 _F32 = torch.float32
@@ -45,6 +47,7 @@ class SavedLow:
             self._low[wide.untyped_storage().data_ptr()] = low
         return wide
 
+    @not_compiled
     def _pack(self, t: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
         low = None
         if t.dtype is _F32 and _has_memory(t):
@@ -59,6 +62,7 @@ class SavedLow:
             return keep, low if low is None else keep, version
         return self._outer[0](keep), None, version
 
+    @not_compiled
     def _unpack(self, packed: tuple[Any, torch.Tensor | None, int]) -> torch.Tensor:
         kept, watched, version = packed
         if watched is not None and watched._version != version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextvars
 import itertools
 import threading
 import weakref
@@ -24,7 +25,6 @@ Code = tuple[torch.dtype, torch.dtype]
 # What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
 Switch = tuple[str, bool, torch.dtype, Code | None]
 _next_number: Callable[[], int] = _C._autograd._get_sequence_nr
-_TLS = "halfstep.autocast.regions"
 _HISTORY = 16384
 _clock = itertools.count(1).__next__
 
@@ -44,10 +44,12 @@ class Setting:
     kernels: KernelTable | None = None
     device_type: str = field(init=False)
     dtype: torch.dtype = field(init=False)
+    code: Code = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_type", self.switch[0])
         object.__setattr__(self, "dtype", self.switch[2])
+        object.__setattr__(self, "code", self.switch[3] or (self.dtype, self.dtype))
 
 
 class _History:
@@ -84,14 +86,22 @@ class Thread:
         self.entry: dict[str, tuple[int, int] | None] = {}
         self.histories: dict[str, _History] = {}
         self.frozen: casts.Frozen = {}
+        # One more than torch's nesting depth when the innermost region began: deeper ones are not of here.
+        self.depth = 1
         self.shown = False
+        self.caller: Thread | None = None
 
     def show(self) -> None:
-        """Put it where torch hands it on to the threads that run a backward started here."""
-        if not self.shown and _C._current_graph_task_id() == -1:
-            _C._stash_obj_in_tls(_TLS, self)
-            self.shown = True
-            _recent.append(self)
+        """Put it where torch hands it on to the threads that run a backward started here.
+
+        That is the context of variables, which torch copies for each backward. (An object of ours in torch's
+        own thread-local store would be destroyed by a thread that ends while the interpreter does: SIGABRT.)
+        """
+        if _C._current_graph_task_id() == -1:
+            _shown.set(self)
+            if not self.shown:
+                self.shown = True
+                _recent.append(self)
 
 
 class _Local(threading.local):
@@ -104,11 +114,23 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 # A graph may outlive the thread that made it.
 _recent: deque[Thread] = deque(maxlen=64)
 _local = _Local()
+_shown: contextvars.ContextVar[Thread] = contextvars.ContextVar("halfstep.autocast.regions")
 
 
 def thread() -> Thread:
     """The regions of the calling thread."""
     return _local.thread
+
+
+def caller() -> Thread:
+    """The regions of the thread that called the backward that runs, on this thread or on another."""
+    here = _local.thread
+    if here.shown:
+        return here
+    if _C._is_key_in_tls("context"):
+        # A backward inside that of a Python Function has a context of autograd's thread, which lacks it.
+        here.caller = _C._get_obj_in_tls("context").get(_shown, here.caller)
+    return here.caller or here
 
 
 def turn(switch: Switch) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast.context import active_policy
+from halfstep.autocast.context import active_policy, traced_policy
 from halfstep.autocast.context import autocast as _native
 from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.autocast.dynamo import constant_when_traced
 from halfstep.autocast.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
@@ -33,26 +34,42 @@ __all__ = ["GradScaler", "Installation", "autocast", "custom_bwd", "custom_fwd",
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, HalfstepWarning, stacklevel=4)
+    warnings.warn(message, HalfstepWarning, stacklevel=5)
 
 
-def _device_and_dtype(
-    device: str | None, dtype: torch.dtype | None, enabled: bool
-) -> tuple[str, torch.dtype]:
-    """Torch's defaults: fp16 for CUDA and for the bare old form, else the device's own.
+def _choice(
+    device: str | None,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    here: Callable[[str], Policy | None] = active_policy,
+) -> tuple[str, torch.dtype, str | Policy | None]:
+    """Device, dtype and policy of a region as torch's arguments mean them; None for the bare old form.
 
-    Where torch would quietly compute in fp32 because CUDA is absent, the CPU does the work in that dtype.
+    Torch's defaults: fp16 for CUDA and for the bare old form, else the device's own. Where torch would
+    quietly compute in fp32 because CUDA is absent, the CPU (or this machine's accelerator) does the work in
+    that dtype by the CUDA list.
     """
-    wanted = "cuda" if device is None else device
-    if wanted != "cuda" or torch.cuda.is_available():
-        return wanted, dtype or torch.get_autocast_dtype(wanted)
-    there = resolve(None).type
-    if enabled and there == "cpu":
-        _warn_once(
-            "autocast for CUDA, but CUDA is not available: the CPU runs it in the same dtype (torch would "
-            "quietly compute in fp32). Write autocast('cpu') to choose this, or enabled=False."
-        )
-    return there, dtype or torch.get_autocast_dtype("cuda")
+    kind, absent = "cuda" if device is None else device, False
+    low = dtype or torch.get_autocast_dtype(kind)
+    if kind == "cuda" and not torch.cuda.is_available():
+        kind, absent = resolve(None).type, True
+        if enabled and kind == "cpu":
+            _warn_once(
+                "autocast for CUDA, but CUDA is not available: the CPU runs it in the same dtype, by CUDA's "
+                "op list (torch would quietly compute in fp32). Write autocast('cpu') to choose this, or "
+                "enabled=False."
+            )
+    if not enabled:
+        return kind, low, None
+    return kind, low, here(kind) or ("torch-cuda" if absent else _policy(kind, low))
+
+
+@constant_when_traced
+def _traced_choice(
+    device: str | None, dtype: torch.dtype | None, enabled: bool
+) -> tuple[str, torch.dtype, str | None]:
+    kind, low, policy = _choice(device, dtype, enabled, traced_policy)
+    return kind, low, None if policy is None else str(policy)
 
 
 def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
@@ -79,8 +96,8 @@ class autocast(_native):
     """torch.amp.autocast(device_type, dtype, enabled, cache_enabled), and the old forms without device.
 
     `autocast()` and `autocast(True, torch.float16)` are torch.cuda.amp's: on CUDA in fp16; without CUDA on
-    this machine's accelerator or CPU, with one warning. Inside a region of halfstep's its policy stays in
-    force, otherwise ops run by the table `torch`. `cache_enabled` is accepted; there is no weight cache.
+    this machine's accelerator or CPU by CUDA's op list (the table `torch-cuda`), with one warning. Inside a
+    region of halfstep's its policy stays in force, otherwise ops run by the table `torch`. `cache_enabled` is accepted; there is no weight cache.
     Raises ConfigError and UnsupportedError as `halfstep.autocast` does.
     """
 
@@ -93,8 +110,8 @@ class autocast(_native):
     ) -> None:
         if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
             device_type, enabled = None, device_type
-        kind, low = _device_and_dtype(device_type, dtype, enabled)
-        policy = (active_policy(kind) or _policy(kind, low)) if enabled else None
+        choose = _traced_choice if torch.compiler.is_compiling() else _choice
+        kind, low, policy = choose(device_type, dtype, enabled)
         super().__init__(kind, low, enabled, policy)
 
 

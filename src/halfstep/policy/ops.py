@@ -89,12 +89,14 @@ def _nothing_lifted(table: Mapping[str, OpRow]) -> Mapping[str, OpRow]:
 
 
 _HALFSTEP = _build(op_tables.HALFSTEP)
+_TORCH_CUDA = _build(op_tables.TORCH_CUDA)
 
 TABLES: Mapping[str, Mapping[str, OpRow]] = MappingProxyType(
     {
         "halfstep": _HALFSTEP,
         "low": _nothing_lifted(_HALFSTEP),
-        "torch": _build(op_tables.TORCH_CUDA),
+        "torch": _TORCH_CUDA,
+        "torch-cuda": _TORCH_CUDA,
         "apex": _build(op_tables.APEX),
         "mindspore": _build(op_tables.MINDSPORE),
         "mlu": _build(op_tables.MLU),
@@ -124,7 +126,8 @@ def _mirror(device_type: str) -> Mapping[str, OpRow]:
 def rows(table: str, device_type: str | None = None) -> Mapping[str, OpRow]:
     """Return the rows of `table` as they hold on `device_type`, by op name.
 
-    Only the table "torch" differs by device: it mirrors torch's CPU list on "cpu", its CUDA list elsewhere.
+    Only the table "torch" differs by device: it mirrors torch's CPU list on "cpu", its CUDA list elsewhere;
+    "torch-cuda" is the CUDA list on every device.
     Raises ConfigError for an unknown table.
     """
     if not isinstance(table, str) or table not in TABLES:

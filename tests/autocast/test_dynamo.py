@@ -1,0 +1,340 @@
+"""Regions in compiled code: the dtypes of eager code, whatever breaks, whoever made the region."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.compat import torch_amp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace.*"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+OUTSIDE, OUTSIDE_FP16 = hs.autocast("cpu", BF16), hs.autocast("cpu", FP16)
+EDITED = hs.Policy().with_rules(full=["mm", "matmul"])
+LSTM, GRU, LINEAR = nn.LSTM(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
+
+
+def inside(x):
+    with hs.autocast("cpu", BF16):
+        y = x @ W
+        return y, y.exp(), y.sum()
+
+
+def item(x):
+    with hs.autocast("cpu", BF16):
+        y = x @ W
+        factor = y.float().abs().max().item()
+        return y, (y * factor) @ W, y.exp()
+
+
+def branch(x):
+    with hs.autocast("cpu", BF16):
+        y = x @ W
+        z = y @ W if y.sum() > 0 else (-y) @ W
+        return y, z, z.exp()
+
+
+def lstm(x):
+    with hs.autocast("cpu", BF16):
+        y, _ = LSTM(x)
+        return y, y @ W, y.exp()
+
+
+def gru(x):
+    with hs.autocast("cpu", BF16):
+        y, _ = GRU(x)
+        return y, y @ W, y.exp()
+
+
+def prints(x):
+    with hs.autocast("cpu", BF16):
+        y = x @ W
+        print(end="")
+        return y, y.float() @ W, y.exp()
+
+
+def backward(x):
+    w = W.detach().clone().requires_grad_()
+    with hs.autocast("cpu", BF16):
+        y = x @ w
+        loss = y.exp().sum()
+        loss.backward()
+        return y, loss, w.grad, x @ w
+
+
+def outside(x):
+    with OUTSIDE:
+        y = x @ W
+        return y, y.exp()
+
+
+def outside_broken(x):
+    with OUTSIDE:
+        y = x @ W
+        torch._dynamo.graph_break()
+        return y, y.float() @ W, y.exp()
+
+
+def closed_over():
+    region = hs.autocast("cpu", BF16)
+
+    def function(x):
+        with region:
+            return x @ W, (x @ W).exp()
+
+    return function
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.region, self.linear = hs.autocast("cpu", BF16), LINEAR
+
+    def forward(self, x):
+        with self.region:
+            return self.linear(x), self.linear(x).exp()
+
+
+@hs.autocast("cpu", BF16)
+def decorated(x):
+    return x @ W, (x @ W).exp()
+
+
+@hs.autocast("cpu", BF16)
+def decorated_broken(x):
+    y = x @ W
+    torch._dynamo.graph_break()
+    return y, y.float() @ W, y.exp()
+
+
+def compat(x):
+    with torch_amp.autocast("cpu", BF16):
+        y = x @ W
+        return y, y.exp(), y.softmax(-1)
+
+
+def compat_broken(x):
+    with torch_amp.autocast("cpu", BF16):
+        y = x @ W
+        torch._dynamo.graph_break()
+        return y, y.float() @ W, y.exp()
+
+
+def nested(x):
+    with hs.autocast("cpu", BF16):
+        a = x @ W
+        with hs.autocast("cpu", enabled=False):
+            b = x @ W
+            with hs.autocast("cpu", FP16):
+                c = x @ W
+        d = x @ W
+    return a, b, c, d, x @ W
+
+
+def nested_broken(x):
+    with hs.autocast("cpu", BF16):
+        a = x @ W
+        with hs.autocast("cpu", enabled=False):
+            torch._dynamo.graph_break()
+            b = x @ W
+            with hs.autocast("cpu", FP16):
+                c = x @ W
+                torch._dynamo.graph_break()
+                d = x @ W
+        e = x @ W
+    return a, b, c, d, e, x @ W
+
+
+def compat_in_native(x):
+    with hs.autocast("cpu", BF16, policy=EDITED), torch_amp.autocast("cpu", BF16):
+        return x @ W, nn.functional.linear(x, W)
+
+
+def broken_between(x):
+    with hs.autocast("cpu", BF16):
+        a = x @ W
+    torch._dynamo.graph_break()
+    b = x @ W
+    with hs.autocast("cpu", BF16):
+        c = x @ W
+    return a, b, c
+
+
+def entered_again(x):
+    region = hs.autocast("cpu", BF16)
+    with region:
+        a = x @ W
+        with region:
+            b = x @ W
+        c = x @ W
+    with region:
+        d = x @ W
+    return a, b, c, d, x @ W
+
+
+def outside_entered_again(x):
+    with OUTSIDE:
+        a = x @ W
+        with OUTSIDE_FP16, OUTSIDE:
+            b = x @ W
+        c = x @ W
+    with OUTSIDE_FP16:
+        d = x @ W
+    return a, b, c, d, x @ W
+
+
+def fp16(x):
+    with hs.autocast("cpu", FP16):
+        y = x @ W
+        return y, y.exp(), LINEAR(x)
+
+
+def fp16_broken(x):
+    with hs.autocast("cpu", FP16):
+        y = x @ W
+        torch._dynamo.graph_break()
+        return y, y.float() @ W, LINEAR(x), y.exp()
+
+
+def checkpointed(x):
+    with hs.autocast("cpu", BF16):
+        y = checkpoint(lambda a: (a @ W).relu() @ W, x, use_reentrant=False)
+    return y, y.exp()
+
+
+def asks(x):
+    with hs.autocast("cpu", BF16):
+        known = hs.active_policy("cpu") is not None
+    return (x * known, x * (hs.active_policy("cpu") is None))
+
+
+WHOLE = {
+    f.__name__: f
+    for f in (
+        *(inside, outside, decorated, compat, nested, compat_in_native, entered_again),
+        *(outside_entered_again, fp16, checkpointed, asks),
+    )
+} | {"closed_over": closed_over(), "attribute": Holder()}
+BROKEN = {
+    f.__name__: f
+    for f in (
+        *(item, branch, lstm, gru, prints, backward, outside_broken, decorated_broken, compat_broken),
+        *(nested_broken, broken_between, fp16_broken),
+    )
+}
+BACKENDS = [
+    "eager",
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.exhaustive,
+            pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def same(function, backend, fullgraph):
+    compiled = torch.compile(function, backend=backend, fullgraph=fullgraph)
+    for _ in range(2):
+        got, expected = compiled(X), function(X)
+        assert [t.dtype for t in got] == [t.dtype for t in expected]
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("maia")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["default", "fullgraph"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_region_in_one_graph(name, fullgraph, backend):
+    same(WHOLE[name], backend, fullgraph)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_region_whose_body_breaks_the_graph(name, backend):
+    same(BROKEN[name], backend, fullgraph=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["inside", "nested", "item", "outside_broken"])
+def test_a_region_around_compiled_code(name, backend):
+    function = {**WHOLE, **BROKEN}[name]
+    compiled = torch.compile(function, backend=backend)
+    for region in (OUTSIDE_FP16, hs.autocast("cpu", enabled=False), OUTSIDE):
+        with region:
+            assert [t.dtype for t in compiled(X)] == [t.dtype for t in function(X)]
+
+
+FIRST = """
+import torch
+from halfstep.compat import torch_amp
+x, w = torch.ones(4, 8), torch.ones(8, 8)
+def function(x):
+    with torch_amp.autocast({arguments}):
+        return x @ w, (x @ w).exp()
+compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+print([t.dtype for t in compiled(x)] == [t.dtype for t in function(x)] != [x.dtype] * 2)
+"""
+
+
+@pytest.mark.parametrize("arguments", ["'cpu', torch.bfloat16", ""])
+def test_the_first_region_of_a_process_is_met_by_the_compiler(arguments):
+    code = textwrap.dedent(FIRST.format(arguments=arguments))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+def test_fp16_arithmetic_of_ours_is_never_compiled():
+    """A loop over many shapes compiled our frames once for each, up to Dynamo's limit of recompilations."""
+    compiled_frames = []
+
+    def backend(graph, _):
+        compiled_frames.append(graph)
+        return graph
+
+    linear = nn.Linear(1024, 1024)
+
+    def step(x):
+        with hs.autocast("cpu", FP16):
+            return linear(x)
+
+    def train(x):
+        with hs.autocast("cpu", FP16):
+            y = torch.compile(step, backend=backend, dynamic=False)(x)
+            torch._dynamo.graph_break()
+            linear(x.relu()).float().square().mean().backward()
+        return y
+
+    compiled = torch.compile(train, backend=backend, dynamic=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "recompile_limit", 3)
+        patch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+        for rows in (1024, 1025, 1026):
+            assert compiled(torch.randn(rows, 1024)).dtype == FP16
+    assert len(compiled_frames) == 3  # `step`, once a shape
