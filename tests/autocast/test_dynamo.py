@@ -332,9 +332,7 @@ def test_fp16_arithmetic_of_ours_is_never_compiled():
         return y
 
     compiled = torch.compile(train, backend=backend, dynamic=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._dynamo.config, "recompile_limit", 3)
-        patch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for rows in (1024, 1025, 1026):
             assert compiled(torch.randn(rows, 1024)).dtype == FP16
     assert len(compiled_frames) == 3  # `step`, once a shape
