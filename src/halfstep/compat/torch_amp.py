@@ -98,7 +98,8 @@ class autocast(_native):
     `autocast()` and `autocast(True, torch.float16)` are torch.cuda.amp's: on CUDA in fp16; without CUDA on
     this machine's accelerator or CPU by CUDA's op list (the table `torch-cuda`), with one warning. Inside a
     region of halfstep's its policy stays in force, otherwise ops run by the table `torch`.
-    `cache_enabled` is accepted; there is no weight cache. Raises ConfigError and UnsupportedError as `halfstep.autocast` does.
+    `cache_enabled` is accepted; there is no weight cache. Raises ConfigError and
+    UnsupportedError as `halfstep.autocast` does.
     """
 
     def __init__(
