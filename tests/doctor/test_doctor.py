@@ -88,25 +88,25 @@ def test_a_script_with_a_fault(tmp_path, here, capsys):
 
 def test_a_script_runs_in_a_process_of_its_own(tmp_path):
     document = examine_script(write(tmp_path, SCRIPT), ["0.01"], 2, 0)
-    assert document["healthy"]
-    assert document["steps"] == 2
+    assert document.healthy
+    assert document.steps == 2
 
 
 def test_a_healthy_script(tmp_path, here):
     document = examine_script(write(tmp_path, SCRIPT), ["0.01"], 6, 0)
-    assert document["healthy"]
-    assert document["bad"] == []
-    assert len(document["losses"]) == 6
+    assert document.healthy
+    assert document.bad == []
+    assert len(document.losses) == 6
     assert torch.optim.Optimizer.step.__name__ == "step"
     assert "bracketed" not in torch.amp.GradScaler.step.__name__
-    assert {"fp16", "fp32"} <= {c["dtype"] for c in document["counts"]}
+    assert {"fp16", "fp32"} <= {c["dtype"] for c in document.counts}
 
 
 @pytest.mark.filterwarnings("ignore:step 1. gradients hold inf")
 def test_a_session_in_a_script_whose_first_step_is_bad(tmp_path, here):
     document = examine_script(write(tmp_path, SESSION), [], 4, 0)
-    bad = document["bad"][0]
-    assert (bad["step"], bad["phase"], bad["op"], bad["cause"]["kind"]) == (
+    bad = document.bad[0]
+    assert (bad.step, bad.phase, bad.op, bad.cause.kind) == (
         0,
         "forward",
         "div",

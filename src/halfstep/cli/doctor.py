@@ -10,6 +10,7 @@ import tyro
 
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
+from halfstep.doctor.document import Document
 from halfstep.doctor.recipe import examine_recipe
 from halfstep.errors import ConfigError
 
@@ -57,22 +58,22 @@ def run(
     if report is not None:
         from halfstep.report.doctor import write_doctor
 
-        write_doctor(document, report)
+        write_doctor(document.as_dict(), report)
     if json:
-        print_json(document)
+        print_json(document.as_dict())
     else:
         _print(document, report)
-    return 0 if document["healthy"] else FAULT
+    return 0 if document.healthy else FAULT
 
 
-def _print(document: Mapping[str, Any], report: Path | None) -> None:
+def _print(document: Document, report: Path | None) -> None:
     out = console()
-    for line in document["verdict"]:
+    for line in document.verdict:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
-    rows = _dtypes(document["counts"])
+    rows = _dtypes(document.counts)
     if rows:
         out.print(table("", ("dtype", "ops that ran in it, most frequent first"), rows))
-    for note in document["notes"]:
+    for note in document.notes:
         out.print(note, markup=False)
     if report is not None:
         out.print(f"report: {report}", markup=False, soft_wrap=True)

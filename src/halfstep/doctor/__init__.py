@@ -1,1 +1,7 @@
-"""Examines a training: a recipe or a script, watched and traced, and the document of what was found."""
+"""Examines a training (a step, a recipe or a script) and says in a document what was found."""
+
+from halfstep.doctor.document import CauseFound, CureFound, Document, Fault
+from halfstep.doctor.script import examine_script
+from halfstep.doctor.step import examine
+
+__all__ = ["CauseFound", "CureFound", "Document", "Fault", "examine", "examine_script"]

@@ -1,9 +1,14 @@
-"""What the doctor found, as a tree of plain values, and its verdict in sentences."""
+"""What the doctor found, as typed values, and its verdict in sentences.
+
+`Document` is what `examine` and the command return, print and draw; `as_dict` is its JSON.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,86 +17,226 @@ from halfstep.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
-    from halfstep.numerics.trace import BadOp, Trace
+    from halfstep.numerics.trace import BadOp, TensorInfo
     from halfstep.numerics.watch import Watch
 
-
-def document_of(
-    label: str,
-    seen: Watch | None,
-    traces: Sequence[tuple[int, Trace]],
-    findings: Sequence[Any],
-    losses: Sequence[float],
-    error: str | None = None,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Everything the verdict, the JSON and the report are made of, as plain values."""
-    bad = [(number, trace.bad) for number, trace in traces if trace.bad is not None]
-    serious = [b for _, b in bad if not _is_harmless(b, seen)]
-    counts = next((t.counts for _, t in traces if t.counts), {})
-    watched = {} if seen is None else _watched(seen)
-    finite = all(math.isfinite(x) for x in losses)
-    healthy = not serious and not findings and error is None and finite
-    document: dict[str, Any] = {
-        "target": label,
-        "steps": len(losses) or watched.get("steps", 0),
-        "healthy": healthy,
-        "losses": list(losses),
-        "error": error,
-        "notes": list(notes),
-        "bad": [_bad(number, b, _is_harmless(b, seen)) for number, b in bad],
-        "counts": [{"phase": p, "op": o, "dtype": d, "count": n} for (p, o, d), n in counts.items()],
-        "lint": [f.__dict__ for f in findings],
-        "torch": torch.__version__,
-        **watched,
-    }
-    document["verdict"] = verdict_of(document)
-    return document
+_KINDS = ("activation", "activation_grad", "gradient", "weight", "update")
 
 
-def _is_harmless(bad: BadOp, seen: Watch | None) -> bool:
-    """A backward overflow that a dynamic scale skips over, once the scale has settled, costs nothing."""
-    if not bad.harmless or seen is None:
-        return False
-    skipped = [n for n in seen.notes if not n.taken]
-    return bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
+@dataclass(frozen=True)
+class TensorSeen:
+    """A tensor in words (`fp16[16, 8]`) and its largest magnitude."""
+
+    what: str
+    max_abs: float
 
 
-def _bad(number: int, bad: BadOp, harmless: bool) -> dict[str, Any]:
-    site = bad.site
-    return {
-        "step": number,
-        "harmless": harmless,
-        "phase": bad.phase,
-        "module": bad.module,
-        "module_class": bad.module_class,
-        "op": bad.op,
-        "aten": bad.aten,
-        "where": site.where,
-        "code": site.code,
-        "origin": bad.origin,
-        "underflow": bad.underflow,
-        "hidden": bad.hidden,
-        "inputs": [{"what": str(t), "max_abs": t.max_abs} for t in bad.inputs],
-        "outputs": [{"what": str(t), "max_abs": t.max_abs} for t in bad.outputs],
-        "cause": {"kind": bad.cause.kind, "text": bad.cause.text, "times": bad.cause.times},
-        "cures": [_cure(c) for c in bad.cures],
-        "spoiled": str(bad.spoiled),
-        "spoiled_lasting": list(bad.spoiled.lasting),
-        "reached": list(bad.reached),
-        "passed_on": list(bad.passed_on),
-        "summary": bad.story(),
-    }
+@dataclass(frozen=True)
+class CauseFound:
+    """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
+    machine, rank or unknown; `times`: by how many times a range was left."""
+
+    kind: str
+    text: str
+    times: float | None = None
 
 
-def _cure(cure: Cure) -> dict[str, Any]:
-    return {
-        "kind": cure.kind,
-        "text": cure.text,
-        "code": cure.code,
-        "status": cure.status,
-        "specs": [list(c.spec) for c in (cure, *cure.variants) if c.spec],
-    }
+@dataclass
+class CureFound:
+    """What to change. `status`: works, does not help or untried; `specs` let another process try it."""
+
+    kind: str
+    text: str
+    code: str = ""
+    status: str = "untried"
+    specs: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+
+
+@dataclass
+class Fault:
+    """One fault: at which step (from 0), where, why, and what cures it.
+
+    `harmless`: only the present loss scale was too large, and it settled. `behind`: found only with the cure
+    of the fault before it in place. `weight`: the parameter that holds what is too large.
+    """
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    where: str
+    cause: CauseFound
+    cures: list[CureFound]
+    summary: str
+    code: str = ""
+    module_class: str = ""
+    aten: str = ""
+    harmless: bool = False
+    behind: bool = False
+    origin: bool = True
+    underflow: bool = False
+    hidden: str = ""
+    inputs: list[TensorSeen] = field(default_factory=list[TensorSeen])
+    outputs: list[TensorSeen] = field(default_factory=list[TensorSeen])
+    spoiled: str = "nothing"
+    spoiled_lasting: list[str] = field(default_factory=list[str])
+    reached: list[str] = field(default_factory=list[str])
+    passed_on: list[str] = field(default_factory=list[str])
+    weight: str = ""
+
+    @property
+    def place(self) -> str:
+        """Module and source line in one phrase."""
+        kind = f" ({self.module_class})" if self.module_class else ""
+        module = f"{self.module}{kind}" if self.module else ""
+        return ", ".join(part for part in (module, self.where) if part) or "the script"
+
+    @property
+    def best(self) -> CureFound | None:
+        """The first cure that works, else the first that was not tried."""
+        works = (c for c in self.cures if c.status == "works")
+        return next(works, next((c for c in self.cures if c.status == "untried"), None))
+
+    def same_as(self, other: Fault) -> bool:
+        """Whether both have one origin."""
+        mine = (self.phase, self.module, self.op, self.where, self.cause.kind)
+        return mine == (other.phase, other.module, other.op, other.where, other.cause.kind)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of the lint."""
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+
+
+@dataclass
+class Document:
+    """Everything the verdict, the JSON and the report are made of; `bad` holds the faults."""
+
+    target: str
+    steps: int
+    losses: list[float] = field(default_factory=list[float])
+    error: str | None = None
+    notes: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])
+    bad: list[Fault] = field(default_factory=list[Fault])
+    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lint: list[Finding] = field(default_factory=list[Finding])
+    format: str = "fp32"
+    series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    forecasts: list[str] = field(default_factory=list[str])
+    lost: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    summary: list[str] = field(default_factory=list[str])
+    torch: str = torch.__version__
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The faults that need something done."""
+        return [fault for fault in self.bad if not fault.harmless]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing needs to be done."""
+        finite = all(math.isfinite(x) for x in self.losses) or bool(self.bad)
+        return not (self.faults or self.lint or self.error) and finite
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence: cause, place, cure with its code."""
+        if self.healthy:
+            return f"{self.target}: healthy over {self.steps} steps"
+        if not self.faults:
+            why = self.error or (self.lint[0].text if self.lint else "the loss is not finite")
+            return f"{self.target}: not healthy: {why}"
+        fault = self.faults[0]
+        cure = fault.best
+        do = f"; {_known(cure)}: {cure.code or cure.text}" if cure is not None else ""
+        return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.text}{do}"
+
+    @property
+    def verdict(self) -> list[str]:
+        """What a person reads first: a few lines, the gravest first."""
+        lines = [self.headline, *([self.error] if self.error else [])]
+        told: list[Fault] = []
+        for fault in self.bad:
+            if not any(fault.same_as(other) for other in told):
+                told.append(fault)
+                lines.append(_told(fault))
+        if not all(math.isfinite(x) for x in self.losses) and not self.bad:
+            lines.append("the loss is not finite")
+        lines += self.summary
+        lines += [f"lint: {f.rule} ({f.where}): {f.text}; {f.cure}" for f in self.lint]
+        return lines + [f"the script warned: {text}" for text in self.warnings]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document as plain values, with `healthy` and `verdict`."""
+        return dataclasses.asdict(self) | {"healthy": self.healthy, "verdict": self.verdict}
+
+
+def _known(cure: CureFound) -> str:
+    return {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
+
+
+def _told(fault: Fault) -> str:
+    number = f"step {fault.step + 1}"
+    if fault.harmless:
+        place = fault.module or "the root module"
+        return f"{number} skipped: {fault.op} in {place} overflowed in backward; harmless"
+    cures = "".join(f"\n  cure ({c.status}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
+    second = "second fault, behind the first: " if fault.behind else ""
+    return f"{second}{number}: {fault.summary}{cures}"
+
+
+def fault_of(step: int, bad: BadOp, harmless: bool = False) -> Fault:
+    """A bad op of the tape as a fault of the document."""
+    return Fault(
+        step=step,
+        phase=bad.phase,
+        module=bad.module,
+        op=bad.op,
+        where=bad.site.where,
+        cause=CauseFound(bad.cause.kind, bad.cause.text, bad.cause.times),
+        cures=[_cure(c) for c in bad.cures],
+        summary=bad.story(),
+        code=bad.site.code,
+        module_class=bad.module_class,
+        aten=bad.aten,
+        harmless=harmless,
+        origin=bad.origin,
+        underflow=bad.underflow,
+        hidden=bad.hidden,
+        inputs=[_tensor(t) for t in bad.inputs],
+        outputs=[_tensor(t) for t in bad.outputs],
+        spoiled=str(bad.spoiled),
+        spoiled_lasting=list(bad.spoiled.lasting),
+        reached=list(bad.reached),
+        passed_on=list(bad.passed_on),
+        weight=bad.cause.weight,
+    )
+
+
+def _tensor(t: TensorInfo) -> TensorSeen:
+    return TensorSeen(str(t), t.max_abs)
+
+
+def _cure(cure: Cure) -> CureFound:
+    specs = [c.spec for c in (cure, *cure.variants) if c.spec]
+    return CureFound(cure.kind, cure.text, cure.code, cure.status, specs)
+
+
+def counts_of(counts: Any) -> list[dict[str, Any]]:
+    """How often each (phase, op, dtype) ran, as rows."""
+    return [{"phase": p, "op": o, "dtype": d, "count": n} for (p, o, d), n in counts.items()]
+
+
+def findings_of(findings: Sequence[Any]) -> list[Finding]:
+    """The lint's findings, each once."""
+    return [Finding(f.rule, f.where, f.text, f.cure) for f in dict.fromkeys(findings)]
 
 
 def _narrowest(seen: Watch) -> Format:
@@ -100,54 +245,26 @@ def _narrowest(seen: Watch) -> Format:
     return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
 
 
-def _watched(seen: Watch) -> dict[str, Any]:
+def add_watched(document: Document, seen: Watch) -> None:
+    """Put what a watch saw into the document."""
     seen.collect()
-    fmt = seen.format or _narrowest(seen)
-    kinds = ("activation", "activation_grad", "gradient", "weight", "update")
-    return {
-        "format": fmt.name,
-        "series": [
-            {
-                "kind": s.kind,
-                "path": s.path,
-                "steps": s.steps,
-                "max_abs": s.max_abs,
-                "samples": [sample.__dict__ for sample in s.samples[-1:]],
-            }
-            for kind in kinds
-            for s in seen.series.values()
-            if s.kind == kind
-        ],
-        "history": [
-            {"step": n.step, "scale": n.scale, "taken": n.taken, "max_abs": n.max_abs, "worst": n.worst}
-            for n in seen.notes
-        ],
-        "forecasts": [str(f) for f in seen.forecasts()],
-        "lost": [n.__dict__ for n in seen.lost],
-        "summary": seen.summary(),
-    }
-
-
-def verdict_of(document: Mapping[str, Any]) -> list[str]:
-    """What a person reads first: a few lines, the gravest first."""
-    lines: list[str] = [document["error"]] if document["error"] else []
-    told: set[tuple[str, str, str]] = set()
-    for bad in document["bad"]:
-        key = (bad["phase"], bad["module"], bad["op"])
-        if key in told:
-            continue
-        told.add(key)
-        if bad["harmless"]:
-            place = f"{bad['module'] or 'the root module'}"
-            lines.append(
-                f"step {bad['step'] + 1} skipped: {bad['op']} in {place} overflowed in backward; harmless"
-            )
-        else:
-            cures = "".join(f"\n  cure ({c['status']}): {c['text']}" for c in bad["cures"])
-            lines.append(f"step {bad['step'] + 1}: {bad['summary']}{cures}")
-    if not all(math.isfinite(x) for x in document["losses"]) and not document["bad"]:
-        lines.append("the loss is not finite")
-    lines += document.get("summary", [])
-    lines += [f"lint: {f['rule']} ({f['where']}): {f['text']}; {f['cure']}" for f in document["lint"]]
-    head = "healthy" if document["healthy"] else "not healthy"
-    return [f"{document['target']}: {head} over {document['steps']} steps", *lines]
+    document.format = (seen.format or _narrowest(seen)).name
+    document.series = [
+        {
+            "kind": s.kind,
+            "path": s.path,
+            "steps": s.steps,
+            "max_abs": s.max_abs,
+            "samples": [dict(sample.__dict__) for sample in s.samples[-1:]],
+        }
+        for kind in _KINDS
+        for s in seen.series.values()
+        if s.kind == kind
+    ]
+    document.history = [
+        {"step": n.step, "scale": n.scale, "taken": n.taken, "max_abs": n.max_abs, "worst": n.worst}
+        for n in seen.notes
+    ]
+    document.forecasts = [str(f) for f in seen.forecasts()]
+    document.lost = [dict(n.__dict__) for n in seen.lost]
+    document.summary = seen.summary()

@@ -1,95 +1,96 @@
-"""What runs inside the process of a watched script: hooks at step boundaries, the watch, the armed tape."""
+"""What runs inside the process of a watched script: the hooks, and the script itself as `__main__`."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from halfstep.numerics.actors import Actors
-from halfstep.numerics.cures import remedy
-from halfstep.numerics.snapshot import run_eagerly
-from halfstep.numerics.tape import Tape, is_finite
-from halfstep.numerics.trace import Trace, bad_names, finish
-from halfstep.numerics.underflow import UnderflowProbe
-from halfstep.numerics.watch import Watch, watch
+from halfstep.autocast.context import autocast
+from halfstep.doctor.document import Document, Fault, add_watched, findings_of
+from halfstep.doctor.examiner import Enough, Examiner
+from halfstep.doctor.ledger import Ledger
+from halfstep.doctor.order import Found, Order
+from halfstep.doctor.quiet import quiet_faults
+from halfstep.doctor.substitutes import ask_for_bf16
+from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.sites import users_names
 
 
-class _Enough(BaseException):
-    """Ends the script after the last step that was asked for."""
+class Hooks:
+    """Tells an examiner what a script does, through hooks that are gone when the stack closes."""
 
-
-class Examiner:
-    """Counts the steps of a script, watches its model, and tapes one step."""
-
-    def __init__(self, steps: int, armed: int | None, cure: tuple[Any, ...] | None = None) -> None:
-        self.steps, self.armed, self.cure = steps, armed, cure
-        self.applied = False
-        self._around = ExitStack()
-        self.done = 0
-        self.first_bad: int | None = None
-        self.first_bad_loss: int | None = None
-        self.skips = 0
-        self.losses: list[float] = []
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.session: Any = None
-        self.scaler: Any = None
-        self.seen: Watch | None = None
-        self.trace: Trace | None = None
-        self._tape: Tape | None = None
-        self._before: frozenset[tuple[str, str]] = frozenset()
+    def __init__(self, examiner: Examiner, stack: ExitStack) -> None:
+        self._examiner = examiner
+        self._stack = stack
         self._depth = 0
-        self._bad = False
         self._updated = False
-        self._probe = UnderflowProbe()
-        self._lint: Any = None
+        self._root: nn.Module | None = None
 
-    def install(self, stack: ExitStack) -> None:
-        """Puts the hooks in place until `stack` closes."""
-        for handle in (
-            register_module_forward_pre_hook(self._on_forward),
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ):
-            stack.callback(handle.remove)
+    def install(self) -> None:
+        """Puts all of them in place."""
         from halfstep.scaling.grad_scaler import GradScaler
         from halfstep.session.session import Session
 
+        for handle in (
+            register_module_forward_pre_hook(self._on_forward),
+            register_module_forward_hook(self._on_output),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ):
+            self._stack.callback(handle.remove)
         for owner in (Session, GradScaler, torch.amp.GradScaler):
-            self._bracket(owner, stack)
-        backward = torch.Tensor.backward
-        stack.callback(setattr, torch.Tensor, "backward", backward)
+            self._replace(owner, "step", self._bracketed)
+        for owner in (Session, GradScaler, torch.amp.GradScaler, torch.optim.Optimizer):
+            self._replace(owner, "__init__", self._announced)
+        for owner in (torch.autocast, autocast):
+            self._replace(owner, "__enter__", self._entered)
+        self._replace(torch.Tensor, "backward", self._noted)
 
-        def noted(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if loss.numel() == 1:
-                with _disable_current_modes():
-                    self._note_loss(loss)
-            backward(loss, *args, **kwargs)
+    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        function = getattr(owner, name)
+        self._stack.callback(setattr, owner, name, function)
+        setattr(owner, name, around(function))
 
-        torch.Tensor.backward = noted  # type: ignore[method-assign]
-
-    def _bracket(self, owner: Any, stack: ExitStack) -> None:
-        """A step of `owner` is one boundary, whether the optimizer inside is stepped or skipped."""
-        step, create = owner.step, owner.__init__
-
+    def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
         def created(thing: Any, *args: Any, **kwargs: Any) -> None:
             create(thing, *args, **kwargs)
-            name = "scaler" if hasattr(thing, "get_scale") else "session"
-            setattr(self, name, thing)
+            self._examiner.on_made(thing)
+
+        return created
+
+    def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(region: Any) -> Any:
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
+                self._examiner.on_sign()
+            return enter(region)
+
+        return entered
+
+    def _noted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if loss.numel() == 1:
+                with _disable_current_modes():
+                    self._examiner.on_loss(loss)
+            backward(loss, *args, **kwargs)
+
+        return noted
+
+    def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of a session or scaler is one boundary, whether or not the optimizer inside is stepped."""
 
         def bracketed(thing: Any, *args: Any, **kwargs: Any) -> Any:
             self._depth += 1
@@ -99,161 +100,137 @@ class Examiner:
             finally:
                 self._depth -= 1
             if self._depth == 0:
-                self._on_bracket(thing, result, args)
+                self._end_bracket(thing, result, args, kwargs)
             return result
 
-        stack.callback(setattr, owner, "step", step)
-        stack.callback(setattr, owner, "__init__", create)
-        owner.step, owner.__init__ = bracketed, created
+        return bracketed
 
-    def _on_bracket(self, thing: Any, result: Any, args: tuple[Any, ...]) -> None:
-        if thing is self.scaler:
-            optimizer = args[0] if args else None
-            if optimizer is not None and all(optimizer is not o for o in self.optimizers):
-                self.optimizers.append(optimizer)
-            self._bad = self._bad or not self._updated
-            if not self._updated and self.seen is not None:
-                self.seen.note_skip()
+    def _end_bracket(self, thing: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cast = self._examiner.cast
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        cast.add(optimizer)
+        if thing is cast.scaler:
+            self._examiner.on_step(optimizer or thing, skipped=not self._updated, finite=True)
         else:
-            self._bad = self._bad or not result.finite
-        self._boundary()
-
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        value = loss.detach().float()
-        scale = 1.0
-        if self.session is not None:
-            scale = float(self.session.loss_scale.value)
-        elif self.scaler is not None:
-            scale = self.scaler.get_scale()
-        self.losses[self.done :] = [value.item() / scale]
-        if not is_finite(value):
-            self._bad = True
-            if self.first_bad_loss is None and math.isfinite(scale):
-                self.first_bad_loss = self.done
+            taken = bool(result.taken)
+            self._examiner.on_step(optimizer or thing, skipped=not taken, finite=bool(result.finite))
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
             return
-        known = any(module is m for root in self.models for m in root.modules())
-        if not known and next(module.parameters(), None) is not None:
-            inside = {id(m) for m in module.modules()}
-            self.models = [m for m in self.models if id(m) not in inside] + [module]
-        if self.armed == 0 and self._tape is None and self.done == 0 and self.models:
-            self._arm()
-            assert self._tape is not None
-            self._tape.enter_module(module)
+        self._examiner.on_sign(module)
+        if self._root is None and any(module is m for m in self._examiner.cast.models):
+            self._root = module
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            with _disable_current_modes():
+                self._examiner.on_inputs(users_names(tensors))
+
+    def _on_output(self, module: nn.Module, args: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is self._root:
+            self._root = None
+        if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
+            return
+        if out.is_floating_point() and out.numel() > 8:
+            with _disable_current_modes():
+                self._examiner.on_output(type(module).__name__, float(max_abs(out.detach())))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if all(optimizer is not o for o in self.optimizers):
-            self.optimizers.append(optimizer)
-        gradients = (p.grad for g in optimizer.param_groups for p in g["params"])
-        self._bad = self._bad or not all(is_finite(g) for g in gradients if g is not None)
+        with _disable_current_modes():
+            self._examiner.on_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True
+        with _disable_current_modes():
+            self._examiner.on_updated(optimizer)
         if self._depth == 0:
-            self._boundary()
-
-    def _boundary(self) -> None:
-        if self._tape is not None:
-            self._disarm()
-        if self._bad:
-            self.skips += 1
-            self.first_bad = self.done if self.first_bad is None else self.first_bad
-        self._bad = False
-        self.done += 1
-        if self.done >= self.steps:
-            raise _Enough
-        if self.armed == self.done:
-            self._arm()
-        if self.seen is None and self.armed is None and self.models:
-            what = self.session if self.session is not None else self.optimizers
-            self.seen = watch(self.models[0], what, every=max(1, self.steps // 12), scaler=self.scaler)
-            self.seen.step = self.done
-
-    def _actors(self) -> Actors:
-        others = [x for x in (self.session, self.scaler) if x is not None]
-        return Actors(None, [*self.models, *self.optimizers, *others])
-
-    def _arm(self) -> None:
-        from halfstep.numerics.lint import LintProbe
-
-        self._lint = LintProbe()
-        self._before = bad_names(self._actors())
-        self._tape = Tape(
-            self.models[0] if self.models else None, observers=[self._probe.look, self._lint.look]
-        )
-        self._around.enter_context(run_eagerly())
-        apply = None if self.cure is None else remedy(self.cure, self._actors())
-        if apply is not None:
-            self._around.enter_context(apply())
-            self.applied = True
-        self._tape.__enter__()
-
-    def _disarm(self, error: BaseException | None = None) -> None:
-        tape, self._tape = self._tape, None
-        assert tape is not None
-        tape.__exit__()
-        self._around.close()
-        self.trace = finish(tape, self._actors(), self._before, None, error, self._probe)
-
-    def run(self, script: str, args: list[str]) -> str | None:
-        """Runs the script as `__main__`; returns what it failed with, if it did."""
-        sys.argv = [script, *args]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except (_Enough, SystemExit):
-            return None
-        except BaseException as error:
-            if self._tape is not None:
-                self._disarm(error)
-            said = (str(error).splitlines() or ["no message"])[0]
-            return f"{type(error).__name__} after {self.done} steps: {said}"
-        finally:
-            if self._tape is not None:
-                self._disarm()
-        return None
-
-    def found(self, error: str | None) -> dict[str, Any]:
-        """What goes back to the doctor."""
-        from halfstep.doctor.document import document_of
-
-        traces = [] if self.trace is None else [(self.done - 1, self.trace)]
-        findings = [] if self._lint is None else list(dict.fromkeys(self._lint.findings))
-        document = document_of("script", self.seen, traces, findings, self.losses, error)
-        missed = self.armed is not None and self.trace is None
-        return {
-            "steps": self.done,
-            "first_bad": self.first_bad if self.first_bad_loss is None else self.first_bad_loss,
-            "skips": self.skips,
-            "applied": self.applied,
-            "error": error,
-            "document": None if missed else document,
-        }
+            self._examiner.on_step(optimizer, skipped=False, finite=True)
 
 
-def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _run(examiner: Examiner, script: str, args: tuple[str, ...]) -> str | None:
+    """Runs the script as `__main__`; returns what it failed with, if it did."""
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    error = None
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (Enough, SystemExit):
+        pass
+    except BaseException as caught:
+        examiner.failed(caught)
+        said = (str(caught).splitlines() or ["no message"])[0]
+        error = f"{type(caught).__name__} after {examiner.done} steps: {said}"
+    examiner.ended()
+    return error
+
+
+def run_order(order: Order) -> Found:
     """Runs a script as the order says; everything that was hooked is as before afterwards."""
-    random.seed(order["seed"])
-    torch.manual_seed(order["seed"])
-    numpy.random.seed(order["seed"])
-    examiner = Examiner(order["steps"], order["armed"], order["cure"])
+    random.seed(order.seed)
+    torch.manual_seed(order.seed)
+    numpy.random.seed(order.seed)
+    examiner = Examiner(order)
     argv, path = sys.argv, list(sys.path)
     with ExitStack() as stack:
         stack.callback(setattr, sys, "argv", argv)
         stack.callback(setattr, sys, "path", path)
-        examiner.install(stack)
-        error = examiner.run(order["script"], list(order["args"]))
+        stack.enter_context(examiner.around)
+        examiner.conversions.install(stack)
+        if order.cure is not None and order.cure[0] == "bf16":
+            ask_for_bf16(stack)
+        Hooks(examiner, stack).install()
+        error = _run(examiner, order.script, order.args)
+    return _found(order, examiner, error)
+
+
+def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
+    ledger, traced = examiner.ledger, examiner.traced
+    losses = [note.loss for note in ledger.notes if note.loss is not None]
+    document = Document(Path(order.script).name, examiner.done, losses, error)
     if examiner.seen is not None:
-        examiner.seen.close()
-    return examiner.found(error)
+        add_watched(document, examiner.seen)
+    lost = [] if examiner.seen is None else list(examiner.seen.lost)
+    document.bad = list(traced.faults)
+    if not any(note.spoiled for note in ledger.notes):
+        document.bad += quiet_faults(ledger, examiner.conversions.flushes, lost)
+    elif examiner.conversions.flushes:
+        document.bad += quiet_faults(Ledger(), examiner.conversions.flushes, [])
+    document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
+    document.counts, document.lint = traced.counts, findings_of(traced.lint)
+    bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)
+    for fault in document.bad:
+        _say_since(fault, ledger)
+    was_traced = bool(traced.faults) or bad is None
+    needs = order.cure is not None and order.cure[0] != "bf16"
+    return Found(
+        document,
+        examiner.done,
+        bad,
+        traced.applied and (examiner.cured or not needs),
+        was_traced,
+        ledger.settled(),
+        error,
+    )
+
+
+def _say_since(fault: Fault, ledger: Ledger) -> None:
+    """Adds to a cause that lies in a weight the step from which on it was so."""
+    since = ledger.since(fault.weight, fault.step) if fault.weight else None
+    if since is not None:
+        text = f"{fault.cause.text}, since step {since + 1}"
+        fault.summary = fault.summary.replace(fault.cause.text, text)
+        fault.cause = replace(fault.cause, text=text)
 
 
 def main(orders_path: str) -> None:
     """Runs one order, written by the doctor's parent process."""
-    order = pickle.loads(Path(orders_path).read_bytes())
-    Path(order["result"]).write_bytes(pickle.dumps(run_order(order)))
+    order: Order = pickle.loads(Path(orders_path).read_bytes())
+    Path(order.result).write_bytes(pickle.dumps(run_order(order)))
 
 
 if __name__ == "__main__":

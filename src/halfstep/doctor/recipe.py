@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from halfstep.doctor.document import document_of
+from halfstep.doctor.document import Document, add_watched, counts_of, fault_of, findings_of
 
 
 def examine_recipe(
     name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, where: torch.device
-) -> dict[str, Any]:
+) -> Document:
     """Train the recipe for `steps` under watch on device `where`; the document of what was found."""
     from halfstep.numerics.lint import LintProbe, lint
     from halfstep.numerics.replayable import Replayable
@@ -56,7 +56,13 @@ def examine_recipe(
     row = level_of(level)[0]
     label = f"{name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
     traces = [(0, trace), *((number - 1, found) for number, found in ready.traces)]
-    return document_of(label, seen, traces, findings, losses, error)
+    document = Document(label, len(losses), losses, error, lint=findings_of(findings))
+    document.counts = counts_of(trace.counts)
+    add_watched(document, seen)
+    skipped = [note for note in seen.notes if not note.taken]
+    few = bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
+    document.bad = [fault_of(n, t.bad, t.bad.harmless and few) for n, t in traces if t.bad is not None]
+    return document
 
 
 def _dtype_of(amp: Any) -> str:

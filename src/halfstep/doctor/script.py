@@ -1,11 +1,13 @@
-"""The doctor's way with a script: run it watched in a process of its own, then with the tape armed.
+"""The doctor's way with a script: run it watched in a process of its own, with copies that are traced.
 
-The script is not changed. A step ends where a Session, a GradScaler or an optimizer is stepped. The second
-run repeats the first (same seeds), and the tape is on for one step of it: the first bad one.
+The script is not changed. Where a run can be copied (see `checkpoints`), one run is enough: copies of it tape
+the steps that matter and try the cures. Elsewhere the script is run again with the tape armed at the first
+bad step, and again with each cure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -13,13 +15,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from halfstep.doctor.document import CureFound, Document, Fault, findings_of
+from halfstep.doctor.order import Found, Order
 from halfstep.errors import ConfigError
 
+#: Lines of a script's warnings that are shown.
+_WARNINGS = 5
 
-def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> dict[str, Any]:
-    """Runs the script twice and returns the doctor's document.
+
+def examine_script(
+    path: Path, args: Sequence[str] = (), steps: int = 40, seed: int = 0, copies: bool = True
+) -> Document:
+    """Runs the script and returns what was found; without `copies` each look is a run of its own.
 
     Raises:
         ConfigError: no such script, it is not Python, it fails before its first step, or never trains.
@@ -32,91 +40,95 @@ def examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> di
         findings = lint_source(path.read_text(encoding="utf-8"), path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
-    watched = _child(order_for(path, args, steps, seed, None))
-    if watched["steps"] == 0:
-        why = watched["error"] or "it ended without stepping an optimizer, GradScaler or Session"
+    order = Order(str(path), tuple(args), steps, seed, copies=copies)
+    found = _child(order)
+    if found.steps == 0 and not found.document.bad:
+        why = found.error or "it ended without stepping an optimizer, GradScaler or Session"
         raise ConfigError(f"{path} took no training step: {why}")
-    armed = watched["first_bad"]
-    notes = []
-    if armed is None:
-        armed = min(1, watched["steps"] - 1)
-    traced = _child(order_for(path, args, armed + 1, seed, armed))
-    document = traced["document"] or watched["document"]
-    for bad in document["bad"][:1]:
-        _try_cures(bad, path, args, armed, seed)
-    if traced["document"] is None:
-        notes.append("the traced run did not reach that step: the script is not deterministic")
-    elif watched["first_bad"] is not None and not document["bad"]:
-        notes.append(
-            f"step {armed + 1} was bad in the first run and not when it was traced: nondeterminism, or a "
-            "compiled region that differs from eager"
-        )
-    return _merged(path, watched, document, findings, notes)
-
-
-def _merged(
-    path: Path, watched: dict[str, Any], traced: dict[str, Any], findings: Sequence[Any], notes: Sequence[str]
-) -> dict[str, Any]:
-    from halfstep.doctor.document import verdict_of
-
-    document = dict(watched["document"])
-    document["target"] = path.name
-    document["steps"] = watched["steps"]
-    document["bad"], document["counts"] = traced["bad"], traced["counts"]
-    document["lint"] = [*(f.__dict__ for f in findings), *traced["lint"]]
-    document["notes"], document["error"] = list(notes), watched["error"]
-    for bad in document["bad"]:
-        bad["harmless"] = _is_harmless(bad, watched)
-    serious = [b for b in document["bad"] if not b["harmless"]]
-    ill = bool(serious) or bool(document["lint"]) or bool(watched["error"])
-    document["healthy"] = not ill and (watched["first_bad"] is None or bool(document["bad"]))
-    document["verdict"] = verdict_of(document)
+    if found.first_bad is not None and not found.traced:
+        _trace_again(order, found)
+    elif found.first_bad is None and not found.document.counts:
+        _trace_again(order, found, min(1, found.steps - 1))
+    document = found.document
+    for fault in document.bad:
+        fault.harmless = _is_harmless(fault, found)
+        if not fault.harmless:
+            _try_untried(order, found, fault)
+    document.lint = [*findings_of(findings), *document.lint]
     return document
 
 
-def _try_cures(bad: dict[str, Any], path: Path, args: Sequence[str], armed: int, seed: int) -> None:
-    """Runs the script again with each cure in place for the bad step, and writes down whether it helped."""
-    for cure in bad["cures"]:
-        for spec in cure["specs"]:
-            cured = _child(order_for(path, args, armed + 1, seed, armed, tuple(spec)))
-            helped = cured["document"] is not None and not cured["document"]["bad"] and not cured["error"]
-            if cured["applied"]:
-                cure["status"] = "works" if helped else "does not help"
-            if helped:
-                break
+def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
+    """A run of its own with the tape armed, where no copy could do it."""
+    document = found.document
+    index = found.first_bad if armed is None else armed
+    assert index is not None
+    traced = _child(dataclasses.replace(order, steps=index + 1, armed=index, copies=False))
+    document.counts, document.lint = traced.document.counts, traced.document.lint
+    if not traced.document.counts:
+        document.notes.append("the traced run did not reach that step: the script is not deterministic")
+    elif found.first_bad is not None and not traced.document.bad:
+        document.notes.append(
+            f"step {index + 1} was bad in the first run and not when it was traced: nondeterminism, or a "
+            "compiled region that differs from eager"
+        )
+    document.bad = [*traced.document.bad, *document.bad]
+    for fault in traced.document.bad:
+        for cure in fault.cures:
+            _try_from_start(order, found, cure, index)
 
 
-def _is_harmless(bad: dict[str, Any], watched: dict[str, Any]) -> bool:
-    """A backward overflow that a dynamic loss scale skipped: few of them, and nothing lasting spoiled."""
-    lowered = any(c["kind"] == "loss_scale" for c in bad["cures"])
-    few = watched["skips"] <= max(3, watched["steps"] // 4)
-    return bad["phase"] == "backward" and lowered and few and not bad["spoiled_lasting"]
+def _try_untried(order: Order, found: Found, fault: Fault) -> None:
+    """A change of dtype where weights are in 16 bits needs a run of its own: the script asking for bf16."""
+    index = found.first_bad if found.first_bad is not None else min(4, found.steps - 1)
+    for cure in fault.cures:
+        if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters"):
+            _try_from_start(order, found, cure, max(index, fault.step))
 
 
-def order_for(
-    path: Path,
-    args: Sequence[str],
-    steps: int,
-    seed: int,
-    armed: int | None,
-    cure: tuple[Any, ...] | None = None,
-) -> dict[str, Any]:
-    """What the process that runs the script is told; `armed` is the step to tape, `cure` to try, if any."""
-    order = {"script": str(path), "args": list(args), "steps": steps, "seed": seed}
-    return order | {"armed": armed, "cure": cure}
+def _try_from_start(order: Order, found: Found, cure: CureFound, index: int) -> None:
+    """Runs the script with each dose of a cure in place, and writes down whether it helped."""
+    quiet = found.first_bad is None
+    steps = found.steps if quiet else min(index + 4, found.steps)
+    for spec in cure.specs:
+        armed = None if quiet or spec[0] == "bf16" else index
+        cured = _child(dataclasses.replace(order, steps=steps, armed=armed, cure=spec, copies=False))
+        if not cured.applied:
+            continue
+        faults = [f for f in cured.document.bad if not _is_harmless(f, cured)]
+        well = not faults and not cured.error and (cured.first_bad is None or cured.settled)
+        cure.status = "works" if well else "does not help"
+        if well:
+            return
 
 
-def _child(order: dict[str, Any]) -> dict[str, Any]:
+def _is_harmless(fault: Fault, found: Found) -> bool:
+    """A backward overflow that a dynamic scale skipped while it found its place; nothing lasting spoiled."""
+    lowered = any(c.kind == "loss_scale" and c.status != "does not help" for c in fault.cures)
+    return fault.phase == "backward" and lowered and found.settled and not (
+        fault.spoiled_lasting or fault.underflow or fault.hidden
+    )  # fmt: skip
+
+
+def _child(order: Order) -> Found:
     """One run of the script in a process of its own; what it found comes back through a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found"
         orders = Path(folder) / "orders"
-        orders.write_bytes(pickle.dumps(order | {"result": str(result)}))
+        orders.write_bytes(pickle.dumps(dataclasses.replace(order, result=str(result))))
         command = [sys.executable, "-m", "halfstep.doctor.in_script", str(orders)]
         done = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ, text=True
         )
         if not result.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(f"{order['script']} could not be run: {last}")
-        return pickle.loads(result.read_bytes())
+            raise ConfigError(f"{order.script} could not be run: {last}")
+        found: Found = pickle.loads(result.read_bytes())
+        found.document.warnings = _warnings(done.stderr)
+        return found
+
+
+def _warnings(text: str) -> list[str]:
+    """The script's own warnings on standard error, each once."""
+    lines = [line.strip() for line in text.splitlines() if "Warning" in line or "WARNING" in line]
+    return [line[:300] for line in dict.fromkeys(lines)][:_WARNINGS]

@@ -28,7 +28,8 @@ class Cause:
     `text` says it in words.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it.
-    `culprit`: the earlier op at fault, where it is not the origin itself.
+    `culprit`: the earlier op at fault, where it is not the origin itself. `weight`: the parameter that holds
+    what is too large, if one does.
     """
 
     kind: str
@@ -36,6 +37,51 @@ class Cause:
     times: float | None = None
     format: str = ""
     culprit: Node | None = None
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A weight that holds a value out of all proportion to the rest of it."""
+
+    name: str
+    text: str
+
+
+def _sources(node: Node, depth: int = 24) -> list[Tensor]:
+    """The tensors from before the step that the op's inputs were made of."""
+    found: list[Tensor] = []
+    todo, seen = [(node, 0)], {node.index}
+    while todo:
+        one, far = todo.pop()
+        if one.dropped:
+            continue
+        for t, parent in zip(tensors_in((one.args, one.kwargs)), one.parents):
+            if parent is None:
+                found.append(t)
+            elif far < depth and parent[0].index not in seen:
+                seen.add(parent[0].index)
+                todo.append((parent[0], far + 1))
+    return found
+
+
+def outlying_weight(node: Node, parameters: list[tuple[str, Tensor]]) -> Outlier | None:
+    """The parameter behind the op's inputs of which one row is far larger than the others, if any."""
+    read = {t.untyped_storage().data_ptr() for t in _sources(node) if t.layout == torch.strided and t.numel()}
+    worst: tuple[float, Outlier] | None = None
+    for name, p in parameters:
+        if p.layout != torch.strided or not p.numel() or p.untyped_storage().data_ptr() not in read:
+            continue
+        rows = (
+            p.detach().float().reshape(p.shape[0], -1).abs().amax(1) if p.dim() else p.detach().abs().view(1)
+        )
+        usual, top = float(rows.median()), float(rows.max())
+        if rows.numel() < 4 or top < 100 * usual or top < 100:
+            continue
+        text = f"row {int(rows.argmax())} of {name} holds {top:.3g}, the others about {usual:.2g}"
+        if worst is None or top > worst[0]:
+            worst = top, Outlier(name, text)
+    return None if worst is None else worst[1]
 
 
 def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -119,6 +165,10 @@ class _Shadow:
                 if low.is_floating_point() and low.shape == wide.shape and ((low == 0) & (wide != 0)).any():
                     return node
         return None
+
+    def zero_scalar(self) -> Node | None:
+        """An op on the way whose epsilon its format rounds to zero."""
+        return next((node for node in self._nodes.values() if not node.dropped and _zero_inputs(node)), None)
 
     def watch(self, node: Node) -> None:
         """Collects the nodes behind `node`, for `first_flush`."""
@@ -205,7 +255,7 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
     results = shadow.results(node)
     if _all_finite(results):
         shadow.watch(node)
-        culprit = shadow.first_flush()
+        culprit = shadow.zero_scalar() or shadow.first_flush()
         low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
         name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
         if culprit is not None:

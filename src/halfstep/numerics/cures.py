@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from halfstep.formats import FORMATS
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
-from halfstep.numerics.sites import Site, look, op_label, run_backward
+from halfstep.numerics.sites import Site, look, op_label, run_backward, starts_backward
 from halfstep.numerics.tape import Node
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
@@ -59,9 +59,8 @@ class _AtSite(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            with self:
-                return run_backward(*args, **kwargs)
+        if starts_backward(func):
+            return run_backward(self, func, args, kwargs)
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             _, file, line = look()
@@ -153,13 +152,13 @@ def _bf16_autocast() -> Iterator[None]:
 
 def _bf16(actors: Actors) -> Apply | None:
     session = actors.session
+    if any(p.dtype == torch.float16 for p in actors.parameters()):
+        return None  # weights in fp16 would have to be converted too: from the start of a run, that is
     if session is not None:
         if session.policy.compute_dtype != torch.float16:
             return None
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
         return lambda: with_attributes(session, policy=policy)
-    if any(p.dtype == torch.float16 for p in actors.parameters()):
-        return None
     return _bf16_autocast
 
 
@@ -180,10 +179,19 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
 
     @contextmanager
     def change() -> Iterator[None]:
+        # Not by `update`: a script may call that itself before the next step, and it wants a step between.
+        scaler.scale(torch.ones(()))
+        held: Any = scaler._scale if isinstance(getattr(scaler, "_scale", None), Tensor) else None
         before = scaler.get_scale()
-        scaler.update(before * 2.0**bits)
+        if held is None:
+            scaler.update(before * 2.0**bits)
+        else:
+            held.mul_(2.0**bits)
         yield
-        scaler.update(before)
+        if held is None:
+            scaler.update(before)
+        else:
+            held.fill_(before)
 
     return change
 
@@ -195,13 +203,23 @@ def remedy(spec: tuple[Any, ...], actors: Actors) -> Apply | None:
         return _bf16(actors)
     if kind == "loss_scale":
         return lift_loss_scale(actors, *rest)
+    if kind in ("masters", "loss"):
+        return None
     op, file, line, *amount = rest
     if kind == "full":
         by_policy = _full_by_policy(actors, op)
         if by_policy is not None:
             return by_policy
-    at = {"full": _full_at, "scale": _scaled_at, "epsilon": _epsilon_at, "clamp": _clamped_at}[kind]
+    if kind not in _AT_SITE:
+        return None
+    at = _AT_SITE[kind]
     return at(Site("", "", None, file, line), op, *amount)
+
+
+_AT_SITE: dict[str, Callable[..., Apply]] = {
+    "full": _full_at, "full_here": _full_at, "scale": _scaled_at, "epsilon": _epsilon_at,
+    "clamp": _clamped_at,
+}  # fmt: skip
 
 
 def _spec(kind: str, node: Node, *amount: float) -> tuple[Any, ...]:
@@ -209,7 +227,8 @@ def _spec(kind: str, node: Node, *amount: float) -> tuple[Any, ...]:
 
 
 def _cure(spec: tuple[Any, ...], actors: Actors, text: str, code: str) -> Cure:
-    return Cure(spec[0], text, code, apply=remedy(spec, actors), spec=spec)
+    kind = "full" if spec[0] == "full_here" else spec[0]
+    return Cure(kind, text, code, apply=remedy(spec, actors), spec=spec)
 
 
 def _here(site: Site) -> str:
@@ -218,9 +237,15 @@ def _here(site: Site) -> str:
 
 def _full(node: Node, actors: Actors) -> Cure:
     code = f'policy.with_rules(full=["{node.op}"])'
-    if _full_by_policy(actors, node.op) is None:
+    by_rule = node.site.in_region and _full_by_policy(actors, node.op) is not None
+    if not by_rule:
         code = "with hs.autocast(enabled=False): ...  # inputs .float()"
-    return _cure(_spec("full", node), actors, f"run {node.op} in fp32{_here(node.site)}", code)
+    return _cure(
+        _spec("full" if by_rule else "full_here", node),
+        actors,
+        f"run {node.op} in fp32{_here(node.site)}",
+        code,
+    )
 
 
 _BF16 = "use bf16: the range of fp32, no loss scale needed"
@@ -231,12 +256,16 @@ def to_bf16(actors: Actors) -> Cure:
     return _cure(("bf16",), actors, _BF16, 'hs.prepare(..., dtype="bf16")')
 
 
-def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cure]:
     if cause.format not in ("fp16", "e4m3fn", "e5m2"):
         return _for_wide_range(node, cause)
     bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
     cures: list[Cure] = []
+    if cause.weight:
+        text = f"bring the row of {cause.weight} back; look at what wrote it (learning rate, sparse updates)"
+        cures.append(Cure("advice", text, f"{cause.weight}.data.clamp_(-k, k)"))
     if node.phase == "backward":
+        cures += _smaller_loss(actors, bits, root)
         cures += _lower_scale(actors, bits)
     if node.op != "cast":
         cures.append(_full(node, actors))
@@ -246,10 +275,38 @@ def _for_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     return [*cures, to_bf16(actors)]
 
 
+_LARGE_LOSS = 1e3
+
+
+def _scale_now(actors: Actors) -> tuple[float, float]:
+    """The loss scale, and the least it may become."""
+    if actors.session is not None:
+        scale = actors.session.loss_scale
+        return float(scale.value), float(getattr(scale, "min", 0.0))
+    scale = actors.scaler.get_scale() if actors.scaler is not None else 1.0
+    return float(scale), float(getattr(getattr(actors.scaler, "loss_scale", None), "min", 0.0))
+
+
+def _smaller_loss(actors: Actors, bits: int, root: float) -> list[Cure]:
+    """Divide a loss that is large by itself: a sum where a mean is meant, targets without a scale."""
+    loss = root / (_scale_now(actors)[0] or 1.0)
+    if loss < _LARGE_LOSS:
+        return []
+
+    def divided(by: int) -> Cure:
+        text = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{by} less is enough"
+        return Cure("loss", text, f"loss = loss / {2**by}", spec=("loss", by))
+
+    return [replace(divided(bits), variants=(divided(bits + 4), divided(bits + 8)))]
+
+
 def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
-    """Lower the loss scale; further where what comes later in backward needs it."""
+    """Lower the loss scale; further where what comes later in backward needs it, not below its own least."""
     options: list[Cure] = []
+    now, least = _scale_now(actors)
     for further in (bits, bits + 4, bits + 8):
+        if now * 2.0**-further < least:
+            break
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
         cure = _cure(("loss_scale", -further), actors, text, 'loss_scale="dynamic"')
         if cure.apply is not None:
@@ -292,13 +349,14 @@ def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
     return [Cure("advice", text)]
 
 
-def propose(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
-    """The cures worth trying for this op and cause, cheapest first."""
+def propose(node: Node, cause: Cause, actors: Actors, root: float = 0.0) -> list[Cure]:
+    """The cures worth trying for this op and cause, cheapest first; `root`: the loss, scaled."""
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
-        return [Cure("masters", text, 'hs.prepare(model, optimizer, level="O2")'), to_bf16(actors)]
+        code = 'hs.prepare(model, optimizer, level="O2")'
+        return [Cure("masters", text, code, spec=("masters",)), to_bf16(actors)]
     if cause.kind == "range":
-        return _for_range(node, cause, actors)
+        return _for_range(node, cause, actors, root)
     if cause.kind == "precision":
         return _for_precision(node, cause, actors)
     if cause.kind == "mathematics":

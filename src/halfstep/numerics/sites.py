@@ -55,7 +55,7 @@ class Site:
     """The place of an op. `file` and `line` are the user's; `node` names the backward node, if any.
 
     `call` numbers the torch functions the user called (0: unknown), so that the kernels of one call are told
-    from those of the next.
+    from those of the next. `in_region`: whether autocast was on, in backward where the forward op ran.
     """
 
     module: str
@@ -65,6 +65,7 @@ class Site:
     line: int
     node: str = ""
     call: int = 0
+    in_region: bool = False
 
     @property
     def code(self) -> str:
@@ -119,15 +120,67 @@ def look() -> tuple[str, str, int]:
     return "", file, line
 
 
-def run_backward(
-    loss: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """`Tensor.backward` for use inside a function mode, which torch switches off while its handler runs."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """A frame's tensors by the names the user gave them, plain variables before what lies in containers."""
+    later: list[tuple[str, torch.Tensor]] = []
+    for name, value in list(frame.f_locals.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple) and len(value) <= 8:
+            later += [(f"{name}[{i}]", x) for i, x in enumerate(value) if isinstance(x, torch.Tensor)]
+        elif isinstance(value, dict) and len(value) <= 8:
+            later += [(f"{name}[{k!r}]", x) for k, x in value.items() if isinstance(x, torch.Tensor)]
+    yield from later
+
+
+def _shows(t: torch.Tensor) -> tuple[Any, ...] | None:
+    if t.layout != torch.strided or t.is_meta:
+        return None
+    try:
+        return t.data_ptr(), tuple(t.shape), t.stride()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of the user's variables that hold them now, outermost function first."""
+    wanted = {_shows(t): t for t in tensors if t.numel()}
+    wanted.pop(None, None)
+    frames: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and wanted:
+        if is_users(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back
+    found: dict[str, torch.Tensor] = {}
+    for one in reversed(frames):
+        for name, value in _variables(one):
+            key = _shows(value)
+            if key in wanted:
+                found.setdefault(name, wanted.pop(key))
+    return found
+
+
+def starts_backward(function: Any) -> bool:
+    """Whether this torch function runs autograd's engine."""
+    return function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function that runs the engine, from a mode's handler: torch switches the mode off in there, and
+    what Python code backward calls (own Functions, recomputation) must see it again."""
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
+
+    def within(*a: Any, **k: Any) -> Any:
+        with mode:
+            return engine(*a, **k)
+
+    autograd._engine_run_backward = within
+    try:
+        return function(*args, **kwargs)
+    finally:
+        autograd._engine_run_backward = engine
 
 
 class ModuleStack:

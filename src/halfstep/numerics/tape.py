@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.sites import ModuleStack, Site, look, op_label, run_backward
+from halfstep.numerics.sites import (
+    ModuleStack,
+    Site,
+    look,
+    op_label,
+    run_backward,
+    starts_backward,
+    users_names,
+)
 
 # Their results are memory nobody has written yet; whatever lies in it means nothing.
 _UNWRITTEN = frozenset(
@@ -31,6 +39,8 @@ _UNWRITTEN = frozenset(
 )
 # They write without looking at what was there before.
 _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_"])
+# They show memory that was filled elsewhere: by a worker, by numpy, by a file.
+_ARRIVES = frozenset(["set_", "lift_fresh", "from_file", "_pin_memory", "_reinterpret_tensor", "frombuffer"])
 # Beside the result they return the logarithm of a sum, -inf for a row without terms.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _NO_SEQUENCE = 1 << 62
@@ -104,6 +114,7 @@ class Node:
     (None: it came from outside the step).
 
     `origins`: indices of the nodes whose non-finite results reached this one; its own index if it is one.
+    `names`: for an origin, its tensors by the names of the user's variables.
     """
 
     index: int
@@ -118,6 +129,7 @@ class Node:
     intended: bool = False
     outside: list[Tensor] = field(default_factory=list)
     dropped: bool = False
+    names: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def aten(self) -> str:
@@ -162,6 +174,7 @@ class Tape:
         model: names modules by its paths; without it the first module called is taken for the model.
         keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
+        batch: what the step's batch is called in words.
     """
 
     def __init__(
@@ -169,7 +182,10 @@ class Tape:
         model: nn.Module | None = None,
         keep_bytes: int = 1 << 30,
         observers: Iterable[Callable[[Node, bool], None]] = (),
+        batch: str = "",
     ) -> None:
+        self.batch = batch
+        self.root_top = 0.0
         self.nodes: list[Node] = []
         self.candidates: dict[int, Node] = {}
         self.ends: list[End] = []
@@ -190,6 +206,8 @@ class Tape:
         self._observers = tuple(observers)
         self._steps = 0
         self._busy = False
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._devices = ("cpu",) if here is None else ("cpu", here.type)
         self.calls: list[tuple[Any, int]] = []
         self.call_count = 0
         self._modules = ModuleStack(model, self._adopt)
@@ -246,6 +264,13 @@ class Tape:
         self.ends.append(End(kind, name, origins))
         return False
 
+    def look_at_root(self, loss: Tensor) -> None:
+        """Notes where backward begins."""
+        if self.check("loss", "loss", loss):
+            self._busy, busy = True, self._busy
+            self.root_top = max(self.root_top, float(max_abs(loss)) if loss.numel() == 1 else 0.0)
+            self._busy = busy
+
     def module_name(self, module: nn.Module) -> str:
         """The path under which the tape knows a module."""
         return self._modules.name_of(module)
@@ -268,7 +293,8 @@ class Tape:
         phase = self._phase(found)
         sequence = torch.autograd._get_sequence_nr() - 1
         function, call = self.calls[-1] if self.calls else (None, 0)
-        site = Site(self._modules.path, self._modules.kind, function, file, line, "", call)
+        region = self._region()
+        site = Site(self._modules.path, self._modules.kind, function, file, line, "", call, region)
         if phase != "backward":
             if not file:
                 site = self._lines.get(site.module, site)
@@ -318,6 +344,8 @@ class Tape:
         if node.base in _UNWRITTEN:
             return out
         node.outs = results
+        if node.base in _ARRIVES:
+            return out
         self.nodes.append(node)
         self._count(node, results, given)
         bad = self._judge(node, given, copies)
@@ -327,6 +355,9 @@ class Tape:
             self._made[key_of(t)] = (node, place)
         self._keep(node, bad)
         return out
+
+    def _region(self) -> bool:
+        return any(torch.is_autocast_enabled(kind) for kind in self._devices)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """No op of this rank's: it may be under way still, and a re-run would wait for the other ranks.
@@ -376,6 +407,8 @@ class Tape:
             node.intended = not culprits and _writes_infinity(node)
             node.origins |= {node.index}
             self.candidates[node.index] = node
+            if len(self.candidates) <= 16:
+                node.names = users_names([copies.get(id(t), t) for t in given])
         else:
             self.passed.append(node)
         for t in wrong:
@@ -465,11 +498,10 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            # Inside this handler the mode is off; recomputation in backward must see it again.
-            self._tape.check("loss", "loss", args[0])
-            with self:
-                return run_backward(*args, **kwargs)
+        if starts_backward(func):
+            if func is torch.Tensor.backward:
+                self._tape.look_at_root(args[0])
+            return run_backward(self, func, args, kwargs)
         self._tape.call_count += 1
         self._tape.calls.append((func, self._tape.call_count))
         try:

@@ -18,7 +18,7 @@ from halfstep.distributed import gather, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.actors import Actors
-from halfstep.numerics.cause import Cause, explain
+from halfstep.numerics.cause import Cause, explain, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.sites import Site
@@ -320,8 +320,8 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
     if not real:
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
-    cause = _outside(node, tape, actors, batch) if node.outside else explain(node, tape.originals)
-    cures = tuple(propose(node, cause, actors))
+    cause = _outside(node, tape, actors, batch) if node.outside else _inside(node, tape, actors)
+    cures = tuple(propose(node, cause, actors, tape.root_top))
     carried = tuple(
         dict.fromkeys(
             f"{n.phase}: {n.op} in {n.site.module or 'root'}" for n in tape.passed if node.index in n.origins
@@ -376,6 +376,24 @@ def _bad_op(
     )  # fmt: skip
 
 
+def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
+    """Why the op's result is not finite, in the terms of what the user gave it: inputs, weights, the loss."""
+    cause = explain(node, tape.originals)
+    if cause.kind != "range":
+        return cause
+    named = {id(p): n for kind, n, p in _named_values(actors) if kind == "parameter"}
+    outlier = outlying_weight(
+        node, [(named[id(p)], p) for _, _, p in _named_values(actors) if id(p) in named]
+    )
+    if outlier is not None:
+        return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name)
+    large = {n: float(max_abs(t)) for n, t in node.names.items() if t.is_floating_point()}
+    name = max(large, key=lambda n: large[n], default="")
+    if name and large[name] > 1e3 and node.phase != "backward":
+        return replace(cause, text=f"{cause.text}; {name} reaches {large[name]:.3g}")
+    return cause
+
+
 def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     """The op read a value that was not finite before the step began: whose is it?"""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
@@ -385,11 +403,18 @@ def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     if any(tape.was_received(t) for t in node.outside):
         late = node.phase in ("backward", "optimizer")
         return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
-    place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
-    which = "" if place is None else f" (tensor {place} of the batch)"
+    return Cause("data", f"data: {_wrong_input(node, tape, batch)}")
+
+
+def _wrong_input(node: Node, tape: Tape, batch: Any) -> str:
+    """What is wrong with what the step was given: `1 NaN in x of batch 13`."""
     wrong = node.outside[0]
-    count = int((~torch.isfinite(wrong)).sum())
-    return Cause("data", f"data: {count} of {wrong.numel()} input values are not finite{which}")
+    name = next((n for n, t in node.names.items() if not is_finite(t)), "")
+    place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
+    where = f" of {tape.batch}" if tape.batch else "" if place is None else f" (tensor {place} of the batch)"
+    nans, infs = int(torch.isnan(wrong).sum()), int(torch.isinf(wrong).sum())
+    counted = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "inf")) if n)
+    return f"{counted} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
 
 
 def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:

@@ -1,0 +1,153 @@
+"""A running process kept as it is at one moment, by fork: what comes after can be run again from there.
+
+`Moment.hold()` returns None in the run itself. It returns an order in each copy that is asked for later: the
+copy goes on from that line with everything as it was (data iterators, Python's own variables, random state),
+does what the order says and leaves with `answer`. Not for processes that have used an accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from typing import Any, Protocol
+
+import torch
+
+_LENGTH = 8
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process could go on: not on Windows, nor with a device or other ranks in use."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return False
+    if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+        return False
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+class Moment:
+    """The state of this process at `hold`, waiting in a child that does nothing until it is asked."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._asks = -1
+        self._answers = -1
+
+    def hold(self) -> Any:
+        """Keep this moment. None in the process that runs on; in a copy of it, the order it was given."""
+        order_end, self._asks = os.pipe()
+        self._answers, answer_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(order_end)
+            os.close(answer_end)
+            return None
+        os.close(self._asks)
+        os.close(self._answers)
+        return _wait_for_orders(order_end, answer_end)
+
+    def ask(self, order: Asked) -> Any:
+        """What a copy that goes on from here with `order` answers; None if it fails or takes too long."""
+        try:
+            _send(self._asks, order)
+            return _receive(self._answers, time.monotonic() + order.seconds + 5)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Let go of the moment."""
+        with contextlib.suppress(OSError):
+            _send(self._asks, None)  # workers that were started since hold this pipe open too
+        for end in (self._asks, self._answers):
+            with contextlib.suppress(OSError):
+                os.close(end)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+_answer_end = -1
+
+
+class Asked(Protocol):
+    """What a copy is asked; `seconds`: after how long it is ended."""
+
+    @property
+    def seconds(self) -> float:
+        """The limit."""
+        ...
+
+
+def answer(value: Any) -> None:
+    """End this copy with its answer; nothing of what it would still do at exit is done."""
+    with contextlib.suppress(OSError):
+        _send(_answer_end, value)
+    os._exit(0)
+
+
+def _send(end: int, value: Any) -> None:
+    data = pickle.dumps(value)
+    view = memoryview(len(data).to_bytes(_LENGTH, "little") + data)
+    while view:
+        view = view[os.write(end, view) :]
+
+
+def _read(end: int, count: int, until: float | None) -> bytes:
+    data = b""
+    while len(data) < count:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not select.select([end], [], [], left)[0]:
+            raise TimeoutError
+        part = os.read(end, count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _receive(end: int, until: float | None) -> Any:
+    try:
+        size = int.from_bytes(_read(end, _LENGTH, until), "little")
+        return pickle.loads(_read(end, size, until))
+    except (TimeoutError, EOFError):
+        return None
+
+
+def _wait_for_orders(order_end: int, answer_end: int) -> Any:
+    """In the waiting child: fork a copy for each order; returns in the copies only."""
+    global _answer_end
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself says what an interrupt means
+        run = os.getppid()
+        while True:
+            while not select.select([order_end], [], [], 2.0)[0]:
+                if os.getppid() != run:
+                    os._exit(0)
+            order = _receive(order_end, None)
+            if order is None:
+                os._exit(0)
+            copy = os.fork()
+            if copy == 0:
+                break
+            status = os.waitpid(copy, 0)[1]
+            if status:
+                _send(answer_end, None)
+    except BaseException:
+        os._exit(1)
+    os.close(order_end)
+    _answer_end = answer_end
+    signal.alarm(math.ceil(order.seconds))  # the default action ends a copy that hangs
+    _be_quiet()
+    torch.set_num_threads(1)  # the threads of the run are not in its copies
+    return order
+
+
+def _be_quiet() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for end in (1, 2):
+        os.dup2(nowhere, end)

@@ -1,0 +1,485 @@
+"""Watches a script from inside its process, step by step, and has the steps that matter taped.
+
+A step begins where the one before it ended (or, with workers that load data, at its first forward or
+autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
+is stepped. Where the process can be copied, each step's beginning is held as a `Moment`, from which a copy
+runs the step again under the tape, and again with each cure.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.doctor.checkpoints import Moment, answer, can_fork
+from halfstep.doctor.conversions import Conversions
+from halfstep.doctor.document import Fault, counts_of, fault_of, findings_of
+from halfstep.doctor.ledger import Ledger, distance, tops
+from halfstep.doctor.order import Job, Order, Traced
+from halfstep.doctor.quiet import rate_fault
+from halfstep.doctor.substitutes import put_in_place
+from halfstep.names import canonical
+from halfstep.numerics.actors import Actors
+from halfstep.numerics.sites import look
+from halfstep.numerics.snapshot import run_eagerly
+from halfstep.numerics.tape import Tape
+from halfstep.numerics.trace import Trace, bad_names, finish
+from halfstep.numerics.underflow import UnderflowProbe
+from halfstep.numerics.watch import Watch, watch
+
+#: Faults of one run that are traced, and looks at steps in which something fell silent.
+_TRACES, _LOOKS = 3, 2
+#: Steps that must be well after a bad one for a cure of it to help.
+_AFTER = 3
+#: What holding steps may cost: seconds, and beyond them a share of the run.
+_GRACE, _SHARE = 0.5, 0.15
+
+
+class Enough(BaseException):
+    """Ends the script after the last step that was asked for."""
+
+
+class Cast:
+    """The models, optimizers, session and scaler of a script, as they turn up."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.session: Any = None
+        self.scaler: Any = None
+
+    def meet(self, module: nn.Module) -> None:
+        """A module is called: if it has weights and belongs to no known model, it is one."""
+        known = any(module is m for root in self.models for m in root.modules())
+        if not known and next(module.parameters(), None) is not None:
+            inside = {id(m) for m in module.modules()}
+            self.models = [m for m in self.models if id(m) not in inside] + [module]
+
+    def add(self, optimizer: Any) -> None:
+        """An optimizer is made or stepped."""
+        if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def actors(self) -> Actors:
+        """All of them, as the tape and the cures take them."""
+        others = [x for x in (self.session, self.scaler) if x is not None]
+        return Actors(None, [*self.models, *self.optimizers, *others])
+
+    def scale(self) -> float:
+        """The present loss scale."""
+        if self.session is not None:
+            return float(self.session.loss_scale.value)
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameters by name, those of the first model without a prefix."""
+        found: dict[str, Tensor] = {}
+        for number, model in enumerate(self.models):
+            prefix = f"{type(model).__name__}." if number else ""
+            found |= {prefix + canonical(n): p for n, p in model.named_parameters() if p.is_floating_point()}
+        return found
+
+    def buffers(self) -> list[Tensor]:
+        """Floating-point buffers of all models."""
+        return [b for m in self.models for b in m.buffers() if b.is_floating_point()]
+
+
+class Taping:
+    """The tape of one step, from when it is armed to the end of the step."""
+
+    def __init__(self, cast: Cast, label: str) -> None:
+        from halfstep.numerics.lint import LintProbe
+
+        self._cast = cast
+        self._lint = LintProbe()
+        self._probe = UnderflowProbe()
+        self._before = bad_names(cast.actors())
+        self._around = ExitStack()
+        model = cast.models[0] if cast.models else None
+        self.tape = Tape(model, observers=[self._probe.look, self._lint.look], batch=label)
+        self._around.enter_context(run_eagerly())
+        self.tape.__enter__()
+
+    def end(self, error: BaseException | None = None) -> tuple[Trace, list[Any]]:
+        """Closes the tape; the trace of the step and what the lint found."""
+        self.tape.__exit__()
+        self._around.close()
+        trace = finish(self.tape, self._cast.actors(), self._before, None, error, self._probe)
+        return trace, list(self._lint.findings)
+
+
+class Examiner:
+    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.cast = Cast()
+        self.ledger = Ledger()
+        self.conversions = Conversions()
+        self.traced = Traced()
+        self.seen: Watch | None = None
+        self.job: Job | None = None
+        self.limit = order.steps
+        self.around = ExitStack()
+        self.taping: Taping | None = None
+        self.cured = False
+        self._moments = Moments(self)
+        self._before: list[Tensor] = []
+
+    @property
+    def done(self) -> int:
+        """Steps that have ended."""
+        return len(self.ledger.notes)
+
+    # What the hooks report.
+
+    def on_made(self, thing: Any) -> None:
+        """An optimizer, a scaler or a session was made."""
+        if hasattr(thing, "get_scale"):
+            self.cast.scaler = thing
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.cast.add(thing)
+        else:
+            self.cast.session = thing
+        if self.done == 0:
+            self._moments.at_start()
+
+    def on_sign(self, module: nn.Module | None = None) -> None:
+        """A step shows that it has begun: a region opens or a model is called."""
+        if module is not None:
+            self.cast.meet(module)
+        if self._moments.on_sign() and module is not None and self.taping is not None:
+            self.taping.tape.enter_module(module)
+
+    def on_inputs(self, names: dict[str, Tensor]) -> None:
+        """What a model is called with."""
+        floats = {n: t for n, t in names.items() if t.is_floating_point() and t.numel()}
+        for name, top in zip(floats, tops(list(floats.values()))):
+            self.ledger.now.inputs[name] = max(top, self.ledger.now.inputs.get(name, 0.0))
+
+    def on_loss(self, loss: Tensor) -> None:
+        """Backward begins."""
+        scale = self.cast.scale()
+        value = float(loss.detach())
+        self.ledger.now.loss = value / scale
+        if not math.isfinite(value):
+            self.ledger.blame("loss")
+
+    def on_output(self, name: str, top: float) -> None:
+        """A module without submodules gave a result."""
+        if top == 0.0 or not math.isfinite(top):
+            self.ledger.now.silent = self.ledger.now.silent or name
+
+    def on_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to update."""
+        self.cast.add(optimizer)
+        _, file, line = look()
+        now = self.ledger.now
+        now.where = file, line
+        now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
+        updated = [p for g in optimizer.param_groups for p in g["params"]]
+        gradients = [p.grad for p in updated if p.grad is not None]
+        found = tops(gradients)
+        now.gradient = max(found, default=0.0)
+        if not all(map(math.isfinite, found)):
+            now.gradient = math.inf
+            self.ledger.blame("gradient")
+        if any(top == 0.0 for top in found):
+            now.silent = now.silent or "a gradient"
+        self._before = [p.detach().clone() for p in updated]
+
+    def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated."""
+        now = self.ledger.now
+        now.taken = True
+        now.update += distance(self._before, (p for g in optimizer.param_groups for p in g["params"]))
+        self._before = []
+
+    def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
+        """A step ends."""
+        now = self.ledger.now
+        named = self.cast.named()
+        weights = dict(zip(named, tops(list(named.values()))))
+        for name, top in weights.items():
+            self.ledger.weights.setdefault(name, []).append((self.done, top))
+        state = [*weights.values(), *tops(self.cast.buffers())]
+        if not all(map(math.isfinite, state)):
+            self.ledger.blame("parameter")
+            now.spoiled = True
+        if skipped or not finite:
+            self.ledger.blame("gradient")
+        now.skipped = skipped
+        if skipped and self.seen is not None and self.cast.session is None:
+            self.seen.note_skip()
+        if self.taping is not None:
+            self._end_tape()
+        note = self.ledger.close(owner)
+        self._judge(self.done - 1, bool(note.bad))
+        if self.done >= self.limit:
+            self.leave()
+        self._begin()
+
+    def _judge(self, index: int, bad: bool) -> None:
+        """Has the step that just ended traced, if it tells something new."""
+        if self.job is not None and (self.job.kind != "go_on" or index < self.job.at):
+            return
+        before = bool(index) and bool(self.ledger.notes[index - 1].bad)
+        if bad and not before and len(self.traced.faults) < _TRACES:
+            self._moments.trace(index)
+            if self.job is not None:
+                self.reply()
+        elif not bad and self.job is None and (index == 1 or self.ledger.notes[index].silent):
+            self._moments.glance(index)
+
+    def leave(self) -> None:
+        """The last step is done."""
+        if self.job is not None:
+            self.reply()
+        raise Enough
+
+    def reply(self) -> None:
+        """In a copy: say what was found, and end."""
+        at = self.job.at if self.job is not None else 0
+        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= at]
+        self.traced.bad_at = bad[0] if bad else at if self.traced.faults else None
+        self.traced.well = self.traced.bad_at is None
+        answer(self.traced)
+
+    def _begin(self) -> None:
+        """The next step begins."""
+        self._moments.on_begin()
+        if self.seen is None and self.order.armed is None and self.job is None and self.cast.models:
+            cast = self.cast
+            what = cast.session if cast.session is not None else cast.optimizers
+            every = max(1, self.order.steps // 12)
+            self.seen = watch(cast.models[0], what, every=every, scaler=cast.scaler)
+            self.seen.step = self.done
+
+    # The tape.
+
+    def arm(self) -> None:
+        """Tape the step that begins now."""
+        if self.taping is None:
+            self.taping = Taping(self.cast, f"batch {self.ledger.now.number + 1}")
+
+    def _end_tape(self, error: BaseException | None = None) -> None:
+        taping, self.taping = self.taping, None
+        assert taping is not None
+        trace, lint = taping.end(error)
+        self.traced.counts = counts_of(trace.counts)
+        self.traced.lint = findings_of(lint)
+        if trace.bad is not None:
+            fault = fault_of(self.ledger.now.number, trace.bad)
+            if trace.bad.phase == "optimizer":
+                fault = rate_fault(self.ledger.now) or fault
+            self.traced.faults.append(fault)
+        if self.job is not None and self.job.kind == "trace":
+            self.reply()
+
+    def failed(self, error: BaseException) -> None:
+        """The script raised."""
+        if self.taping is not None:
+            self._end_tape(error)
+        elif self.job is None:
+            self._moments.trace(self.done)
+        if self.job is not None:
+            self.ledger.now.bad = "error"
+            self.ledger.notes.append(self.ledger.now)
+            self.reply()
+
+    def ended(self) -> None:
+        """The script is over."""
+        if self.taping is not None:
+            self._end_tape()
+        if self.job is not None:
+            self.reply()
+        self._moments.close()
+        if self.seen is not None:
+            self.seen.close()
+
+    def cure_from_start(self) -> None:
+        """Put the cure in place that the whole run is to try: before the taped step, else after the first."""
+        spec, at = self.order.cure, self.order.armed if self.order.armed is not None else 1
+        if spec is None or spec[0] == "bf16" or self.cured or self.done < at or not self.cast.models:
+            return
+        self.cured = True
+        self.traced.applied = put_in_place(spec, self.cast.actors(), self.around)
+
+    def become(self, job: Job) -> None:
+        """This process is a copy now, made for a job."""
+        self.job = job
+        self.limit = job.at + 1 + job.more
+        self.traced = Traced()
+        self.ledger.notes = self.ledger.notes[:]
+        for note in self.ledger.notes:
+            note.bad = ""
+        if self.seen is not None:
+            self.seen.close()
+            self.seen = None
+        if job.spec is not None:
+            self.traced.applied = put_in_place(job.spec, self.cast.actors(), self.around)
+            if not self.traced.applied:
+                answer(self.traced)
+
+
+class Moments:
+    """When a run is held, and what its copies are asked."""
+
+    def __init__(self, examiner: Examiner) -> None:
+        self._examiner = examiner
+        self._may = examiner.order.copies and can_fork()
+        self._moment: Moment | None = None
+        self._signed = False
+        self._held_at = 0
+        self._glances = 0
+        self._began = time.monotonic()
+        self._spent = 0.0
+
+    @property
+    def may(self) -> bool:
+        """Whether this run is copied."""
+        return self._may
+
+    def at_start(self) -> None:
+        """Something was made before the first step."""
+        self._hold()
+
+    def on_begin(self) -> None:
+        """A step begins: hold it, unless its batch is still with a worker."""
+        self._signed = False
+        if not _loads_with_workers() and self._may_spend():
+            self._hold()
+        self._begin_job()
+
+    def _may_spend(self) -> bool:
+        """Whether another hold keeps their share of the run's time small."""
+        return self._spent < _GRACE + _SHARE * (time.monotonic() - self._began)
+
+    def on_sign(self) -> bool:
+        """The step shows itself; whether the tape was armed just now."""
+        if self._signed:
+            return False
+        self._signed = True
+        examiner = self._examiner
+        if examiner.done == 0 or _loads_with_workers():
+            self._hold()
+        taping = examiner.taping
+        self._begin_job()
+        if examiner.order.armed == examiner.done:
+            examiner.arm()
+        return taping is None and examiner.taping is not None
+
+    def _begin_job(self) -> None:
+        """In a copy, or a run that cannot be copied: arm the tape where the step is the one to tape."""
+        examiner = self._examiner
+        job = examiner.job
+        examiner.cure_from_start()
+        if job is not None and examiner.done == job.at and (job.kind == "trace" or job.tape):
+            examiner.arm()
+        elif examiner.order.armed is not None and 0 < examiner.done == examiner.order.armed:
+            examiner.arm()  # at step 0 the first sign arms it
+
+    def _hold(self) -> None:
+        examiner = self._examiner
+        wanted = examiner.job is None or examiner.job.kind == "go_on"
+        if not self._may or not wanted or examiner.order.armed is not None:
+            return
+        self.close()
+        began = time.monotonic()
+        moment = Moment()
+        job = moment.hold()
+        if job is not None:
+            self._may = job.kind == "go_on"
+            self._moment, self._spent = None, 0.0
+            examiner.become(job)
+            self._begin_job()
+            return
+        self._moment, self._held_at = moment, examiner.done
+        self._spent += time.monotonic() - began
+
+    def close(self) -> None:
+        """Let go of the moment that is held."""
+        if self._moment is not None:
+            self._moment.close()
+            self._moment = None
+
+    def _ask(self, job: Job) -> Traced | None:
+        if self._moment is None:
+            return None
+        found = self._moment.ask(job)
+        return found if isinstance(found, Traced) else None
+
+    def glance(self, index: int) -> None:
+        """Tape a step that seems well: which op runs in which dtype, the lint, and overflows that hide."""
+        examiner = self._examiner
+        if self._glances > _LOOKS or self._moment is None or self._held_at > index:
+            return
+        self._glances += 1
+        found = self._ask(Job("trace", index))
+        if found is None:
+            return
+        if not examiner.traced.counts:
+            examiner.traced.counts, examiner.traced.lint = found.counts, found.lint
+        for fault in found.faults:
+            self._keep(index, fault, tape=True)
+
+    def trace(self, index: int) -> None:
+        """Tape a bad step and try the cures of what it shows."""
+        found = self._ask(Job("trace", index))
+        if found is None:
+            return
+        examiner = self._examiner
+        if not examiner.traced.counts:
+            examiner.traced.counts, examiner.traced.lint = found.counts, found.lint
+        for fault in found.faults:
+            self._keep(index, fault, tape=fault.underflow or bool(fault.hidden))
+
+    def _keep(self, index: int, fault: Fault, tape: bool) -> None:
+        known = self._examiner.traced.faults
+        twin = next((other for other in known if fault.same_as(other)), None)
+        if twin is not None and not twin.behind:
+            return
+        if twin is not None:  # found behind a cure before; here it is on its own
+            known.remove(twin)
+        known.append(fault)
+        if self._examiner.job is not None:
+            return
+        for cure in fault.cures:
+            for spec in cure.specs:
+                status = self._try(index, spec, tape, fault)
+                cure.status = status or cure.status
+                if status == "works":
+                    cure.specs = [spec]
+                    break
+
+    def _try(self, index: int, spec: tuple[Any, ...], tape: bool, fault: Fault) -> str:
+        """Whether a cure works, by a copy of the run with it in place; empty where it cannot be tried."""
+        spoiled = self._examiner.ledger.notes[index].spoiled if index < self._examiner.done else True
+        left = self._examiner.order.steps - index - 1
+        more = min(left, 2 * _AFTER if spoiled else _AFTER)
+        tried = self._ask(Job("trial", index, spec, more, tape))
+        if tried is None or not tried.applied:
+            return ""
+        if tried.well:
+            return "works"
+        if tried.bad_at == index:
+            return "does not help"
+        behind = self._ask(Job("go_on", index, spec, more))
+        second = behind.faults[0] if behind is not None and behind.faults else None
+        if second is None or second.same_as(fault):
+            return "does not help"
+        if not any(second.same_as(other) for other in self._examiner.traced.faults):
+            second.behind = True
+            self._examiner.traced.faults.append(second)
+        return "works"
+
+
+def _loads_with_workers() -> bool:
+    import multiprocessing
+
+    return bool(multiprocessing.active_children())

@@ -1,0 +1,64 @@
+"""What the process that runs a script is told, and what it tells back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfstep.doctor.document import Document, Fault
+
+
+@dataclass(frozen=True)
+class Order:
+    """`armed`: the step (an index) to tape, where the run cannot be copied; `cure`: the spec of one to try
+    from the start; `copies`: whether the run may be copied; `result`: the file for what was found."""
+
+    script: str
+    args: tuple[str, ...]
+    steps: int
+    seed: int
+    armed: int | None = None
+    cure: tuple[Any, ...] | None = None
+    copies: bool = True
+    result: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a copy of a run is asked: go on to step `at` with the cure `spec` in place (if any).
+
+    `kind`: "trace" tapes that step; "trial" runs it and `more` steps after it and says whether all was well;
+    "go_on" does the same and traces the first step that is not.
+    """
+
+    kind: str
+    at: int
+    spec: tuple[Any, ...] | None = None
+    more: int = 0
+    tape: bool = False
+    seconds: float = 30.0
+
+
+@dataclass
+class Traced:
+    """What a copy found. `well`: nothing was wrong, else it was at step `bad_at`; `applied`: the cure was."""
+
+    faults: list[Fault] = field(default_factory=list[Fault])
+    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lint: list[Any] = field(default_factory=list[Any])
+    well: bool = False
+    bad_at: int | None = None
+    applied: bool = True
+
+
+@dataclass
+class Found:
+    """What a run found. `first_bad`: the index of the first bad step; `traced`: whether one was taped."""
+
+    document: Document
+    steps: int
+    first_bad: int | None
+    applied: bool
+    traced: bool
+    settled: bool
+    error: str | None = None

@@ -1,0 +1,67 @@
+"""The doctor for a step function: what `hs.doctor.examine(step, x, y)` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
+
+
+def examine(
+    step: Callable[..., Any],
+    *batch: Any,
+    batches: Iterable[tuple[Any, ...]] = (),
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    session: Any = None,
+    others: Iterable[Any] = (),
+    label: str = "step",
+) -> Document:
+    """Run a training step under the tape, and say what the numbers do; everything is as before afterwards.
+
+    Args:
+        step: does forward, backward and the optimizer's step, and returns the loss.
+        batch: its arguments; with none, `batches` gives them.
+        batches: further arguments, one tuple a step: each is examined in turn until one is bad.
+        model, optimizer, session, others: what takes part; what is left out is found among the names that
+            `step` uses. `others` are further things with state_dict (schedulers, scalers).
+        label: what the document calls it.
+
+    Returns:
+        The document: `healthy`, `verdict` (a list of lines), `bad` (the faults), `as_dict()`; a page with
+        `halfstep.report.doctor.write_doctor(document, path)`.
+
+    Raises:
+        Exception: what `step` raised, where nothing in it was found to be not finite.
+    """
+    from halfstep.numerics.lint import LintProbe, lint
+    from halfstep.numerics.trace import trace_step
+
+    document = Document(label, 0)
+    todo = [batch] if batch else []
+    probe = LintProbe()
+    for number, one in enumerate([*todo, *batches] or [()]):
+        trace = trace_step(
+            step, *one, model=model, optimizer=optimizer, session=session, others=others,
+            underflow=True, observers=[probe.look],
+        )  # fmt: skip
+        document.steps = number + 1
+        document.counts = document.counts or counts_of(trace.counts)
+        loss = trace.result
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            document.losses.append(float(loss.detach()))
+        if trace.bad is not None:
+            document.bad.append(fault_of(number, trace.bad, _is_harmless(trace.bad)))
+            break
+    found = [*(lint(session=session) if session is not None else ()), *probe.findings]
+    document.lint = findings_of(found)
+    return document
+
+
+def _is_harmless(bad: Any) -> bool:
+    return bool(bad.harmless) and math.isfinite(bad.cause.times or 1.0)

@@ -1,0 +1,88 @@
+"""Cures put in place in a copy of a run, which ends with the trial: nothing here is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.numerics.actors import Actors
+from halfstep.numerics.cures import remedy
+
+
+def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> bool:
+    """Apply the cure that `spec` describes from here on; False where it cannot be from outside."""
+    if spec[0] == "masters":
+        return _masters(actors)
+    if spec[0] == "loss":
+        return _smaller_loss(actors, 2.0 ** -spec[1])
+    apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, actors)
+    if apply is None:
+        return False
+    stack.enter_context(apply())
+    return True
+
+
+def _masters(actors: Actors) -> bool:
+    """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
+    from halfstep.session.prepare import prepare
+
+    dtype = next((p.dtype for p in actors.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    if dtype is None or actors.session is not None or not actors.models or not actors.optimizers:
+        return False
+    prepare(actors.models, actors.optimizers, level="O2", dtype=dtype, loss_scale="none")
+    return True
+
+
+def _smaller_loss(actors: Actors, factor: float) -> bool:
+    owner, name = (actors.session, "backward") if actors.session is not None else (actors.scaler, "scale")
+    if owner is None:
+        return False
+    original = getattr(owner, name)
+
+    def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(loss * factor if isinstance(loss, Tensor) else loss, *args, **kwargs)
+
+    setattr(owner, name, divided)
+    return True
+
+
+def ask_for_bf16(stack: ExitStack) -> None:
+    """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or `prepare`."""
+    import halfstep
+
+    half, bf16 = torch.float16, torch.bfloat16
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wanted = kwargs.get("dtype")
+            if wanted is half or str(wanted) in ("fp16", "float16", "half"):
+                kwargs["dtype"] = bf16
+            if str(kwargs.get("level", "")).startswith("fp16") or str(kwargs.get("level", "")).startswith(
+                "16"
+            ):
+                kwargs["level"] = "bf16" + str(kwargs["level"])[str(kwargs["level"]).find("-") :]
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("float16", "half"):
+        put(torch, name, bf16)
+    put(Tensor, "half", Tensor.bfloat16)
+    put(nn.Module, "half", nn.Module.bfloat16)
+    set_dtype = torch.set_autocast_dtype
+
+    def autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(device_type, bf16 if dtype == half else dtype)
+
+    put(torch, "set_autocast_dtype", autocast_dtype)
+    for name in ("prepare", "convert", "to_float"):
+        if hasattr(halfstep, name):
+            put(halfstep, name, narrowed(getattr(halfstep, name)))

@@ -1,0 +1,73 @@
+"""Each script of the zoo gets its verdict (step, phase, module, op, line, cause, cure): no false alarm."""
+
+import warnings
+
+import pytest
+
+from halfstep.doctor import script as _script
+from halfstep.doctor.in_script import run_order
+from halfstep.doctor.script import examine_script
+from tests.doctor import zoo_healthy, zoo_quiet, zoo_range, zoo_taken
+
+FAULTS = [*zoo_taken.SCRIPTS, *zoo_range.SCRIPTS, *zoo_quiet.SCRIPTS]
+HEALTHY = zoo_healthy.SCRIPTS
+#: Enough of each kind for every day; the rest belongs to the exhaustive runs.
+DAILY = {
+    "distance_of_equal_points", "adam_in_half", "no_valid_token", "own_optimizer", "where_trap_of_a_norm",
+    "nan_in_the_target", "summed_loss", "embedding_row", "second_behind_the_first", "running_variance",
+    "overflow_that_is_swallowed", "updates_lost_to_rounding", "parameter_flushed_by_prepare",
+    "learning_rate_spike", "outlier_batch", "start_up_skips", "missing_values_are_masked", "warm_up",
+    "low_rank_adapters", "line_search", "sparse_embedding",
+}  # fmt: skip
+
+
+def cases(scripts):
+    often = [pytest.param(s, id=s.name) for s in scripts if s.name in DAILY]
+    rarely = [
+        pytest.param(s, id=s.name, marks=pytest.mark.exhaustive) for s in scripts if s.name not in DAILY
+    ]
+    return often + rarely
+
+
+def examine(script, folder, monkeypatch, copies=True):
+    monkeypatch.setattr(_script, "_child", run_order)
+    path = folder / f"{script.name}.py"
+    path.write_text(script.text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return examine_script(path, [], script.steps, 0, copies)
+
+
+def check(script, document):
+    """The first fault that needs something done is the one that was planted."""
+    assert not document.healthy
+    fault = document.faults[0]
+    told = "\n".join(document.verdict)
+    if script.step >= 0:
+        assert fault.step == script.step
+    assert fault.phase == script.phase
+    assert script.module in ("", fault.module)
+    assert not script.op or fault.op in script.op
+    assert not script.line or fault.where == f"{script.name}.py:{script.line}"
+    assert fault.cause.kind in script.cause
+    assert [words for words in script.says if words not in told] == []
+    helping = [c.kind for c in fault.cures if c.status != "does not help"]
+    assert not script.cure or script.cure in helping
+
+
+@pytest.mark.parametrize("script", cases(FAULTS))
+def test_a_planted_fault_is_named(script, tmp_path, monkeypatch):
+    check(script, examine(script, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("script", cases(HEALTHY))
+def test_a_healthy_script_is_called_healthy(script, tmp_path, monkeypatch):
+    document = examine(script, tmp_path, monkeypatch)
+    assert document.healthy, document.verdict
+    assert document.counts
+
+
+def test_there_are_enough_scripts():
+    assert len(FAULTS) >= 30
+    assert len(HEALTHY) >= 15
+    assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
