@@ -4,6 +4,8 @@ Plain integers, because compiled kernels fold them away; names for people are in
 """
 
 ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, LION = range(6)
+NO_KERNEL = -1
+"""An algorithm that runs in plain torch on every device."""
 (PLAIN, BF16_EXACT, BF16_MASTER, BF16_NONE, BF16_STOCHASTIC, FP16_EXACT, FP16_MASTER, FP16_NONE) = range(8)
 BF16, FP16, FP32 = range(3)
 STATE_FP32, STATE_BF16, STATE_8BIT = range(3)

@@ -33,6 +33,10 @@ class Algorithm:
     update: Callable[[Tensor, Tensor, list[Tensor], Row], tuple[Tensor, list[Tensor]]]
     bounds: Callable[[list[Tensor], Tensor, Row], list[Tensor]]
     decoupled: bool
+    counts: bool = False
+    """Whether the scalars depend on the number of the step."""
+    starts_with_buffer: bool = False
+    """Whether steps are counted from the making of the buffer, whose first value is the gradient."""
 
 
 def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Row:
@@ -62,6 +66,26 @@ def _moments(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tens
     m = m + (g - m) * c2
     v = v * c3 + (g * g) * c4
     return step_size * (m / (_root(v) * unbias + eps)), [m, v]
+
+
+def _greatest(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    """Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237): v never falls."""
+    _, c2, c3, c4, unbias, eps, step_size = s
+    m, v, top = states
+    m = m + (g - m) * c2
+    v = v * c3 + (g * g) * c4
+    top = torch.maximum(top, v)
+    return step_size * (m / (_root(top) * unbias + eps)), [m, v, top]
+
+
+def _adamw_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    change, states = _greatest(g, states, s)
+    return w * s[0] - change, states
+
+
+def _adam_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+    change, states = _greatest(g + w * s[0], states, s)
+    return w - change, states
 
 
 def _adamw(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
@@ -133,10 +157,35 @@ def _momentum_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
 
 
 _TWO = ("exp_avg", "exp_avg_sq")
-ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw, _adam_bounds, True)
-ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam, _adam_bounds, False)
+ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw, _adam_bounds, True, counts=True)
+ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam, _adam_bounds, False, counts=True)
+_THREE = (*_TWO, "max_exp_avg_sq")
+ADAMW_AMSGRAD = Algorithm(
+    "AdamW", L.NO_KERNEL, _THREE, _adamw_scalars, _adamw_amsgrad, _adam_bounds, True, counts=True
+)
+ADAM_AMSGRAD = Algorithm(
+    "Adam", L.NO_KERNEL, _THREE, _adam_l2_scalars, _adam_amsgrad, _adam_bounds, False, counts=True
+)
 LION = Algorithm("Lion", L.LION, ("exp_avg",), _lion_scalars, _lion, _lion_bounds, True)
 SGD = Algorithm("SGD", L.SGD, (), _sgd_scalars, _sgd, _momentum_bounds, False)
 _BUFFER = ("momentum_buffer",)
-SGD_MOMENTUM = Algorithm("SGD", L.SGD_MOMENTUM, _BUFFER, _sgd_scalars, _sgd_momentum, _momentum_bounds, False)
-SGD_NESTEROV = Algorithm("SGD", L.SGD_NESTEROV, _BUFFER, _sgd_scalars, _sgd_nesterov, _momentum_bounds, False)
+SGD_MOMENTUM = Algorithm(
+    "SGD",
+    L.SGD_MOMENTUM,
+    _BUFFER,
+    _sgd_scalars,
+    _sgd_momentum,
+    _momentum_bounds,
+    False,
+    starts_with_buffer=True,
+)
+SGD_NESTEROV = Algorithm(
+    "SGD",
+    L.SGD_NESTEROV,
+    _BUFFER,
+    _sgd_scalars,
+    _sgd_nesterov,
+    _momentum_bounds,
+    False,
+    starts_with_buffer=True,
+)

@@ -17,6 +17,7 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
 from halfstep.optim import cpu, cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number, Row
+from halfstep.optim.arguments import numbers_of
 from halfstep.optim.storage import Slot
 
 Scalar = float | Tensor | None
@@ -70,7 +71,7 @@ def as_fp32(row: tuple[Number, ...]) -> Row:
 
 def on_host(job: Job, compiled: bool) -> None:
     """Update CPU parameters; raises MasterRangeError."""
-    hyper = {k: float(v) if isinstance(v, Tensor) else v for k, v in job.group.items() if k != "params"}
+    hyper = numbers_of(job.group)
     rows: dict[float, Row] = {}
     work: list[tuple[Slot, Tensor, Row, int]] = []
     foreach_add_([slot.step for slot, _ in job.entries], 1)
@@ -176,7 +177,9 @@ def _by_kernels(
     rest = (group.get("eps", 0.0), group.get("bias_correction", True))
     hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
     factors, sign = [job.inv_scale, job.clip_coef], -1.0 if group["maximize"] else 1.0
-    return plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
+    flag = plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
+    storage.count_versions(slot for slot, _ in job.entries)
+    return flag
 
 
 def _wide(device: torch.device) -> torch.dtype:

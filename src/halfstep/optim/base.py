@@ -18,10 +18,12 @@ from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats
-from halfstep.optim import backends, checkpoints, cuda, storage
+from halfstep.kernels import codes as L
+from halfstep.optim import arguments, backends, checkpoints, cuda, entries, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
+from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
 
 Group = dict[str, Any]
@@ -64,8 +66,11 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self._slots: dict[Tensor, storage.Slot] = {}
+        self._kept_dtype: dict[Tensor, torch.dtype] = {}
         self._index: dict[Tensor, Place] = {}
         self._plan: HostPlan | None = None
+        self._check: PlanCheck | None = None
+        self._checks: dict[Tensor, PlanCheck] = {}
         self.looked: tuple[bool, float, float] | None = None
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
@@ -79,8 +84,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        storage.check_options(group["master"], group["state_dtype"])
-        check_hyperparameters(group)
+        try:
+            arguments.settle_group(group)
+            for p in group["params"]:
+                storage.check_parameter(p, group["master"])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
         self._hook(group["params"])
 
     def _hook(self, params: list[Tensor]) -> None:
@@ -117,19 +127,70 @@ class OnePassOptimizer(torch.optim.Optimizer):
         return self.param_groups[place[0]], place
 
     def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> storage.Slot:
+        """What is remembered of `p`, or made anew from its entry of the state."""
         slot = self._slots.get(p)
-        if slot is not None and value is None and slot.fits():
+        if slot is not None and value is None:
             return slot
-        algorithm, kind, state_kind = self._formats(p, group)
-        state, self._plan = cast("dict[str, Any]", self.state[p]), None
-        storage.fill_state(state, p, algorithm, kind, state_kind, value)
-        slot = storage.make_slot(p, state, algorithm, kind, state_kind, self._base_key(group, place))
+        weight = storage.local_tensor(p)
+        entry = cast("dict[str, Any]", self.state.setdefault(p, {}))
+        formats = self._formats(weight, group)
+        if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
+            entry.pop("lacking", None)  # the bits of a weight of another dtype
+            self._kept_dtype[p] = weight.dtype
+        self._plan = self._check = None
+        with torch.inference_mode(False), torch.no_grad():
+            entries.settle(entry, weight, *formats, self._name(group, place), value)
+            slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
         self._slots[p] = slot
         return slot
 
+    def _recall(self) -> None:
+        """Forget what no longer holds: the plan check of every step."""
+        check = self._check
+        if check is None or not check.holds(self.param_groups, self._options(), self.state):
+            self._forget()
+
+    def _slot_alone(self, p: Tensor, group: Group, place: Place) -> storage.Slot:
+        """`_slot` with a plan check of its own: gradients that are released come one at a time."""
+        options, known = [self._options_of(group)], {p: cast("dict[str, Any]", self.state.setdefault(p, {}))}
+        check = self._checks.get(p)
+        if check is None or not check.holds([], options, known):
+            self._slots.pop(p, None)
+            slot = self._slot(p, group, place)
+            self._checks[p] = PlanCheck([], options, known, slot.held)
+        return self._slot(p, group, place)
+
+    def _forget(self) -> None:
+        self._plan = self._check = None
+        self._slots.clear()
+
+    def _options(self) -> list[tuple[Any, ...]]:
+        return [self._options_of(group) for group in self.param_groups]
+
+    def _options_of(self, group: Group) -> tuple[Any, ...]:
+        return self.algorithm(group), group["master"], group["state_dtype"]
+
+    def _remember(self) -> None:
+        """Make the plan check of the slots there are."""
+        held = [t for p, _, _ in self._places() if p in self._slots for t in self._slots[p].held]
+        self._check = PlanCheck(self.param_groups, self._options(), self.state, held)
+
     def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
-        kind = storage.kind_of(p.dtype, group["master"])
-        return self.algorithm(group), kind, storage.STATE_DTYPES[group["state_dtype"]]
+        algorithm = self.algorithm(group)
+        storage.check_options(group["master"], group["state_dtype"])
+        if algorithm.code == L.NO_KERNEL and group["state_dtype"] != "fp32":
+            raise ConfigError(
+                f"amsgrad=True keeps its states in fp32: leave state_dtype={group['state_dtype']!r} out"
+            )
+        return (
+            algorithm,
+            storage.kind_of(p.dtype, group["master"]),
+            storage.STATE_DTYPES[group["state_dtype"]],
+        )
+
+    def _name(self, group: Group, place: Place) -> str:
+        names = group.get("param_names")
+        return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
 
     def _base_key(self, group: Group, place: Place) -> int:
         names = group.get("param_names")
@@ -170,12 +231,19 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _planned(self) -> bool:
         """Whether the plan of an earlier step holds; one that does not is forgotten."""
-        if self._plan is not None and not self._plan.ready(self.param_groups):
+        if self._plan is None:
+            return False
+        self._recall()
+        if self._plan is not None and not self._plan.ready():
             self._plan = None
         return self._plan is not None
 
     def _gradients(self) -> list[Tensor]:
-        return [g for group in self.param_groups for p in group["params"] if (g := dense_grad(p)) is not None]
+        return [g for p, group, at in self._places() if (g := self._gradient(p, group, at)) is not None]
+
+    def _gradient(self, p: Tensor, group: Group, place: Place) -> Tensor | None:
+        """The gradient of `p` as the kernels read it, or None."""
+        return None if p.grad is None else dense_grad(p, lambda: self._name(group, place))
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> tuple[bool, float, float] | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
@@ -235,16 +303,21 @@ class OnePassOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._late.check()
-        if self._plan is not None and not found_inf and self._planned():
+        if not found_inf and self._planned():
             scale = backends.number(inv_scale)
             backends.check_range(self._run_plan(scale, scale * backends.number(clip_coef), look))
             return loss
         self.looked = None
+        if self.release is None:
+            self._recall()
         with torch.no_grad():
             self._step(self._places(), inv_scale, clip_coef, found_inf)
         if self.release is not None:
             self.release.finish()
-        elif not (isinstance(found_inf, Tensor) and not found_inf.is_cpu) and not found_inf:
+            return loss
+        if self._check is None:
+            self._remember()
+        if not (isinstance(found_inf, Tensor) and not found_inf.is_cpu) and not found_inf:
             self._plan = self._new_plan()
         return loss
 
@@ -257,6 +330,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
         params = [p for p, _, _ in self._places()]
         if any(not HostPlan.fits(p) or self._runner(p.device) != "numba" for p in params):
             return None
+        if any(self.algorithm(group).code == L.NO_KERNEL for group in self.param_groups):
+            return None
         return HostPlan(self.param_groups, self.algorithm, self._slots)
 
     def _step(
@@ -267,33 +342,44 @@ class OnePassOptimizer(torch.optim.Optimizer):
         found_inf: bool | Tensor | None,
     ) -> None:
         jobs: dict[tuple[int, torch.device], list[tuple[storage.Slot, Tensor]]] = {}
-        runners: dict[torch.device, str] = {}
         host_skips: bool | None = None
         for p, group, place in places:
-            grad = dense_grad(p)
+            grad = self._gradient(p, group, place)
             if grad is None:
                 continue
             device = p.device
-            name = runners.get(device) or runners.setdefault(device, self._runner(device))
-            if p.is_cpu and name != "triton":
+            if p.is_cpu and self.backend != "triton":
                 host_skips = bool(found_inf) if host_skips is None else host_skips
                 if host_skips:
                     continue
-            jobs.setdefault((place[0], device), []).append((self._slot(p, group, place), grad))
-        for (g, device), entries in jobs.items():
-            group, name = self.param_groups[g], runners[device]
-            job = backends.Job(self.algorithm(group), group, entries, inv_scale, clip_coef)
-            if name == "triton":
-                self._late.add(backends.on_device(job, device, found_inf, self._plans))
-            elif device.type == "cpu":
-                backends.on_host(job, name == "numba")
-            else:
-                self._late.add(backends.on_device(job, device, found_inf))
+            slot = (self._slot if self.release is None else self._slot_alone)(p, group, place)
+            jobs.setdefault((place[0], device), []).append((slot, grad))
+        for (g, device), work in jobs.items():
+            self._run(self.param_groups[g], device, work, inv_scale, clip_coef, found_inf)
+
+    def _run(
+        self,
+        group: Group,
+        device: torch.device,
+        work: list[tuple[storage.Slot, Tensor]],
+        inv_scale: Scalar,
+        clip_coef: Scalar,
+        found_inf: bool | Tensor | None,
+    ) -> None:
+        """Update one group's parameters on one device."""
+        job = backends.Job(self.algorithm(group), group, work, inv_scale, clip_coef)
+        name = "reference" if job.algorithm.code == L.NO_KERNEL else self._runner(device)
+        if name == "triton":
+            self._late.add(backends.on_device(job, device, found_inf, self._plans))
+        elif device.type == "cpu":
+            backends.on_host(job, name == "numba")
+        else:
+            self._late.add(backends.on_device(job, device, found_inf))
 
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
         """`measure` for one parameter; None where it has no gradient."""
-        grad = dense_grad(p)
+        grad = self._gradient(p, *self._find(p))
         return None if grad is None else self._measure([grad], inv_scale)
 
     @torch.no_grad()
@@ -327,12 +413,11 @@ class OnePassOptimizer(torch.optim.Optimizer):
         group, _ = self._find(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
         kind = storage.kind_of(p.dtype, group["master"])
-        kept = "master" if kind in storage.WITH_MASTER else "lacking"
+        extra = state.get("master" if kind in storage.WITH_MASTER else "lacking")
+        if extra is None or extra.shape != p.shape or kind == L.PLAIN:
+            kind, extra = storage.kind_of(p.dtype, None), None
         out = torch.empty_like(p, dtype=torch.float32)
-        extra = storage.extra_of(state, kind) if kept in state else None
-        known = kind if extra is not None else storage.kind_of(p.dtype, None)
-        storage.flat(out).copy_(storage.read_weight(known, storage.flat(p), extra))
-        return out
+        return out.copy_(storage.read_weight(kind, storage.local_tensor(p).detach(), extra))
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
@@ -344,12 +429,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
-        params = [p for p, _, _ in self._places()]
+        for group, own in zip(packed["param_groups"], self.param_groups):
+            group["algorithm"] = self.algorithm(own).name
         entries = cast("dict[Any, Group]", packed["state"])
-        for index, p in enumerate(params):
-            entry = entries.get(index)
-            if entry is not None and "lacking" in entry:
-                entries[index] = {**entry, "weight": checkpoints.describe_weight(p)}
+        for index, (p, _, _) in enumerate(self._places()):
+            if index in entries:
+                entries[index] = checkpoints.pack(entries[index], p)
         return packed
 
     @torch.no_grad()
@@ -365,17 +450,25 @@ class OnePassOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         sources = checkpoints.match_groups(self.param_groups, state_dict["param_groups"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+        pairs = list(zip(self.param_groups, state_dict["param_groups"]))
+        for group, saved in pairs:
+            checkpoints.check_kind(saved, self.algorithm(group).name)
+        for group, saved in pairs:
             group.update({k: v for k, v in saved.items() if k not in checkpoints.OWN_OPTIONS})
+            if "param_names" in saved:
+                group.setdefault("param_names", saved["param_names"])
+            arguments.settle_group(group)
         restored: dict[Tensor, Group] = {}
         for p, group, place in self._places():
             saved = state_dict["state"].get(sources[place])
             if saved is not None:
-                restored[p] = checkpoints.restore(f"parameter {place}", saved, p, *self._formats(p, group))
+                restored[p] = checkpoints.restore(
+                    self._name(group, place), saved, p, *self._formats(p, group)
+                )
+                self._kept_dtype[p] = p.dtype
         self.state.clear()
         self.state.update(restored)
-        self._slots.clear()
-        self._plan = None
+        self._forget()
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
@@ -399,30 +492,28 @@ def _is_watched(optimizer: OnePassOptimizer) -> bool:
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
 
 
-def dense_grad(p: Tensor) -> Tensor | None:
-    """The gradient of `p` in p's memory order and a dtype that the kernels read, or None."""
+def dense_grad(p: Tensor, name: Callable[[], str]) -> Tensor | None:
+    """The gradient of `p` in p's memory order and a dtype that the kernels read, or None.
+
+    Raises:
+        UnsupportedError: a gradient that is not dense or not of floating numbers. ConfigError: one of another
+            shape or device than p's, as after `p.data = ...`.
+    """
     grad = p.grad
     if grad is None or p.numel() == 0:
         return None
     if grad.layout is not torch.strided:
         raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
-    if not (p.is_contiguous() and grad.is_contiguous()) and grad.stride() != p.stride():
-        grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+    if grad.shape != p.shape or grad.device != p.device:
+        raise ConfigError(
+            f"the gradient of {name()} has shape {list(grad.shape)} on {grad.device}, the parameter "
+            f"{list(p.shape)} on {p.device}: call zero_grad() where you replace the parameter's data"
+        )
+    if not grad.dtype.is_floating_point:
+        raise UnsupportedError(f"the gradient of {name()} is {grad.dtype}, expected floating numbers")
+    weight, grad = storage.local_tensor(p), storage.local_tensor(grad).detach().resolve_neg()
+    if not (weight.is_contiguous() and grad.is_contiguous()):
+        storage.check_dense(weight)
+        if grad.stride() != weight.stride():
+            grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
     return grad if grad.dtype in cpus_.GRADS else grad.to(torch.float32)
-
-
-def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Raise ConfigError for values no optimizer here can mean."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of shape {list(lr.shape)}; it must have one element")
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        value = group.get(name, 0.0)
-        if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0):
-            raise ConfigError(f"{name}={value!r}: must be a number of at least 0")
-    betas = group.get("betas", ())
-    if not isinstance(betas, list | tuple):
-        raise ConfigError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
-    for i, beta in enumerate(betas):
-        if not (isinstance(beta, int | float) and 0 <= beta < 1):
-            raise ConfigError(f"betas[{i}]={beta!r}: must be a number in [0, 1)")

@@ -11,19 +11,48 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.kernels import codes as L
-from halfstep.optim import rounding, split, storage
+from halfstep.optim import entries, split, storage
 from halfstep.optim.algorithms import Algorithm
 
-OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release")
+OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release", "algorithm")
 """What a group keeps of its own when a checkpoint is loaded."""
+CODES = "_codes"
+"""Ends the names of 8-bit moments in a file: whoever cannot read codes must not find moments there."""
+_OF_ENTRIES = ("step", "master", "lacking", "weight")
+_DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 
 def describe_weight(p: Tensor) -> dict[str, Any]:
-    """The dtype and a checksum of a 16-bit weight, by which its lacking bits know it again."""
+    """The format and a checksum of a 16-bit weight, by which its lacking bits know it again.
+
+    Numbers only: torch's own optimizers take a string apart on the way through.
+    """
     total = p.detach().view(torch.int16).sum(dtype=torch.int64)
-    return {"dtype": str(p.dtype).removeprefix("torch."), "sum": int(total)}
+    return {"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16, "sum": int(total)}
+
+
+def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """An entry of the state as a checkpoint holds it."""
+    codes = {key for key in entry if key + "_exponents" in entry}
+    packed = {key + CODES if key in codes else key: value for key, value in entry.items()}
+    return {**packed, "weight": describe_weight(p)} if "lacking" in entry else packed
+
+
+def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`pack` undone."""
+    entry: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key.endswith(CODES):
+            if value.dtype != torch.uint8:
+                raise CheckpointError(
+                    f"the saved {key} of {name} are {value.dtype}, expected uint8: another optimizer has "
+                    "cast these 8-bit states; save with state_dtype='fp32' to go through it"
+                )
+            key = key.removesuffix(CODES)
+        entry[key] = value
+    return entry
 
 
 @torch.no_grad()
@@ -31,56 +60,49 @@ def restore(
     name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm, kind: int, state_kind: int
 ) -> dict[str, Any]:
     """The state entry of `p` from a saved one of any format; writes `p` where masters say so."""
-    for key in (*algorithm.states, "master", "lacking"):
-        if key in saved and saved[key].shape != p.shape:
-            raise CheckpointError(
-                f"the saved {key} of {name} has shape {list(saved[key].shape)}, the parameter {list(p.shape)}"
-            )
+    saved = _unpack(saved, name)
+    _check_entry(name, saved, p, algorithm)
     state: dict[str, Any] = {}
-    step = saved.get("step", 0.0)
-    state["step"] = torch.as_tensor(step, dtype=torch.float32).clone().to(p.device)
+    if saved.get("step") is not None:
+        state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).clone().to(p.device)
     for index, key in enumerate(algorithm.states):
         if saved.get(key) is not None:
-            _restore_moment(state, key, index, saved, p, state_kind)
-    value = None
-    if kind in storage.EXACT and "lacking" in saved and _dtype_of(saved, p) == p.dtype:
-        state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
+            given = (saved[key], saved.get(key + "_exponents"))
+            state.update(entries.moment(key, index, *given, p, state_kind))
+    lacking, value = saved.get("lacking"), None
+    if lacking is not None and lacking.dtype != torch.int16:
+        pass  # torch's optimizers cast these bits, and do not keep them in step with the weight
+    elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
+        state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
     else:
         value = _master_value(name, saved, p)
-    storage.fill_state(state, p, algorithm, kind, state_kind, value)
+    try:
+        entries.settle(state, p, algorithm, kind, state_kind, name, value)
+    except ConfigError as error:
+        raise CheckpointError(f"the checkpoint does not fit: {error}") from error
     return state
 
 
-def _restore_moment(
-    state: dict[str, Any], key: str, index: int, saved: Mapping[str, Any], p: Tensor, state_kind: int
-) -> None:
-    given: Tensor = saved[key]
-    exponents: Tensor | None = saved.get(key + "_exponents")
-    target = torch.empty_like(p, dtype=storage.STORED[state_kind])
-    if given.dtype == target.dtype and (exponents is None or given.stride() == target.stride()):
-        state[key] = target.copy_(given)
-        if exponents is not None:
-            state[key + "_exponents"] = exponents.to(p.device, copy=True)
-        return
-    if exponents is not None:
-        codes = storage.flat(given)
-        decoded = rounding.decode(codes, exponents, signed=index == 0)
-        wide = torch.empty_like(given, dtype=torch.float32)
-        storage.flat(wide).copy_(decoded)
-        given = wide
-    if state_kind != L.STATE_8BIT:
-        state[key] = target.copy_(given)
-        return
-    values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
-    half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
-    tops = rounding.exponents_for(rounding.peaks(values))
-    storage.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0))
-    state[key], state[key + "_exponents"] = target, tops.to(torch.uint8)
+def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
+    known = {*_OF_ENTRIES, *algorithm.states, *(key + "_exponents" for key in algorithm.states)}
+    if not algorithm.states:
+        known.add("momentum_buffer")  # torch's SGD without momentum leaves it as it is
+    strange = [key for key, value in saved.items() if key not in known and isinstance(value, Tensor)]
+    if strange:
+        raise CheckpointError(
+            f"the saved state of {name} has {', '.join(map(repr, strange))}, which {algorithm.name} does not "
+            "keep: it is another optimizer's (or has amsgrad, and this one has not)"
+        )
+    for key in (*algorithm.states, "master", "lacking"):
+        if isinstance(saved.get(key), Tensor) and saved[key].shape != p.shape:
+            raise CheckpointError(
+                f"the saved {key} of {name} has shape {list(saved[key].shape)}, the parameter {list(p.shape)}"
+            )
 
 
 def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:
     known = saved.get("weight")
-    return getattr(torch, known["dtype"]) if known else p.dtype
+    return _DTYPES[known["format"]] if known else p.dtype
 
 
 def _master_value(name: str, saved: Mapping[str, Any], p: Tensor) -> Tensor | None:
@@ -97,6 +119,32 @@ def _master_value(name: str, saved: Mapping[str, Any], p: Tensor) -> Tensor | No
             "is not in the model: load the model's weights before the optimizer's"
         )
     return split.join(half, torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
+
+
+def check_kind(saved: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError where a saved group is of another algorithm than `name`, ours.
+
+    A file of ours says which it is; torch's are known by the hyperparameters of their groups.
+    """
+    theirs = [saved["algorithm"]] if "algorithm" in saved else _kinds_of(saved)
+    if name not in theirs:
+        raise CheckpointError(
+            f"the saved optimizer is {' or '.join(theirs)}, this one {name}: their states mean different "
+            f"things; load it into its own kind, or start {name} anew"
+        )
+
+
+def _kinds_of(group: Mapping[str, Any]) -> list[str]:
+    if "betas" in group and "eps" in group:
+        if "momentum_decay" in group or ("decoupled_weight_decay" in group and "amsgrad" not in group):
+            return ["another of Adam's kin"]  # NAdam, RAdam
+        decoupled = group.get("decoupled_weight_decay")
+        return ["Adam", "AdamW"] if decoupled is None else ["AdamW" if decoupled else "Adam"]
+    if "betas" in group:
+        return ["Lion"]
+    if "momentum" in group and "dampening" in group:
+        return ["SGD"]
+    return [f"one with {', '.join(sorted(set(group) - {'params', 'param_names', 'lr'})) or 'nothing'}"]
 
 
 def match_groups(

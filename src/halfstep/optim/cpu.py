@@ -2,6 +2,7 @@
 """Fills the CPU kernels' tables from slots and runs them: one call a variant and thread for all weights."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from halfstep.gradients.cpu import GRADS, WorkItems, kernels
 from halfstep.kernels import codes as L
 from halfstep.kernels.pool import run_ranges
 from halfstep.optim.algorithms import Algorithm, Row
-from halfstep.optim.storage import Slot
+from halfstep.optim.storage import Slot, count_versions
 
 Variant = tuple[int, int, int]
 Work = Sequence[tuple[Slot, Tensor, Row, int]]
@@ -69,4 +70,17 @@ def update(algorithm: Algorithm, work: Work, factor: float) -> bool:
         table.scalars[:] = [(factor, *row) for _, _, row, _ in entries]
         table.keys[:] = [key for _, _, _, key in entries]
         over |= table.update()
+        count_versions(slot for slot, *_ in entries)
     return over
+
+
+def count_steps(addresses: Any, steps: Any) -> bool:
+    """Add 1 to each fp32 step count, into `steps` too (float64); true where all are the same."""
+    return _counter()(addresses, steps)
+
+
+@cache
+def _counter() -> Any:
+    from halfstep.kernels.cpu import facts
+
+    return facts.counter()

@@ -8,16 +8,18 @@ kernels. What they compute is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import is_
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.cpu import Look
 from halfstep.optim import cpu, rounding
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.cpu import Table, Variant
+from halfstep.optim.arguments import numbers_of
+from halfstep.optim.plan_check import facts_of
 from halfstep.optim.storage import Slot
 
 Group = Mapping[str, Any]
@@ -29,53 +31,37 @@ class _Part:
     def __init__(self, group: Group, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
         self.group, self.algorithm, self.slots = group, algorithm, slots
         self.table = Table(algorithm, variant, slots)
-        self.random = any(slot.rounds_randomly for slot in slots)
-        self.grad_dtype = cpus_.DTYPES[variant[1]]
-        self.counts: list[Any] = [slot.step.numpy() for slot in slots]
-        self.places = [(slot.param, slot.row[0], slot.weight.dtype) for slot in slots]
+        self._random = any(slot.rounds_randomly for slot in slots)
+        self._params = [slot.param for slot in slots]
+        self._gradients = facts_of([slot.param.grad for slot in slots if slot.param.grad is not None])
+        self._counts = np.array([slot.step.data_ptr() for slot in slots], np.int64)
+        self._steps = np.zeros(len(slots))
 
     def refill(self) -> bool:
-        """Note where the gradients are now; False where a tensor is not what it was."""
-        grad_dtype, addresses = self.grad_dtype, list[int]()
-        for p, address, dtype in self.places:
-            grad = p.grad
-            if (
-                grad is None
-                or grad.dtype is not grad_dtype
-                or p.data_ptr() != address
-                or p.dtype is not dtype
-                or not grad.is_contiguous()
-            ):
-                return False
-            addresses.append(grad.data_ptr())
-        self.table.addresses[:, 2] = addresses
+        """Note where the gradients are now; False where one is not what it was."""
+        if not self._gradients.alike([p.grad for p in self._params]):
+            return False
+        self.table.addresses[:, 2] = self._gradients.addresses
         return True
 
     def update(self, factor: float, look: bool) -> bool:
         """Count the step and run it; true where a weight left the range of its master."""
-        hyper, table = self.group, self.table
-        for value in hyper.values():
-            if isinstance(value, Tensor):
-                hyper = {
-                    k: float(v) if isinstance(v, Tensor) else v for k, v in hyper.items() if k != "params"
-                }
-                break
+        hyper, table = numbers_of(self.group), self.table
         factor = -factor if hyper["maximize"] else factor
-        steps: list[float] = []
-        for count in self.counts:
-            number = count.item() + 1.0
-            count[()] = number
-            steps.append(number)
-        same = steps.count(steps[0]) == len(steps)
+        same = cpu.count_steps(self._counts, self._steps)
+        steps = self._steps.tolist()
         rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
         table.scalars[:] = rows  # one row serves all
-        if self.random:
+        if self._random:
             table.keys[:] = [rounding.key_of(slot.base_key, int(n)) for slot, n in zip(self.slots, steps)]
         return table.update(look)
 
 
 class HostPlan:
-    """All parameters of one optimizer on the CPU, ready for the kernels."""
+    """All parameters of one optimizer on the CPU, ready for the kernels.
+
+    It speaks of gradients only: whether the slots it was made of still hold, `PlanCheck` says before.
+    """
 
     def __init__(
         self,
@@ -83,16 +69,17 @@ class HostPlan:
         algorithm: Callable[[Group], Algorithm],
         slots: Mapping[Tensor, Slot],
     ) -> None:
-        self._groups, self._algorithm = list(groups), algorithm
-        self._params: list[Tensor] = [p for group in groups for p in group["params"]]
-        self._bare = [p for p in self._params if p.grad is None]
+        self._bare: list[Tensor] = []
         self._parts: list[_Part] = []
         for group in groups:
             variants: dict[Variant, list[Slot]] = {}
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is None or p.numel() == 0:
+                    self._bare.append(p)
+                else:
                     variants.setdefault(cpu.variant_of(slots[p], p.grad.dtype), []).append(slots[p])
             self._parts += [_Part(group, algorithm(group), v, own) for v, own in variants.items()]
+        self._changed = [t for part in self._parts for slot in part.slots for t in slot.held]
 
     @staticmethod
     def fits(p: Tensor) -> bool:
@@ -102,16 +89,9 @@ class HostPlan:
         dense = p.is_cpu and p.is_contiguous() and p.grad.is_contiguous() and p.numel() > 0
         return dense and p.grad.dtype in cpus_.GRADS
 
-    def ready(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether everything is as when the plan was made; notes where the gradients are."""
-        if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
-            return False
-        params = [p for group in groups for p in group["params"]]
-        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
-            return False
-        if any(p.grad is not None for p in self._bare):
-            return False
-        return all(part.algorithm is self._algorithm(part.group) and part.refill() for part in self._parts)
+    def ready(self) -> bool:
+        """Whether the gradients are such as they were when the plan was made; notes where they are."""
+        return all(part.refill() for part in self._parts) and all(p.grad is None for p in self._bare)
 
     def measure(self, inv_scale: float) -> Look:
         """Finite flag, norm and largest magnitude of all gradients, times `inv_scale`."""
@@ -122,6 +102,7 @@ class HostPlan:
     def update(self, factor: float, inv_scale: float | None) -> tuple[bool, Look | None]:
         """Update all; with `inv_scale`, measure on the way. True where a weight left its master's range."""
         over = [part.update(factor, inv_scale is not None) for part in self._parts]
+        increment_version(self._changed)
         return any(over), None if inv_scale is None else self._seen(inv_scale)
 
     def _seen(self, inv_scale: float) -> Look:

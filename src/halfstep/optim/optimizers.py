@@ -8,6 +8,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.optim import algorithms
 from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.arguments import HARMLESS
 from halfstep.optim.base import OnePassOptimizer
 
 
@@ -21,6 +22,10 @@ class Keeping(TypedDict, total=False):
     accumulate: str | None
     seed: int
     backend: str
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
 
 
 class _Optimizer(OnePassOptimizer):
@@ -35,8 +40,9 @@ class _Optimizer(OnePassOptimizer):
         state_dtype: str = "fp32",
         **keeping: Any,
     ) -> None:
+        run = {name: keeping.pop(name, default) for name, default in HARMLESS.items()}
         kept = {"maximize": maximize, "master": master, "state_dtype": state_dtype}
-        super().__init__(params, {**defaults, **kept}, **keeping)
+        super().__init__(params, {**defaults, **run, **kept}, **keeping)
 
 
 class AdamW(_Optimizer):
@@ -47,48 +53,75 @@ class AdamW(_Optimizer):
     None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments. `seed` keys the
     random rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
     `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
+    `amsgrad=True` runs in plain torch, several times slower, with fp32 states. Of torch's arguments about how
+    a step runs, `foreach`, `fused` and `capturable` are taken and change nothing: one fused pass does it.
     """
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         bias_correction: bool = True,
         **options: Unpack[Keeping],
     ) -> None:
-        if not isinstance(bias_correction, bool):
-            raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
-        moments = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
-        super().__init__(params, {"lr": lr, **moments, "weight_decay": weight_decay}, **options)
+        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
+        super().__init__(params, {**own, "decoupled_weight_decay": True}, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Decoupled weight decay."""
-        return algorithms.ADAMW
+        return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
 
 
-class Adam(AdamW):
+class Adam(_Optimizer):
     """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient."""
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         bias_correction: bool = True,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[Keeping],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
+        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
+        super().__init__(params, {**own, "decoupled_weight_decay": decoupled_weight_decay}, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """L2 weight decay."""
-        return algorithms.ADAM
+        """L2 weight decay, unless the group says `decoupled_weight_decay`."""
+        if group["decoupled_weight_decay"]:
+            return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
+        return algorithms.ADAM_AMSGRAD if group["amsgrad"] else algorithms.ADAM
+
+
+def _adam(
+    lr: float | Tensor,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    bias_correction: bool,
+) -> dict[str, Any]:
+    """The defaults that AdamW and Adam share."""
+    if not isinstance(bias_correction, bool):
+        raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
+    return {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "bias_correction": bias_correction,
+    }
 
 
 class SGD(_Optimizer):
@@ -104,8 +137,6 @@ class SGD(_Optimizer):
         nesterov: bool = False,
         **options: Unpack[Keeping],
     ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -132,7 +163,7 @@ class Lion(_Optimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0.0,
         **options: Unpack[Keeping],
     ) -> None:

@@ -4,11 +4,15 @@ A slot is made from a parameter and its entry in `optimizer.state` and may be ma
 nothing. Here and in the kernels is all knowledge of how weights and states are stored.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.kernels import codes as L
@@ -45,17 +49,45 @@ def kind_of(dtype: torch.dtype, master: str | None) -> int:
     return kind
 
 
+def local_tensor(t: Tensor) -> Tensor:
+    """The tensor whose memory the kernels read and change for `t`, a parameter or gradient: `t` itself.
+
+    UnsupportedError for one that has no memory of its own (DTensor and other wrappers).
+    """
+    if is_traceable_wrapper_subclass(t):
+        raise UnsupportedError(
+            f"hs.optim updates plain tensors, not a {type(t).__name__} of shape {list(t.shape)}: give it the "
+            "local tensors, or use torch.optim"
+        )
+    return t
+
+
 def flat(t: Tensor) -> Tensor:
     """The elements in memory order, as one dimension that shares storage; the memory must have no gaps."""
     t = t.detach()
     if t.is_contiguous():
         return t.view(-1)
-    if not is_dense(t):
+    check_dense(t)
+    return t.as_strided((t.numel(),), (1,))
+
+
+def check_parameter(p: Tensor, master: str | None) -> None:
+    """Raise UnsupportedError for a parameter that no step here could update."""
+    if isinstance(p, UninitializedParameter):
+        return  # known when it has a shape
+    kind_of(local_tensor(p).dtype, master)
+    if p.layout is not torch.strided:
+        raise UnsupportedError(f"a parameter of shape {list(p.shape)} is {p.layout}: use torch.optim for it")
+    check_dense(p)
+
+
+def check_dense(t: Tensor) -> None:
+    """Raise UnsupportedError unless the elements fill their memory."""
+    if not (t.is_contiguous() or is_dense(t)):
         raise UnsupportedError(
             f"a parameter of shape {list(t.shape)} and stride {list(t.stride())} is a slice of another "
             "tensor; give the optimizer contiguous parameters"
         )
-    return t.as_strided((t.numel(),), (1,))
 
 
 def is_dense(t: Tensor) -> bool:
@@ -71,7 +103,10 @@ def is_dense(t: Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient)."""
+    """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient).
+
+    `held` are the tensors whose memory these are, as parameter and state hold them: what a step changes.
+    """
 
     param: Tensor
     kind: int
@@ -82,6 +117,7 @@ class Slot:
     tops: list[Tensor]
     step: Tensor
     base_key: int
+    held: list[Tensor]
     row: list[int] = field(default_factory=list[int])
     rounds_randomly: bool = False
 
@@ -90,46 +126,14 @@ class Slot:
         columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.tops)]
         self.row = [0 if t is None else t.data_ptr() for t in columns]
 
-    def fits(self) -> bool:
-        """Whether the parameter still is where it was when the slot was made."""
-        return self.param.data_ptr() == self.row[0] and self.param.dtype is self.weight.dtype
+
+def count_versions(changed: Iterable[Slot]) -> None:
+    """Tell autograd that kernels changed what these slots hold, as torch's in-place functions do."""
+    increment_version([t for slot in changed for t in slot.held])
 
 
 def _pad(tensors: list[Tensor]) -> list[Tensor | None]:
     return [*tensors, None, None][:2]
-
-
-def fill_state(
-    state: dict[str, Any],
-    p: Tensor,
-    algorithm: Algorithm,
-    kind: int,
-    state_kind: int,
-    value: Tensor | None = None,
-) -> None:
-    """Give `state` the entries it lacks for this algorithm and kind; `value` (fp32) is the first master."""
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-    for name in algorithm.states:
-        if name not in state:
-            like = torch.empty_like(p, dtype=STORED[state_kind])
-            state[name] = like.zero_()
-            if state_kind == L.STATE_8BIT:
-                blocks = rounding.blocks_of(p.numel())
-                state[name + "_exponents"] = torch.full(
-                    (blocks,), L.LEAST_TOP, dtype=torch.uint8, device=p.device
-                )
-    if kind in WITH_MASTER and ("master" not in state or value is not None):
-        state["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
-    if kind in EXACT and ("lacking" not in state or value is not None):
-        state["lacking"] = torch.zeros_like(p, dtype=torch.int16)
-    if value is not None:
-        write_weight(kind, flat(_like(value, p)), flat(p), extra_of(state, kind), None)
-
-
-def _like(value: Tensor, p: Tensor) -> Tensor:
-    """`value` as fp32 in p's memory order, on p's device."""
-    return torch.empty_like(p, dtype=torch.float32).copy_(value)
 
 
 def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
@@ -140,13 +144,25 @@ def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
 
 
 def make_slot(
-    p: Tensor, state: dict[str, Any], algorithm: Algorithm, kind: int, state_kind: int, base_key: int
+    p: Tensor, entry: dict[str, Any], algorithm: Algorithm, kind: int, state_kind: int, base_key: int
 ) -> Slot:
-    """The slot of a parameter whose state is complete."""
-    states = [flat(state[name]) for name in algorithm.states]
-    tops = [state[name + "_exponents"] for name in algorithm.states] if state_kind == L.STATE_8BIT else []
-    weight = flat(p)
-    return Slot(p, kind, state_kind, weight, extra_of(state, kind), states, tops, state["step"], base_key)
+    """The slot of a parameter whose entry is settled."""
+    weight = local_tensor(p)
+    keys = list(algorithm.states)
+    tops = [key + "_exponents" for key in keys] if state_kind == L.STATE_8BIT else []
+    extra = ["master"] if kind in WITH_MASTER else ["lacking"] if kind in EXACT else []
+    return Slot(
+        param=p,
+        kind=kind,
+        state_kind=state_kind,
+        weight=flat(weight),
+        extra=extra_of(entry, kind),
+        states=[flat(entry[key]) for key in keys],
+        tops=[entry[key] for key in tops],
+        step=entry["step"],
+        base_key=base_key,
+        held=[weight, *(entry[key] for key in (*extra, *keys, *tops, "step"))],
+    )
 
 
 def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:

@@ -1,0 +1,177 @@
+"""Makes an entry of `optimizer.state` what the kernels need, from whatever a user or a checkpoint put there.
+
+What has the right shape is kept, cast or laid out anew; what has not is refused by name, since torch's own
+optimizers would stop there too. Nothing here is remembered: the entry is the truth.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+from halfstep.kernels import codes as L
+from halfstep.optim import rounding, split, storage
+from halfstep.optim.algorithms import Algorithm
+
+Entry = dict[str, Any]
+
+
+def settle(
+    entry: Entry,
+    p: Tensor,
+    algorithm: Algorithm,
+    kind: int,
+    state_kind: int,
+    name: str,
+    value: Tensor | None = None,
+) -> None:
+    """Complete `entry`, in place; `value` (fp32) sets master and weight. ConfigError for what cannot fit."""
+    _settle_step(entry, p, algorithm, name)
+    for index, key in enumerate(algorithm.states):
+        _settle_moment(entry, key, index, p, state_kind, name)
+    _settle_master(entry, p, kind, value)
+
+
+def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
+    """A number of fp32 on p's device; the first step of a buffer that does not exist yet is step 1."""
+    missing = [key for key in algorithm.states if entry.get(key) is None]
+    if algorithm.starts_with_buffer:
+        if missing:
+            entry["step"] = 0.0
+        elif entry.get("step") is None:
+            entry["step"] = 1.0
+    elif algorithm.counts and entry.get("step") is None:
+        missing.append("step")
+    known = len(algorithm.states) + algorithm.counts
+    if missing and not algorithm.starts_with_buffer and len(missing) < known:
+        raise ConfigError(
+            f"optimizer.state of {name} lacks {', '.join(map(repr, missing))}: put it back, or clear the "
+            "entry to start anew"
+        )
+    step = entry.get("step")
+    if isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0:
+        if step.device != p.device:
+            entry["step"] = step.to(p.device)
+        return
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise ConfigError(f"the state 'step' of {name} has shape {list(step.shape)}, expected one number")
+    count = 0.0 if step is None else float(step)
+    entry["step"] = torch.full((), count, dtype=torch.float32, device=p.device)
+
+
+def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: int, name: str) -> None:
+    given = entry.get(key)
+    if given is None:
+        entry[key] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
+        if state_kind == L.STATE_8BIT:
+            entry[key + "_exponents"] = _least_exponents(p)
+        return
+    _check(key, given, p, name)
+    exponents = entry.get(key + "_exponents")
+    if given.dtype == torch.uint8:
+        _check_exponents(key, exponents, given, name)
+    elif exponents is not None:
+        del entry[key + "_exponents"]
+        exponents = None
+    there = _placed(given, p) and given.dtype == storage.STORED[state_kind]
+    if there and (exponents is None or exponents.device == p.device):
+        return
+    entry.update(moment(key, index, given, exponents, p, state_kind))
+
+
+def _least_exponents(p: Tensor) -> Tensor:
+    return torch.full((rounding.blocks_of(p.numel()),), L.LEAST_TOP, dtype=torch.uint8, device=p.device)
+
+
+def _check(key: str, given: Any, p: Tensor, name: str) -> None:
+    if not isinstance(given, Tensor) or given.layout is not torch.strided:
+        kind = f"{given.layout} tensor" if isinstance(given, Tensor) else type(given).__name__
+        raise ConfigError(f"the state {key!r} of {name} is a {kind}, expected a dense tensor")
+    if given.shape != p.shape:
+        raise ConfigError(
+            f"the state {key!r} of {name} has shape {list(given.shape)}, the parameter {list(p.shape)}: give "
+            "it the parameter's shape, or clear the entry of optimizer.state to start anew"
+        )
+    if not given.is_floating_point() and given.dtype != torch.uint8:
+        raise ConfigError(f"the state {key!r} of {name} is {given.dtype}, expected floating numbers")
+
+
+def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None:
+    blocks = rounding.blocks_of(given.numel())
+    fits = isinstance(exponents, Tensor) and exponents.dtype == torch.uint8 and exponents.is_contiguous()
+    if not fits or exponents.shape != (blocks,):
+        raise ConfigError(
+            f"the 8-bit state {key!r} of {name} needs {blocks} uint8 numbers in {key + '_exponents'!r} "
+            "beside it: put both back, or clear the entry of optimizer.state to start anew"
+        )
+
+
+def _placed(given: Tensor, p: Tensor) -> bool:
+    """Whether a tensor of p's shape lies on p's device in p's memory order."""
+    return given.device == p.device and (
+        given.stride() == p.stride() or (given.is_contiguous() and p.is_contiguous())
+    )
+
+
+@torch.no_grad()
+def moment(
+    key: str, index: int, given: Tensor, exponents: Tensor | None, p: Tensor, state_kind: int
+) -> Entry:
+    """The moment `given`, in any format and layout, as state of `p` in the format `state_kind`."""
+    target = torch.empty_like(p, dtype=storage.STORED[state_kind])
+    if given.dtype == target.dtype and (exponents is None or given.stride() == target.stride()):
+        found: Entry = {key: target.copy_(given)}
+        if exponents is not None:
+            found[key + "_exponents"] = exponents.to(p.device, copy=True)
+        return found
+    if exponents is not None:
+        decoded = rounding.decode(storage.flat(given), exponents, signed=index == 0)
+        wide = torch.empty_like(given, dtype=torch.float32)
+        storage.flat(wide).copy_(decoded)
+        given = wide
+    if state_kind != L.STATE_8BIT:
+        return {key: target.copy_(given)}
+    values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
+    half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
+    tops = rounding.exponents_for(rounding.peaks(values))
+    storage.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0))
+    return {key: target, key + "_exponents": tops.to(torch.uint8)}
+
+
+def _settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
+    wanted = "master" if kind in storage.WITH_MASTER else "lacking" if kind in storage.EXACT else None
+    if value is None:
+        if wanted and _fits_master(entry.get(wanted), wanted, p):
+            entry.pop("lacking" if wanted == "master" else "master", None)
+            return
+        value = _known_value(entry, p) if wanted else None
+    entry.pop("master", None)
+    entry.pop("lacking", None)
+    if wanted == "master":
+        entry["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
+    elif wanted:
+        entry["lacking"] = torch.zeros_like(p, dtype=torch.int16)
+    if value is not None:
+        wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
+        storage.write_weight(kind, storage.flat(wide), storage.flat(p), storage.extra_of(entry, kind), None)
+
+
+def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
+    dtype = torch.float32 if wanted == "master" else torch.int16
+    return isinstance(given, Tensor) and given.dtype == dtype and given.shape == p.shape and _placed(given, p)
+
+
+def _known_value(entry: Entry, p: Tensor) -> Tensor | None:
+    """The fp32 weight by an entry that keeps it in another form or layout; the weight wins where it differs.
+
+    None where the entry says nothing of this weight: no master, one of another shape, or bits that were cast.
+    """
+    master, lacking = entry.get("master"), entry.get("lacking")
+    if isinstance(master, Tensor) and master.shape == p.shape and master.is_floating_point():
+        wide = master.to(p.device, torch.float32)
+        low = split.round_away(wide) if p.dtype == torch.bfloat16 else wide.to(p.dtype)
+        return torch.where(low == p, wide, p.to(torch.float32))
+    if isinstance(lacking, Tensor) and lacking.shape == p.shape and lacking.dtype == torch.int16:
+        return split.join(p.detach(), lacking.to(p.device))
+    return None
