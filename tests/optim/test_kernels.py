@@ -138,7 +138,7 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
 
 
 def test_a_second_process_compiles_nothing(tmp_path: Path):
-    """What one process compiled the next finds on disk: updates with a look and without, looks alone, and what a plan check takes."""
+    """The next finds on disk what one compiled: updates with a look and without, looks, plan checks."""
     script = (
         "import torch, halfstep as hs\n"
         "p = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))\n"

@@ -231,12 +231,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _planned(self) -> bool:
         """Whether the plan of an earlier step holds; one that does not is forgotten."""
-        if self._plan is None:
-            return False
-        self._recall()
-        if self._plan is not None and not self._plan.ready():
-            self._plan = None
-        return self._plan is not None
+        if self._plan is not None:
+            self._recall()
+        plan = self._plan
+        if plan is not None and not plan.ready():
+            plan = self._plan = None
+        return plan is not None
 
     def _gradients(self) -> list[Tensor]:
         return [g for p, group, at in self._places() if (g := self._gradient(p, group, at)) is not None]

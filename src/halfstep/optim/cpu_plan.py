@@ -19,6 +19,7 @@ from halfstep.gradients.cpu import Look
 from halfstep.optim import cpu, rounding
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.arguments import numbers_of
+from halfstep.optim.cpu import Table, Variant
 from halfstep.optim.plan_check import facts_of
 from halfstep.optim.storage import Slot
 

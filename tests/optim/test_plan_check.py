@@ -1,0 +1,263 @@
+"""What is remembered between steps never outlives what the user sees: edits, replaced tensors, versions."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.optim import SGD, Adam, AdamW, Lion
+from halfstep.optim.plan_check import PlainFacts, facts_of
+from tests.optim import edits
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROOT = Path(__file__).parents[2]
+
+
+def child(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Another process, since what went wrong once ended with a segmentation fault."""
+    command = [sys.executable, "-X", "faulthandler", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+MOMENTUM_WARMS_UP = """
+import torch, halfstep as hs
+p = [torch.nn.Parameter(torch.linspace(-1, 1, 70)) for _ in range(2)]
+ours, theirs = hs.optim.SGD(p[:1], lr=0.1), torch.optim.SGD(p[1:], lr=0.1)
+for momentum in (0.0, 0.0, 0.9, 0.9, 0.5, 0.0, 0.9):
+    for q, optimizer in zip(p, (ours, theirs)):
+        q.grad = q.detach() * 0.5
+        optimizer.param_groups[0].update(momentum=momentum, dampening=0.1)
+        optimizer.step()
+assert torch.allclose(*p, rtol=1e-5), p
+"""
+
+SMALLER_AND_TRANSPOSED = """
+import torch, halfstep as hs
+for change in (lambda t: t[:10], lambda t: t.t()):
+    p = [torch.nn.Parameter(torch.arange(144.0).view(12, 12)) for _ in range(2)]
+    ours, theirs = hs.optim.SGD(p[:1], lr=0.1), torch.optim.SGD(p[1:], lr=0.1)
+    for step in range(4):
+        for q, optimizer in zip(p, (ours, theirs)):
+            if step == 2:
+                q.data = change(q.data)
+            q.grad = None
+            q.grad = torch.arange(float(q.numel())).view(q.shape)
+            optimizer.step()
+    assert torch.allclose(*p), p
+"""
+
+
+@pytest.mark.parametrize("script", [MOMENTUM_WARMS_UP, SMALLER_AND_TRANSPOSED])
+def test_what_crashed_once_gives_torch_s_numbers(script: str):
+    done = child("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_random_edits_give_torch_s_numbers_or_a_refusal():
+    done = child("-m", "tests.optim.edits", "0", "60", "--fp32")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_ten_thousand_random_edits(first: int):
+    done = child("-m", "tests.optim.edits", str(first), "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(20_000, 21_000, 500))
+def test_random_edits_touch_no_byte_behind_a_tensor(first: int):
+    done = child("-m", "tests.optim.edits", str(first), "500", "--guard")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_guard_is_one():
+    script = (
+        "import ctypes, torch; from tests.optim import edits; edits.guard = True\n"
+        "t = edits.guarded(torch.ones(5)); ctypes.memset(t.data_ptr() + 20, 0, 1)"
+    )
+    assert child("-c", script).returncode < 0
+
+
+# ---- the facts -----------------------------------------------------------------------------------------
+
+
+CHANGES: list[Callable[[Tensor], Any]] = [
+    lambda t: t.data_ptr(),
+    lambda t: setattr(t, "data", t.data[:3]),
+    lambda t: setattr(t, "data", t.data.t()),
+    lambda t: setattr(t, "data", t.data.clone()),
+    lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    lambda t: setattr(t, "data", t.data.as_strided((4, 4), (0, 1))),
+    lambda t: setattr(t, "data", t.data.view(2, 8)),
+    lambda t: t.resize_(100),
+    lambda t: t.untyped_storage().resize_(0),
+]
+
+
+@pytest.mark.parametrize("kind", [facts_of, PlainFacts])
+@pytest.mark.parametrize("change", CHANGES)
+def test_facts_see_every_change_of_place_size_dtype_and_strides(kind: Any, change: Any):
+    tensors = [torch.ones(7), torch.ones(4, 4), torch.ones(())]
+    facts = kind(tensors)
+    assert facts.hold()
+    change(tensors[1])
+    assert facts.hold() == (change is CHANGES[0])
+
+
+@pytest.mark.parametrize("kind", [facts_of, PlainFacts])
+def test_alike_tensors_may_lie_elsewhere_and_what_is_no_such_tensor_is_not_alike(kind: Any):
+    facts = kind([torch.ones(4, 4), torch.ones(7)])
+    others = [torch.zeros(4, 4), nn.Parameter(torch.zeros(7))]
+    assert facts.alike(others)
+    assert facts.addresses.tolist() == [t.data_ptr() for t in others]
+    strange = [None, 3, torch.ones(7).double(), torch.ones(8), torch.ones(14)[::2], torch.ones(7).to_sparse()]
+    for other in strange:
+        assert not facts.alike([others[0], other])
+
+
+# ---- versions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("make", "dtype", "options"),
+    [
+        (AdamW, FP32, {}),
+        (AdamW, BF16, {"master": "exact"}),
+        (AdamW, BF16, {"master": "fp32", "state_dtype": "8bit"}),
+        (SGD, FP32, {"momentum": 0.9}),
+        (Lion, BF16, {"master": None}),
+    ],
+)
+def test_autograd_sees_every_change_of_weight_and_state(make: Any, dtype: Any, options: Any, backend: str):
+    p = nn.Parameter(torch.ones(9, dtype=dtype))
+    optimizer = make([p], lr=0.1, backend=backend, **options)
+    for step in range(4):  # the first without a plan
+        p.grad = torch.ones_like(p)
+        held = [p, *optimizer.state.get(p, {}).values()]
+        before = [t._version for t in held]
+        optimizer.step(look=step == 3)
+        assert all(t._version > old for t, old in zip(held, before))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_backward_through_a_graph_from_before_the_step_raises_as_in_torch(dtype: torch.dtype):
+    p = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = AdamW([p], lr=0.1)
+    for _ in range(2):
+        losses = [(p * p).sum() for _ in range(2)]
+        optimizer.zero_grad()
+        losses[0].backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+
+
+def test_released_gradients_bump_versions_too():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([p], lr=0.1, release_gradients=True)
+    for _ in range(2):
+        old = p._version
+        (p * 2).sum().backward()
+        optimizer.step()
+        assert p._version > old
+
+
+# ---- what the user sees in `state` is what the next step uses --------------------------------------------
+
+
+def stepped(make: Any = AdamW, **options: Any) -> tuple[nn.Parameter, Any]:
+    p = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+    optimizer = make([p], lr=0.1, **options)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    return p, optimizer
+
+
+def test_a_cleared_state_starts_anew():
+    p, optimizer = stepped()
+    optimizer.state.clear()
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 1
+    assert torch.allclose(optimizer.state[p]["exp_avg"], torch.full((3, 4), 0.1))
+
+
+def test_a_buffer_that_was_set_is_used():
+    p, optimizer = stepped(SGD, momentum=0.5)
+    before = p.detach().clone()
+    optimizer.state[p]["momentum_buffer"] = torch.full((3, 4), 100.0)
+    optimizer.step()
+    assert torch.allclose(p, before - 0.1 * 51)
+
+
+def test_a_deleted_buffer_of_sgd_begins_with_the_gradient():
+    p, optimizer = stepped(SGD, momentum=0.5, dampening=0.5)
+    before = p.detach().clone()
+    del optimizer.state[p]["momentum_buffer"]
+    optimizer.step()
+    assert torch.allclose(p, before - 0.1)
+
+
+def test_what_a_state_lacks_or_has_in_the_wrong_shape_is_named():
+    p, optimizer = stepped()
+    moments = dict(optimizer.state[p])
+    del optimizer.state[p]["exp_avg_sq"]
+    with pytest.raises(ConfigError, match=r"parameter 0 of group 0 lacks 'exp_avg_sq'"):
+        optimizer.step()
+    optimizer.state[p] = {**moments, "exp_avg": torch.ones(2)}
+    with pytest.raises(ConfigError, match=r"'exp_avg' of parameter 0 of group 0 has shape \[2\]"):
+        optimizer.step()
+    optimizer.state[p] = moments
+    optimizer.step()
+
+
+def test_a_gradient_of_another_shape_is_named():
+    p, optimizer = stepped()
+    p.data = p.data[:2]
+    with pytest.raises(ConfigError, match=r"shape \[3, 4\] on cpu, the parameter \[2, 4\]"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+def test_a_master_in_another_form_keeps_its_value(master: str):
+    p = nn.Parameter(torch.linspace(-1, 1, 700).bfloat16())
+    optimizer = AdamW([p], lr=1e-3, master=master)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    value = optimizer.master_of(p)
+    optimizer.param_groups[0]["master"] = "fp32" if master == "exact" else "exact"
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(optimizer.master_of(p), value)
+    assert ("lacking" in optimizer.state[p]) == (master == "fp32")
+
+
+def test_a_tensor_that_stands_for_others_is_refused():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    p = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    with pytest.raises(UnsupportedError, match="plain tensors, not a TwoTensor"):
+        AdamW([p])
+
+
+def test_edits_cover_what_they_name():
+    assert len({edit.__name__ for edit in edits.EDITS}) == len(edits.EDITS) > 45
+
+
+def test_an_inference_region_around_a_step_leaves_a_state_to_train_with():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = Adam([p])
+    p.grad = torch.ones(4)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert not any(t.is_inference() for t in optimizer.state[p].values())
