@@ -277,6 +277,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
         With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
         no further pass; None where `planned` was false.
         """
+        if torch.compiler.is_compiling():
+            return _step_outside(self, closure, inv_scale, clip_coef, found_inf, look)
         if not _is_watched(self):
             return self._checked_step(closure, inv_scale, clip_coef, found_inf, look)
         options = {
@@ -485,6 +487,13 @@ def _is_watched(optimizer: OnePassOptimizer) -> bool:
         or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()  # pyright: ignore
     )
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateUsage]
+def _step_outside(optimizer: OnePassOptimizer, closure: Any, *scalars: Any) -> Any:
+    """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
+    names = ("inv_scale", "clip_coef", "found_inf", "look")
+    return optimizer.step(closure, **dict(zip(names, scalars)))
 
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
