@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim import SGD, AdamW, fp32_state_dict, storage
+from halfstep.optim import SGD, Adam, AdamW, Lion, fp32_state_dict, storage
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = list(itertools.product(("exact", "fp32", None), ("fp32", "bf16", "8bit")))
@@ -173,3 +173,117 @@ def test_fp32_state_dict_is_exact(dtype: torch.dtype):
     net(torch.float32).load_state_dict({k: v for k, v in state.items() if k not in ("table", "count")})
     with pytest.raises(ConfigError, match="optimizer"):
         fp32_state_dict(model, [model])  # pyright: ignore[reportArgumentType]
+
+
+# ---- torch's checkpoints, and through torch's optimizers --------------------------------------------------
+
+
+def steps_of(params: list[nn.Parameter], optimizer: Any, count: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        optimizer.step()
+
+
+def wide(count: int = 2) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(7)
+    return [nn.Parameter(torch.randn(6, 5, generator=g)) for _ in range(count)]
+
+
+def test_momentum_of_torch_s_sgd_goes_on():
+    ours, theirs = wide(), wide()
+    peer = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, dampening=0.1)
+    steps_of(theirs, peer, 3, 0)
+    optimizer = SGD(ours, lr=0.1, momentum=0.9, dampening=0.1)
+    optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+    for p, q in zip(ours, theirs):
+        p.data.copy_(q.detach())
+    steps_of(theirs, peer, 3, 1)
+    steps_of(ours, optimizer, 3, 1)
+    assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_ours_goes_through_torch_s_and_comes_back(dtype: torch.dtype, state_dtype: str):
+    params = [nn.Parameter(p.detach().to(dtype)) for p in wide()]
+    optimizer = AdamW(params, lr=1e-2, state_dtype=state_dtype)
+    steps_of(params, optimizer, 3, 0)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert theirs.param_groups[0]["lr"] == 1e-2
+    steps_of(params, theirs, 2, 1)
+    back = AdamW(params, state_dtype=state_dtype)
+    back.load_state_dict(theirs.state_dict())
+    for p in params:
+        assert float(back.state[p]["step"]) == 5
+        assert torch.equal(back.master_of(p), p.detach().float())  # torch kept no bits beside the weight
+    steps_of(params, back, 1, 2)
+
+
+def test_8_bit_codes_are_not_taken_for_moments_by_torch_s():
+    params = wide()
+    optimizer = AdamW(params, state_dtype="8bit")
+    steps_of(params, optimizer, 2, 0)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+    with pytest.raises(CheckpointError, match="expected uint8"):
+        AdamW(params).load_state_dict(theirs.state_dict())
+
+
+def test_amsgrad_comes_along():
+    ours, theirs = wide(), wide()
+    peer = torch.optim.AdamW(theirs, lr=0.1, amsgrad=True)
+    steps_of(theirs, peer, 3, 0)
+    optimizer = AdamW(ours)
+    optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+    for p, q in zip(ours, theirs):
+        p.data.copy_(q.detach())
+    steps_of(theirs, peer, 3, 1)
+    steps_of(ours, optimizer, 3, 1)
+    assert optimizer.param_groups[0]["amsgrad"] is True
+    assert all(torch.allclose(p, q, rtol=1e-4, atol=1e-5) for p, q in zip(ours, theirs))
+
+
+KINDS: dict[str, Any] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD, "Lion": Lion}
+OTHERS: dict[str, Any] = {
+    **KINDS,
+    **{
+        f"torch {n}": getattr(torch.optim, n)
+        for n in ("AdamW", "Adam", "SGD", "RAdam", "NAdam", "RMSprop", "Adagrad")
+    },
+}
+
+
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", OTHERS)
+def test_another_kind_s_state_is_refused_by_name(source: str, target: str):
+    params = wide()
+    first, second = OTHERS[source](params, lr=0.1), KINDS[target](params, lr=0.1)
+    steps_of(params, first, 2, 0)
+    state = copy.deepcopy(first.state_dict())
+    if source.removeprefix("torch ") == target:
+        second.load_state_dict(state)
+        return
+    with pytest.raises(CheckpointError, match=f"the saved optimizer is .*, this one {target}"):
+        second.load_state_dict(state)
+    assert not second.state
+    assert second.param_groups[0]["lr"] == 0.1
+
+
+def test_the_algorithm_is_in_the_file():
+    assert AdamW(wide()).state_dict()["param_groups"][0]["algorithm"] == "AdamW"
+    assert "algorithm" not in AdamW(wide()).param_groups[0]
+
+
+def test_a_named_checkpoint_names_an_optimizer_without_names():
+    params = wide()
+    named = AdamW([("first", params[0]), ("second", params[1])], master="stochastic")
+    steps_of(params, named, 2, 0)
+    other = AdamW(params)
+    other.load_state_dict(named.state_dict())
+    assert other.param_groups[0]["param_names"] == ["first", "second"]
+    assert other._base_key(other.param_groups[0], (0, 1)) == named._base_key(named.param_groups[0], (0, 1))
