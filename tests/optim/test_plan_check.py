@@ -241,6 +241,22 @@ def test_a_master_in_another_form_keeps_its_value(master: str):
     assert ("lacking" in optimizer.state[p]) == (master == "fp32")
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_weight_set_from_outside_counts_more_than_its_master(dtype: torch.dtype, backend: str):
+    p = nn.Parameter(torch.linspace(-1, 1, 70).to(dtype))
+    optimizer = SGD([p], lr=0.25, master="fp32", backend=backend)
+    for _ in range(2):
+        p.grad = torch.full_like(p, 0.001)
+        optimizer.step()
+    kept = optimizer.master_of(p)
+    p.data[:35] = 0.5
+    optimizer.step()
+    assert torch.allclose(optimizer.master_of(p)[:35], torch.tensor(0.5 - 0.00025), rtol=1e-4)
+    assert torch.allclose(optimizer.master_of(p)[35:], kept[35:] - 0.00025, rtol=0, atol=1e-6)
+    assert not torch.equal(kept[35:].to(dtype).float(), kept[35:])
+
+
 def test_a_tensor_that_stands_for_others_is_refused():
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -336,4 +336,4 @@ def test_what_cannot_be_updated_is_refused():
     with pytest.raises(UnsupportedError, match="dense"):
         AdamW(table.parameters()).step()
     with pytest.raises(ConfigError, match="not a parameter"):
-        AdamW([part]).master_of(wide)
+        AdamW([nn.Parameter(torch.zeros(2))]).master_of(wide)

@@ -169,9 +169,8 @@ def _known_value(entry: Entry, p: Tensor) -> Tensor | None:
     """
     master, lacking = entry.get("master"), entry.get("lacking")
     if isinstance(master, Tensor) and master.shape == p.shape and master.is_floating_point():
-        wide = master.to(p.device, torch.float32)
-        low = split.round_away(wide) if p.dtype == torch.bfloat16 else wide.to(p.dtype)
-        return torch.where(low == p, wide, p.to(torch.float32))
+        wide = torch.empty_like(p, dtype=torch.float32).copy_(master)
+        return storage.read_weight(storage.kind_of(p.dtype, "fp32"), p.detach(), wide)
     if isinstance(lacking, Tensor) and lacking.shape == p.shape and lacking.dtype == torch.int16:
         return split.join(p.detach(), lacking.to(p.device))
     return None

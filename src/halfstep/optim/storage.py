@@ -166,11 +166,13 @@ def make_slot(
 
 
 def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
-    """The fp32 value of a flat weight: its master where it has one."""
+    """The fp32 value of a weight: its master where it has one, unless the weight was changed from outside."""
+    if extra is None:
+        return weight.to(torch.float32)
     if kind in EXACT:
-        assert extra is not None
         return split.join(weight, extra)
-    return extra if extra is not None else weight.to(torch.float32)
+    low = split.round_away(extra) if kind == L.BF16_MASTER else extra.to(weight.dtype)
+    return torch.where(low.view(torch.int16) == weight.view(torch.int16), extra, weight.to(torch.float32))
 
 
 def write_weight(

@@ -168,8 +168,14 @@ def first_of(h, x):
 
 
 @compiled()
-def second_of(h, x):
-    return x
+def bf16_master_in(h, x):
+    """The master, unless the weight was changed from outside: then the weight."""
+    return pick(bf16_away(x) == h, x, from_bf16(h))
+
+
+@compiled()
+def fp16_master_in(h, x):
+    return pick(fp16_even(x) == h, x, from_fp16(h))
 
 
 @compiled()
@@ -229,11 +235,11 @@ def fp16_none_out(w, random, key):
 WEIGHT_IN = {
     L.PLAIN: first_of,
     L.BF16_EXACT: join_bf16,
-    L.BF16_MASTER: second_of,
+    L.BF16_MASTER: bf16_master_in,
     L.BF16_NONE: bf16_alone,
     L.BF16_STOCHASTIC: bf16_alone,
     L.FP16_EXACT: join_fp16,
-    L.FP16_MASTER: second_of,
+    L.FP16_MASTER: fp16_master_in,
     L.FP16_NONE: fp16_alone,
 }
 WEIGHT_OUT = {

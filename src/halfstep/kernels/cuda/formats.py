@@ -1,5 +1,4 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalOperand=false
-# ruff: noqa: SIM109 -- Triton compiles a subset of Python
 """How GPU kernels read and write gradients, weights and states: split, rounding and storage in Triton.
 
 The 16 bits of a bf16 travel as int16 and are converted by integer arithmetic; those of an fp16 as float16.
@@ -231,8 +230,15 @@ def read_grad(address, start, lane, live, GRAD: tl.constexpr, ALIGNED: tl.conste
 def read_weight(weight, extra, start, lane, live, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     if KIND == PLAIN:
         w = read(weight, start, lane, live, tl.float32, ALIGNED)
-    elif KIND == BF16_MASTER or KIND == FP16_MASTER:
+    elif KIND == BF16_MASTER:  # a weight that was changed from outside counts more than its master
         w = read(extra, start, lane, live, tl.float32, ALIGNED)
+        half = read(weight, start, lane, live, tl.int16, ALIGNED)
+        w = tl.where(bf16_away(w) == half, w, from_bf16(half))
+    elif KIND == FP16_MASTER:
+        w = read(extra, start, lane, live, tl.float32, ALIGNED)
+        half = read(weight, start, lane, live, tl.float16, ALIGNED)
+        same = w.to(tl.float16).to(tl.int16, bitcast=True) == half.to(tl.int16, bitcast=True)
+        w = tl.where(same, w, half.to(tl.float32))
     elif KIND == FP16_EXACT:
         half = read(weight, start, lane, live, tl.float16, ALIGNED)
         w = join_fp16(half, read(extra, start, lane, live, tl.int16, ALIGNED))
