@@ -1,5 +1,6 @@
 """What is remembered between steps never outlives what the user sees: edits, replaced tensors, versions."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,21 +61,23 @@ def test_what_crashed_once_gives_torch_s_numbers(script: str):
 
 
 def test_random_edits_give_torch_s_numbers_or_a_refusal():
-    done = child("-m", "tests.optim.edits", "0", "60", "--fp32")
+    done = child("-m", "tests.optim.edits", "0", "40", "--fp32")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+#: Seeds of the long runs; 10000 took an hour on one core.
+SEEDS = int(os.environ.get("HALFSTEP_EDITS", "400"))
+
+
+@pytest.mark.exhaustive
+def test_random_edits_of_bf16_weights_and_all_formats_too():
+    done = child("-m", "tests.optim.edits", "0", str(SEEDS))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_ten_thousand_random_edits(first: int):
-    done = child("-m", "tests.optim.edits", str(first), "1000")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(20_000, 21_000, 500))
-def test_random_edits_touch_no_byte_behind_a_tensor(first: int):
-    done = child("-m", "tests.optim.edits", str(first), "500", "--guard")
+def test_random_edits_touch_no_byte_behind_a_tensor():
+    done = child("-m", "tests.optim.edits", "20000", str(SEEDS // 4), "--guard")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

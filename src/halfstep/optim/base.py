@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
@@ -489,7 +490,7 @@ def _is_watched(optimizer: OnePassOptimizer) -> bool:
     )
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateUsage]
+@_disable_dynamo
 def _step_outside(optimizer: OnePassOptimizer, closure: Any, *scalars: Any) -> Any:
     """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
     names = ("inv_scale", "clip_coef", "found_inf", "look")
