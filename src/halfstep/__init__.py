@@ -1,6 +1,6 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
-from halfstep import devices, distributed, optim
+from halfstep import devices, distributed, doctor, optim
 from halfstep.autocast.context import active_policy, autocast
 from halfstep.autocast.custom_function import custom_bwd, custom_fwd
 from halfstep.autocast.frozen import frozen_weights
@@ -88,6 +88,7 @@ __all__ = [
     "custom_fwd",
     "devices",
     "distributed",
+    "doctor",
     "first_bad_op",
     "format_of",
     "frozen_weights",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -135,13 +136,27 @@ def load(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
         if damaged is None:
             state = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # zipfile, zlib, pickle and torch each raise their own kinds on damaged bytes
-        what = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"checkpoint {path} is corrupt or not a checkpoint: {what[0]}") from error
+        raise CheckpointError(f"checkpoint {path} {_wrong_with(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"checkpoint {path} is corrupt: the checksum of {damaged} does not match")
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint {path} holds a {type(state).__name__}, expected a mapping")
     return state
+
+
+def _wrong_with(error: Exception) -> str:
+    """What a file that cannot be read is, in words of ours: torch's come with advice on running its code."""
+    if isinstance(error, pickle.UnpicklingError):
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"{named[1]}, " if named else ""
+        return (
+            f"is not a checkpoint of halfstep: it holds {what}objects that only running its code would make"
+        )
+    what = _ESCAPE.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    return f"is corrupt or not a checkpoint: {what[0]}"
+
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
+from halfstep.numerics.actors import Actors
+from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 
 def examine(
@@ -56,12 +57,15 @@ def examine(
         if isinstance(loss, Tensor) and loss.numel() == 1:
             document.losses.append(float(loss.detach()))
         if trace.bad is not None:
-            document.bad.append(fault_of(number, trace.bad, _is_harmless(trace.bad)))
+            actors = Actors(step, [session] if session is not None else [])
+            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and _moves(actors)))
             break
     found = [*(lint(session=session) if session is not None else ()), *probe.findings]
     document.lint = findings_of(found)
     return document
 
 
-def _is_harmless(bad: Any) -> bool:
-    return bool(bad.harmless) and math.isfinite(bad.cause.times or 1.0)
+def _moves(actors: Actors) -> bool:
+    """Whether the loss scale finds its own place."""
+    scale = getattr(actors.session or actors.scaler, "loss_scale", None)
+    return scale is not None and not isinstance(scale, NoLossScale | StaticLossScale)

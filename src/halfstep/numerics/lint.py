@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from halfstep.errors import BannedOpError
+from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.sites import is_users
@@ -61,7 +61,13 @@ def lint(
 
     Returns:
         Findings, each place once, in the order found.
+
+    Raises:
+        ConfigError: `step` is no function.
     """
+    if isinstance(step, nn.Module) or not (step is None or callable(step)):
+        hint = "lint(model=...)" if isinstance(step, nn.Module) else "lint(step, *batch) or lint(model=...)"
+        raise ConfigError(f"lint got a {type(step).__name__} as the step, expected a function: {hint}")
     given = [x for x in (model, optimizer, session) if x is not None]
     actors = Actors(step, given)
     found = [

@@ -88,10 +88,13 @@ def watch(
             over it. Largest magnitudes are of all elements either way.
 
     Raises:
-        ConfigError: no model, or one without parameters.
+        ConfigError: no model, or one without parameters; `every` or `keep` that is no count.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"watch got a {type(model).__name__}, expected the torch.nn.Module that is trained")
+    for name, value, least in (("every", every, 0), ("keep", keep, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"watch(..., {name}={value!r}): expected a whole number, {least} or more")
     return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
 
 

@@ -116,7 +116,7 @@ def digits(size: int = 28, test: int = 500) -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("the digits need scikit-learn: pip install 'halfstep[recipes]'") from error
+        raise DataError("the digits need scikit-learn: pip install scikit-learn") from error
     bunch: Any = load_digits()
     small = torch.tensor(bunch.images, dtype=torch.float32)[:, None] * (255.0 / 16.0)
     images = torch.nn.functional.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)

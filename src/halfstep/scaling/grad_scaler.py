@@ -118,6 +118,10 @@ class GradScaler:
     ) -> None:
         if device is not None and not isinstance(device, str | torch.device):
             raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {device!r}")
+        try:
+            torch.device("cpu" if device is None else device)
+        except RuntimeError as error:
+            raise ConfigError(f"GradScaler: unknown device {device!r}; expected cpu, cuda, ...") from error
         self._device = device
         if loss_scale is None:
             rates = (growth_factor, backoff_factor, growth_interval)

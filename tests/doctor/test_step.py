@@ -1,0 +1,58 @@
+"""`hs.doctor.examine`: a step function's document, typed, with everything put back."""
+
+import json
+
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.report.doctor import render_doctor
+
+
+def case(gain=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, dtype="fp16", loss_scale=8.0)
+
+    def step(x):
+        with amp.autocast():
+            out = model(x) * gain
+            loss = out.float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    return model, amp, step
+
+
+def test_a_healthy_step():
+    model, amp, step = case()
+    before = [p.detach().clone() for p in model.parameters()]
+    document = hs.doctor.examine(step, torch.randn(8, 4))
+    assert document.healthy
+    assert document.headline == "step: healthy over 1 steps"
+    assert {"linear"} <= {row["op"] for row in document.counts}
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert amp.steps == 0
+
+
+def test_the_first_bad_batch_of_several():
+    _, _, step = case(3e6)
+    batches = [(torch.zeros(8, 4),), (torch.full((8, 4), 9.0),), (torch.randn(8, 4),)]
+    document = hs.doctor.examine(step, batches=batches, label="three batches")
+    fault = document.faults[0]
+    assert not document.healthy
+    assert (fault.phase, fault.op, fault.cause.kind) == ("forward", "mul", "range")
+    assert fault.where.startswith("test_step.py:")
+    assert document.steps == fault.step + 1
+    assert fault.best is not None
+    assert fault.best.code in document.headline
+
+
+def test_the_document_is_json_and_a_page():
+    _, _, step = case(3e6)
+    document = hs.doctor.examine(step, torch.full((8, 4), 9.0))
+    plain = document.as_dict()
+    assert json.loads(json.dumps(plain))["verdict"] == document.verdict
+    assert "is the first op that is not finite" in render_doctor(plain)
