@@ -25,6 +25,7 @@ MODULES = (
     "halfstep.distributed",
     "halfstep.numerics.histogram",
     "halfstep.numerics.headroom",
+    "halfstep.numerics.series",
     "halfstep.numerics.watch",
     "halfstep.numerics.trace",
     "halfstep.numerics.lint",
@@ -155,13 +156,14 @@ def anchor(heading: str) -> str:
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """`__all__` of a module, or the functions and classes it defines."""
-    names = getattr(module, "__all__", None) or [
+    """The functions, classes and tables in `__all__`, or the functions and classes a module defines."""
+    named = getattr(module, "__all__", None)
+    names = [
         name
         for name, thing in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(thing) or inspect.isfunction(thing))
-        and thing.__module__ == module.__name__
+        if (name in named if named else not name.startswith("_"))
+        and (module is hs or inspect.isclass(thing) or inspect.isfunction(thing))
+        and (named or thing.__module__ == module.__name__)
     ]
     for name in sorted(names, key=lambda n: (n.lower(), n)):
         yield name, getattr(module, name)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, HalfstepWarning
@@ -130,6 +130,7 @@ def load(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}")
+    state: Any = None
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -354,7 +355,7 @@ class CheckpointFolder:
                 f"{errors[0]}; {self.folder} has no earlier checkpoint that can be read: "
                 "start afresh in another folder"
             ) from errors[0]
-        self._set_aside(errors, path.name if errors else "")
+        self._set_aside(errors, path.name if errors else "")  # pyright: ignore[reportPossiblyUnboundVariable]
         self._known = {path.name for path in self.paths()}
         return state
 

@@ -36,7 +36,6 @@ class Format:
     mantissa_bits: int
     has_inf: bool
     torch_dtype: torch.dtype | None
-    has_nan: bool = True
 
     @property
     def bias(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from halfstep.cli._output import console
@@ -17,7 +17,7 @@ _EVERY = 10.0
 
 
 @contextmanager
-def progress(what: str, total: int, quiet: bool, every: float = _EVERY) -> Iterator[Tell]:
+def progress(what: str, total: int, quiet: bool, every: float = _EVERY) -> Generator[Tell]:
     """Show `total` steps of work; without a terminal by lines such as `training text-gpt O1` unless `quiet`.
 
     Where nothing was printed for `every` seconds a line tells how far the work is, also within a long step.

@@ -60,8 +60,8 @@ class Timer:
             backward(session, loss, *args, **kwargs)
 
         Session.backward = noted  # type: ignore[method-assign]
-        for place in (own, halfstep.session, halfstep, loop):
-            place.prepare = prepare
+        for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
+            place.prepare = prepare  # pyright: ignore[reportAttributeAccessIssue]
 
     def _look(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
         taken = any(bool(outcome.taken) for outcome in session.history)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -158,7 +158,7 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
 
 
 @contextmanager
-def _native_stderr_hidden() -> Iterator[None]:
+def _native_stderr_hidden() -> Generator[None]:
     """torch's C++ side writes its deprecation notices straight to descriptor 2; the probed ops raise many."""
     kept = os.dup(2)
     try:

@@ -7,7 +7,7 @@ try it before a person edits anything; `code` says what to write once it is know
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,7 +119,7 @@ def _clamped_at(site: Site, op: str, value: float) -> Apply:
 
 
 @contextmanager
-def with_attributes(thing: Any, **values: Any) -> Iterator[None]:
+def with_attributes(thing: Any, **values: Any) -> Generator[None]:
     """Within, `thing` has these values as attributes."""
     before = {k: getattr(thing, k) for k in values}
     for k, v in values.items():
@@ -139,7 +139,7 @@ def _full_by_policy(actors: Actors, op: str) -> Apply | None:
 
 
 @contextmanager
-def _bf16_autocast() -> Iterator[None]:
+def _bf16_autocast() -> Generator[None]:
     """Within, regions that ask for fp16 get bf16."""
     set_dtype = torch.set_autocast_dtype
 
@@ -178,7 +178,7 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
         return None
 
     @contextmanager
-    def change() -> Iterator[None]:
+    def change() -> Generator[None]:
         # Not by `update`: a script may call that itself before the next step, and it wants a step between.
         scaler.scale(torch.ones(()))
         held: Any = scaler._scale if isinstance(getattr(scaler, "_scale", None), Tensor) else None

@@ -342,6 +342,7 @@ def _called(call: ast.Call) -> str:
 def _constant(node: ast.expr) -> float | None:
     negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
     inner = node.operand if isinstance(node, ast.UnaryOp) else node
-    if isinstance(inner, ast.Constant) and type(inner.value) in (int, float):
-        return -float(inner.value) if negative else float(inner.value)
-    return None
+    value = inner.value if isinstance(inner, ast.Constant) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return -float(value) if negative else float(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ class StepTimes:
 
 
 @contextmanager
-def without_remarks() -> Iterator[None]:
+def without_remarks() -> Generator[None]:
     """The profiler's C++ side writes remarks to file descriptor 2 that no setting turns off in time."""
     sys.stderr.flush()
     kept = os.dup(2)
@@ -115,7 +115,7 @@ def paths_of(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def _named(models: Sequence[nn.Module]) -> Iterator[None]:
+def _named(models: Sequence[nn.Module]) -> Generator[None]:
     """Within, every module's forward is a range of the profiler's that carries its path."""
     handles: list[Any] = []
     open_ranges: list[record_function] = []
@@ -164,7 +164,7 @@ def _summed(events: Any) -> tuple[dict[Key, float], float]:
 
 
 def _on_device(event: Any) -> bool:
-    return event.device_type != torch.autograd.DeviceType.CPU
+    return event.device_type != torch.autograd.DeviceType.CPU  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _is_span(event: Any) -> bool:

@@ -203,7 +203,7 @@ class ModuleStack:
         if self._model is not None:
             self._learn(self._model)
         self._handles = [
-            register_module_forward_pre_hook(lambda module, args: self.enter(module)),
+            register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         return self
@@ -226,6 +226,9 @@ class ModuleStack:
             (".".join(part for part in (prefix, canonical(name)) if part), parameter)
             for name, parameter in root.named_parameters()
         )
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self.enter(module)
 
     def enter(self, module: nn.Module) -> None:
         """Notes that a module's forward begins."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ _replaying = 0
 
 
 @contextmanager
-def replay() -> Iterator[None]:
+def replay() -> Generator[None]:
     """Marks what runs within as a replay: a watch does not take it for training."""
     global _replaying
     _replaying += 1
@@ -157,7 +157,7 @@ class Snapshot:
             self.hold_weights(actors)
         if actors.session is not None:
             self._parts.append(_SessionState(actors.session, history=weights))
-        self._parts += [_Released(o.release) for o in actors.optimizers if getattr(o, "release", None)]
+        self._parts += [_Released(r) for o in actors.optimizers if (r := getattr(o, "release", None))]
 
     def hold_weights(self, actors: Actors) -> None:
         """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""

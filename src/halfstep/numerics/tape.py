@@ -291,7 +291,7 @@ class Tape:
     def _locate(self, func: Any) -> tuple[str, Site]:
         found, file, line = look()
         phase = self._phase(found)
-        sequence = torch.autograd._get_sequence_nr() - 1
+        sequence = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
         function, call = self.calls[-1] if self.calls else (None, 0)
         region = self._region()
         site = Site(self._modules.path, self._modules.kind, function, file, line, "", call, region)
@@ -307,10 +307,10 @@ class Tape:
 
     def _forward_site(self, here: Site) -> Site:
         """The forward call behind the backward node that is running; a custom backward keeps its own line."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return here
-        sequence = node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        sequence = node._sequence_nr()
         known = self._sites.get(sequence) if sequence < _NO_SEQUENCE else None
         if not known:
             return here

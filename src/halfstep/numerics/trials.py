@@ -8,9 +8,10 @@ collectives answered by its own values and DDP left out (a backward that fails i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,12 +204,20 @@ def _forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
         raise _NotAlone("DDP")
     if ddp.device_ids:
         home = torch.device(ddp.device_type, ddp.device_ids[0])
-        args, kwargs = tree_map(lambda x: x.to(home) if isinstance(x, Tensor) else x, (args, kwargs))
+
+        def move(x: Any) -> Any:
+            return x.to(home) if isinstance(x, Tensor) else x
+
+        args, kwargs = tree_map(move, (args, kwargs))
     return ddp.module(*args, **kwargs)
 
 
+def _met(waiting: set[int], module: int, gradient: Tensor) -> None:
+    waiting.discard(module)
+
+
 @contextmanager
-def expected_reductions(names: MutableMapping[str, int]) -> Iterator[None]:
+def expected_reductions(names: MutableMapping[str, int]) -> Generator[None]:
     """Counts in `names` the DDP modules whose last forward within was not followed by a backward.
 
     Their reducers wait for one, and would take a rehearsal's for it.
@@ -222,7 +231,7 @@ def expected_reductions(names: MutableMapping[str, int]) -> Iterator[None]:
             waiting.add(id(module))
             for t in tree_leaves(out):
                 if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(lambda _: waiting.discard(id(module)))
+                    t.register_hook(partial(_met, waiting, id(module)))
 
     handle = register_module_forward_hook(after)
     try:
@@ -234,6 +243,6 @@ def expected_reductions(names: MutableMapping[str, int]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_ddp() -> Iterator[None]:
+def _without_ddp() -> Generator[None]:
     with with_attributes(DistributedDataParallel, forward=_forward):
         yield

@@ -133,7 +133,7 @@ class Watch:
         self._session = optimizer if is_session(optimizer) else None
         self._optimizers = _optimizers(optimizer)
         self._format = None if dtype is None else format_of(dtype)
-        self._names = {p: canonical(n) for n, p in model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: canonical(n) for n, p in model.named_parameters()}
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
@@ -239,7 +239,7 @@ class Watch:
                 tensor.register_hook(partial(self._on_output_gradient, name))
             return
 
-    def _on_output_gradient(self, name: str, gradient: Tensor) -> None:
+    def _on_output_gradient(self, name: str, gradient: Tensor | None) -> None:
         if self._sampling and gradient is not None and not replaying():
             self._count("activation_grad", name, gradient)
 

@@ -45,8 +45,8 @@ class Policy:
     """Dtypes by role plus the rules that ops run under.
 
     param_dtype: what weights are stored in. compute_dtype: what LOW ops run in. output_dtype: what
-    `cast_to_output` gives, None to leave outputs as computed. reduce_dtype: what gradients are summed in
-    across ranks. table: one of `ops.TABLES`. edits: op name -> rule, overriding the table.
+    `cast_to_output` gives, None to leave outputs as computed. reduce_dtype: what ranks sum gradients in;
+    `prepare` takes fp32 alone. table: one of `ops.TABLES`. edits: op name -> rule, overriding the table.
     """
 
     param_dtype: torch.dtype = torch.float32

@@ -85,8 +85,8 @@ class TextGPT(nn.Module):
     def _initialise(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear) and (bias := module._parameters["bias"]) is not None:
+            nn.init.zeros_(bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Codes [batch, length] int64 -> logits [batch, length, vocabulary]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -185,7 +185,7 @@ class _Tell(Callback):
 
 
 @contextmanager
-def _our_warnings(messages: list[str]) -> Iterator[None]:
+def _our_warnings(messages: list[str]) -> Generator[None]:
     """Collect the texts of our warnings; pass all others on."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HalfstepWarning)

@@ -305,11 +305,6 @@ def _dtypes(document: Mapping[str, Any]) -> str:
     )
 
 
-def _width(dtype: str) -> int:
-    """Sorts dtypes from wide to narrow, unknown ones last."""
-    return list(FORMATS).index(dtype) if dtype in FORMATS else len(FORMATS)
-
-
 def _lint(document: Mapping[str, Any]) -> str:
     if not document["lint"]:
         return "<p class='quiet'>Nothing found.</p>"

@@ -72,7 +72,7 @@ def wrapped(fn: Callable[P, R], kind: str) -> Callable[P, R]:
         dtype = _dtype(kind, (args, kwargs))
         if dtype is None:
             return fn(*args, **kwargs)
-        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
+        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))  # pyright: ignore[reportCallIssue]
 
     return wrapper
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 
 
-class _InnerOptimizer(Protocol):
+class _InnerOptimizer(Protocol):  # pyright: ignore[reportUnusedClass]
     param_groups: list[dict[str, Any]]
 
 

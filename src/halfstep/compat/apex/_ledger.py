@@ -30,7 +30,7 @@ class Ledger:
         self._say = say
         self._aside: dict[Tensor, Tensor] = {}
         self._left: list[tuple[Tensor, Tensor]] = []
-        mine = weakref.ref(self)
+        mine: weakref.ref[Ledger] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
         self._handle = optimizer.register_step_pre_hook(
             lambda o, args, kwargs: _before_step(mine, args, kwargs)

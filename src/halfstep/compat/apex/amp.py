@@ -183,7 +183,8 @@ def initialize(
         loss_scale=loss_scale,
     )
     if not enabled:
-        state.opt_properties = None if state.ledgers else Properties(**{**chosen.options, "enabled": False})
+        off: dict[str, Any] = {**chosen.options, "enabled": False}
+        state.opt_properties = None if state.ledgers else Properties(**off)
         return models if optimizers is None else (models, optimizers)
     model_list, optimizer_list = _as_models(models), _as_optimizers(optimizers)
     _check(model_list, optimizer_list, state)

@@ -18,6 +18,8 @@ from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.optimizers import Keeping
 
+_torch: Any = torch  # its stubs lack the foreach functions
+
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 
 
@@ -204,26 +206,26 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         weights = [p.float() for p in params]
         grads = [p.grad.float() / clip for p in params]
         if not self.adam_w_mode and decay:
-            torch._foreach_add_(grads, weights, alpha=decay)
+            _torch._foreach_add_(grads, weights, alpha=decay)
         first, second = (self._moments(params, key) for key in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        _torch._foreach_mul_(first, beta1)
+        _torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        _torch._foreach_mul_(second, beta2)
+        _torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
         corrections = (1 - beta1 ** group["step"], 1 - beta2 ** group["step"])
         c1, c2 = corrections if group["bias_correction"] else (1.0, 1.0)
-        below = torch._foreach_sqrt(torch._foreach_div(second, c2))
-        torch._foreach_add_(below, group["eps"])
-        updates = torch._foreach_div(torch._foreach_div(first, c1), below)
+        below = _torch._foreach_sqrt(_torch._foreach_div(second, c2))
+        _torch._foreach_add_(below, group["eps"])
+        updates = _torch._foreach_div(_torch._foreach_div(first, c1), below)
         if self.adam_w_mode and decay:
-            torch._foreach_add_(updates, weights, alpha=decay)
+            _torch._foreach_add_(updates, weights, alpha=decay)
         if decay or self.use_nvlamb:
             ratios = [
-                _trust(w, u) for w, u in zip(torch._foreach_norm(weights), torch._foreach_norm(updates))
+                _trust(w, u) for w, u in zip(_torch._foreach_norm(weights), _torch._foreach_norm(updates))
             ]
             updates = [u * ratio for u, ratio in zip(updates, ratios)]
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
-        torch._foreach_copy_(params, weights)
+        _torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        _torch._foreach_copy_(params, weights)
 
     def _moments(self, params: list[Tensor], key: str) -> list[Tensor]:
         for p in params:

@@ -117,4 +117,4 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group
-    return mine
+    return mine  # pyright: ignore[reportReturnType]

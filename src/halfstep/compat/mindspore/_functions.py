@@ -136,9 +136,10 @@ def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple
     if not outputs:
         return tuple(as_tensor(torch.zeros_like(t)) for t in inputs)
     ones = [torch.ones_like(t) for t in outputs]
-    found = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+    found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
     pairs = zip(inputs, found)
-    return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
+    made: Any = (as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
+    return tuple(made)
 
 
 def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:

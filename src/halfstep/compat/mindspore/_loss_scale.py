@@ -109,7 +109,7 @@ class LossScaler(abc.ABC):
 class _Holder(LossScaler):
     """A scaler that holds a halfstep LossScale, `loss_scale`."""
 
-    loss_scale: LossScale
+    loss_scale: Any  # a LossScale
 
     @property
     def scale_value(self) -> Tensor:
@@ -300,7 +300,11 @@ class GroupLossScaleManager(Cell):
             return x
         ratio = (self._scale(layer1) / self._scale(layer2)).to(x.device)
         passed = x.view_as(x)
-        passed.register_hook(lambda gradient: multiply(gradient, ratio, gradient.dtype))
+
+        def rescale(gradient: torch.Tensor) -> torch.Tensor:
+            return multiply(gradient, ratio, gradient.dtype)
+
+        passed.register_hook(rescale)
         return passed
 
     def _scale(self, layer: int) -> torch.Tensor:

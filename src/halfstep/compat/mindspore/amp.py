@@ -164,6 +164,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
         return network
     if is_function:
         return _auto_function(network, dtype)
+    assert isinstance(network, torch.nn.Module)
     _forget_earlier(network, amp_level)
     if amp_level == "auto":
         _CONVERTED[network] = _auto_region(network, dtype)

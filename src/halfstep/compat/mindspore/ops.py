@@ -107,7 +107,7 @@ class Conv2DTranspose(_Convolution):
     def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
         """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
         edges = self.stride, self.pad, self.dilation, self.group
-        return torch.nn.grad.conv2d_input(tuple(input_size), weight, dout, *edges)
+        return torch.nn.grad.conv2d_input(tuple(input_size), weight, dout, *edges)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Conv2DBackpropInput(Conv2DTranspose):

@@ -34,9 +34,9 @@ class Embedding(torch.nn.Embedding, Cell):
     @property
     def embedding_table(self) -> torch.nn.Parameter:
         """The table, [vocab_size, embedding_size]."""
-        return self.weight
+        return self.weight  # pyright: ignore[reportReturnType]
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Integers of any shape to [*shape, embedding_size]."""
         if not self.use_one_hot:
             return super().forward(ids)
@@ -82,6 +82,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention, Cell):
         """As torch's; where bias additions promote, the output is as wide as the bias."""
         output, weights = super().forward(*args, **kwargs)
         bias = self.out_proj.bias
-        if bias is None or not promotes(output):
+        if bias is None or not promotes(output):  # pyright: ignore[reportUnnecessaryComparison]
             return output, weights
         return output.to(torch.promote_types(output.dtype, bias.dtype)), weights

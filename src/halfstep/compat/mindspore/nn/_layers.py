@@ -27,7 +27,7 @@ class UnknownName(ConfigError, KeyError):
     __str__ = Exception.__str__
 
 
-class SequentialCell(torch.nn.Sequential, Cell):
+class SequentialCell(torch.nn.Sequential, Cell):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Cells run one after the other; given one by one, as a list, or by name."""
 
     def __init__(self, *args: Any) -> None:
@@ -35,7 +35,7 @@ class SequentialCell(torch.nn.Sequential, Cell):
         super().__init__(*(args[0] if listed else args))
 
 
-class CellList(torch.nn.ModuleList, Cell):
+class CellList(torch.nn.ModuleList, Cell):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A list of cells."""
 
 
@@ -62,9 +62,9 @@ class Dense(torch.nn.Linear, Cell):
             raise UnknownName(f"unknown activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
         self.activation = ACTIVATIONS[activation]() if isinstance(activation, str) else activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in_channels] to [..., out_channels]."""
-        if self.bias is not None and promotes(x):
+        if self.bias is not None and promotes(x):  # pyright: ignore[reportUnnecessaryComparison]
             y = F.linear(x, self.weight) + self.bias
         else:
             with in_dtype_of(x, self.weight):
@@ -126,15 +126,15 @@ class _Conv(_Padded):
             return super().forward(x)  # type: ignore[misc]
 
 
-class Conv1d(_Conv, torch.nn.Conv1d, Cell):
+class Conv1d(_Conv, torch.nn.Conv1d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Convolution over [N, C, L]; `pad_mode` "same" (the default), "valid" or "pad"."""
 
 
-class Conv2d(_Conv, torch.nn.Conv2d, Cell):
+class Conv2d(_Conv, torch.nn.Conv2d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Convolution over [N, C, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
 
 
-class Conv3d(_Conv, torch.nn.Conv3d, Cell):
+class Conv3d(_Conv, torch.nn.Conv3d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Convolution over [N, C, D, H, W]; `pad_mode` "same" (the default), "valid" or "pad"."""
 
 
@@ -163,13 +163,13 @@ class _ConvTranspose(_Padded):
         return convolve(x, self.weight, None, *edges)
 
 
-class Conv1dTranspose(_ConvTranspose, torch.nn.ConvTranspose1d, Cell):
+class Conv1dTranspose(_ConvTranspose, torch.nn.ConvTranspose1d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Transposed convolution over [N, C, L]."""
 
 
-class Conv2dTranspose(_ConvTranspose, torch.nn.ConvTranspose2d, Cell):
+class Conv2dTranspose(_ConvTranspose, torch.nn.ConvTranspose2d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Transposed convolution over [N, C, H, W]."""
 
 
-class Conv3dTranspose(_ConvTranspose, torch.nn.ConvTranspose3d, Cell):
+class Conv3dTranspose(_ConvTranspose, torch.nn.ConvTranspose3d, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Transposed convolution over [N, C, D, H, W]."""

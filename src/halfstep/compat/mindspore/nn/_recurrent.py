@@ -34,7 +34,7 @@ class _OneStep:
 class LSTMCell(_OneStep, torch.nn.LSTMCell, Cell):
     """One step of an LSTM: (x, (h, c)) to (h, c)."""
 
-    def forward(self, x: torch.Tensor, hx: States | None = None) -> States:
+    def forward(self, x: torch.Tensor, hx: States | None = None) -> States:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, input_size] and twice [N, hidden_size] to twice [N, hidden_size]."""
         if hx is None or not promotes(x):
             return super().forward(x, hx)
@@ -48,7 +48,7 @@ class LSTMCell(_OneStep, torch.nn.LSTMCell, Cell):
 class RNNCell(_OneStep, torch.nn.RNNCell, Cell):
     """One step of a plain recurrent cell: (x, h) to h; `nonlinearity` "tanh" or "relu"."""
 
-    def forward(self, x: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, input_size] and [N, hidden_size] to [N, hidden_size]."""
         if hx is None or not promotes(x):
             return super().forward(x, hx)
@@ -59,7 +59,7 @@ class RNNCell(_OneStep, torch.nn.RNNCell, Cell):
 class GRUCell(_OneStep, torch.nn.GRUCell, Cell):
     """One step of a GRU: (x, h) to h."""
 
-    def forward(self, x: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, input_size] and [N, hidden_size] to [N, hidden_size]."""
         if hx is None or not promotes(x):
             return super().forward(x, hx)
@@ -118,13 +118,13 @@ class _Sequence:
         return output.to(x.dtype), states
 
 
-class RNN(_Sequence, torch.nn.RNN, Cell):
+class RNN(_Sequence, torch.nn.RNN, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A plain recurrent network over sequences."""
 
 
-class LSTM(_Sequence, torch.nn.LSTM, Cell):
+class LSTM(_Sequence, torch.nn.LSTM, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """An LSTM over sequences: (x, (h, c)) to (outputs, (h, c))."""
 
 
-class GRU(_Sequence, torch.nn.GRU, Cell):
+class GRU(_Sequence, torch.nn.GRU, Cell):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A GRU over sequences: (x, h) to (outputs, h)."""

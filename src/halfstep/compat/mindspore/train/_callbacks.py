@@ -152,7 +152,7 @@ class TimeMonitor(Callback):
         """Print."""
         now = run_context.original_args()
         spent = (time.perf_counter() - self._began) * 1000
-        steps = now.batch_num or self.data_size
+        steps: Any = now.batch_num or self.data_size
         mode = str(now.mode).title()
         print(f"{mode} epoch time: {spent:5.3f} ms, per step time: {spent / steps:5.3f} ms", flush=True)
 
