@@ -68,7 +68,7 @@ class FusedAdam(_AsInApex, AdamW):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        **options: Unpack[Keeping],
+        **options: Unpack[Keeping],  # pyright: ignore[reportGeneralTypeIssues]
     ) -> None:
         _refuse_amsgrad("FusedAdam", amsgrad)
         if master_weights and options.get("master", "exact") is None:
