@@ -160,10 +160,17 @@ def test_a_state_brings_its_choices_and_leaves_the_rest_to_the_machine() -> None
 def test_a_state_that_cannot_be_read_changes_nothing() -> None:
     amp = hs.prepare(nn.Linear(2, 2))
     state, before = amp.state_dict(), amp.kernels
-    for damaged in ("x", {"rows": 3}, {"rows": [{"forward": "fast"}]}):
+    for damaged in ("x", 3, {"rows": []}, [{"forward": "fast"}]):
         with pytest.raises(CheckpointError, match="kernel"):
             amp.load_state_dict({**state, "kernels": damaged})
     assert amp.kernels is before
+
+
+def test_a_loaded_state_is_saved_as_it_was() -> None:
+    for word in ("native", "rounded", None):
+        first, second = (hs.prepare(nn.Linear(2, 2), kernels=word) for _ in range(2))
+        second.load_state_dict(first.state_dict())
+        assert second.state_dict() == first.state_dict()
 
 
 def test_a_loaded_session_computes_by_the_saved_kernels() -> None:

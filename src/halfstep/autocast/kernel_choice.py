@@ -206,7 +206,7 @@ class KernelTable:
         """A table with these choices that goes on as this one for classes they do not speak of."""
         mine, theirs = self.rows, tuple(rows)
         exact = [r for r in (*mine, *theirs) if r.exact is not None]  # of two for one class the later holds
-        still_open = [r for r in (*theirs, *mine) if r.exact is None]
+        still_open = {replace(r, why=""): r for r in (*theirs, *mine) if r.exact is None}.values()
         return KernelTable((*exact, *still_open), self._measure, self._overhead, "pinned")
 
     @property
@@ -343,10 +343,9 @@ def table_of(kernels: Kernels = None) -> KernelTable:
     return _files[key]
 
 
-def saved(table: KernelTable) -> dict[str, Any]:
+def saved(table: KernelTable) -> list[dict[str, Any]]:
     """What a session's state keeps of its table."""
-    rows = [replace(row, why="") for row in table.rows]
-    return {"name": table.name if table.name in WORDS else "pinned", "rows": to_plain(rows)}
+    return to_plain(replace(row, why="") for row in table.rows)
 
 
 def restored(state: object, own: KernelTable) -> KernelTable:
@@ -355,13 +354,7 @@ def restored(state: object, own: KernelTable) -> KernelTable:
     Raises:
         CheckpointError: what is no such state.
     """
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"the kernels of a session state are a {type(state).__name__}: save it again")
-    given = cast("Mapping[str, Any]", state)
     try:
-        rows = from_plain(given.get("rows"))
+        return own.pinned(from_plain(state))
     except ValueError as error:
         raise CheckpointError(f"the kernels of a session state cannot be read: {error}") from error
-    if given.get("name") in ("native", "rounded"):
-        return _tables[given["name"]]
-    return own.pinned(rows)
