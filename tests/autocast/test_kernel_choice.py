@@ -37,7 +37,7 @@ def test_the_fastest_of_several_is_taken_and_the_reason_says_its_share() -> None
     times = {"weight": {"native": 1.0, "rounded": 0.3, "rounded_channels_last": 0.25, "channels_last": 0.9}}
     choice, why = decide(times, 0.0)
     assert choice == Choice(weight="rounded_channels_last")
-    assert why == "weight by rounded_channels_last takes 0.25 of native's time"
+    assert why == "weight: rounded_channels_last at 0.25 of native"
 
 
 def test_a_native_kernel_that_was_never_tried_again_is_left() -> None:

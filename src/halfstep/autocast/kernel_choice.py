@@ -123,12 +123,10 @@ def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) 
         picked[direction] = best
         won += float("inf") if native is None else native - others[best]
         share = "a small part" if native is None else f"{others[best] / native:.2f}"
-        said.append(f"{direction} by {best} takes {share} of native's time")
+        said.append(f"{direction}: {best} at {share} of native")
     if picked and won <= overhead:
         return NATIVE, "what another way would win is less than calling it costs"
-    return Choice(**picked), "; ".join(
-        said
-    ) or "no other way takes so little as " + f"{margin:.2f} of native's time"
+    return Choice(**picked), "; ".join(said) or f"nothing at {margin:.2f} of native or less"
 
 
 def decide_whole(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
@@ -137,8 +135,8 @@ def decide_whole(times: Mapping[str, Times], overhead: float, margin: float = MA
     theirs = sum(math.inf if t is None else t for t in native)
     taken = sum(math.inf if t is None else t for t in ours)
     if taken <= margin * theirs and taken + overhead < theirs:
-        return ROUNDED, f"as a whole, rounded takes {taken / theirs:.2f} of native's time"
-    return NATIVE, "rounded as a whole, it would take more of native's time than " + f"{margin:.2f}"
+        return ROUNDED, f"as a whole: rounded at {taken / theirs:.2f} of native"
+    return NATIVE, f"as a whole, rounded is not at {margin:.2f} of native or less"
 
 
 class KernelTable:
@@ -168,6 +166,10 @@ class KernelTable:
 
     def choose(self, cls: OpClass, needs: str) -> Choice:
         """The choice for a class: known, by the first fitting open row, or measured now."""
+        return self.row(cls, needs).choice
+
+    def row(self, cls: OpClass, needs: str) -> Row:
+        """The same with its reason."""
         with self._lock:
             key = cls, needs
             found = self._known.get(key) or self._derived.get(key)
@@ -180,7 +182,7 @@ class KernelTable:
                     )
                 else:
                     found = self._derived[key] = row or Row(NATIVE, why="not in this table")
-            return found.choice
+            return found
 
     def _decided(
         self, measure: Callable[[OpClass, str], Times], cls: OpClass, needs: str

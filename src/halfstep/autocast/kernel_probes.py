@@ -1,11 +1,12 @@
 """What this machine's kernels take: small fixed probes, run at first need, remembered in memory and on disk.
 
-A probe makes tensors of its own from a generator of its own, in a thread of its own, so that nothing of the
-caller (data, random state, autocast regions, dispatch modes, fake tensors) is seen or touched.
+A probe makes tensors of its own, in a thread of its own, so that nothing of the caller (data, random state,
+autocast regions, dispatch modes, fake tensors) is seen or touched.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -40,11 +41,11 @@ from halfstep.formats import dtype_name, parse_dtype
 #: A candidate is given up where it takes this many times the best so far.
 HOPELESS = 3.0
 #: Lost by so much at one size, a way is not tried at larger ones.
-HOPELESS_AT_ANY_SIZE = 12.0
-_ROUNDS = 5
+HOPELESS_AT_ANY_SIZE = 25.0
+_ROUNDS = 4
 _SHORTEST = 1e-4
 _LONGEST_FIRST = 0.01
-_LONGEST = 0.02
+_LONGEST = 0.008
 
 Call = Callable[[], object]
 
@@ -71,10 +72,15 @@ _BASES = {
 }
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    kind = {"dtype": torch.float32, "device": "cpu"}
-    return torch.randn(shape, generator=generator, **kind).mul_(0.2).to(dtype)  # pyright: ignore
+def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Ordinary numbers between -1 and 1; no generator is asked."""
+    count = math.prod(shape)
+    return (
+        torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
+        .add_(seed / 97)
+        .to(dtype)
+        .reshape(shape)
+    )
 
 
 class ConvolutionProbe(NamedTuple):
@@ -98,20 +104,20 @@ def convolution_probe(cls: OpClass) -> ConvolutionProbe:
     into = 3 if shape == "stem" else wide
     stride, padding = (2, 1) if transposed else (1, kernel // 2)
     geometry = Geometry((stride,) * dims, (padding,) * dims, (1,) * dims, transposed, (0,) * dims, groups)
-    x = _random((base.batch, into, *(extent,) * dims), dtype, 1)
-    weight = _random((wide, into // groups, *(kernel,) * dims), dtype, 2)
+    x = _values((base.batch, into, *(extent,) * dims), dtype, 1)
+    weight = _values((wide, into // groups, *(kernel,) * dims), dtype, 2)
     if layout:
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
     grad = torch.empty_like(
         torch.ops.aten.convolution(x.float(), weight.float(), None, *geometry), dtype=dtype
     )
-    return ConvolutionProbe(x, weight, grad.copy_(_random(tuple(grad.shape), dtype, 3)), geometry)
+    return ConvolutionProbe(x, weight, grad.copy_(_values(tuple(grad.shape), dtype, 3)), geometry)
 
 
 def _convolution(cls: OpClass, direction: str) -> dict[str, Call]:
     x, weight, grad, geometry = convolution_probe(cls)
     names = ["rounded", "native"]
-    if cls.geometry.startswith("2d") and not cls.geometry.endswith("channels_last"):
+    if cls.geometry[:2] == "2d" and cls.size != SIZES[0] and not cls.geometry.endswith("channels_last"):
         names = ["rounded", "rounded_channels_last", "native", "channels_last"]
     if direction == "forward":
         return {n: functools.partial(functions.convolve, n, x, weight, None, geometry) for n in names}
@@ -132,7 +138,7 @@ def _matrix(cls: OpClass) -> tuple[int, int, int]:
 def _linear(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
     n, k, m = _matrix(cls)
-    x, weight, grad = _random((n, k), dtype, 1), _random((m, k), dtype, 2), _random((n, m), dtype, 3)
+    x, weight, grad = _values((n, k), dtype, 1), _values((m, k), dtype, 2), _values((n, m), dtype, 3)
     names = ["rounded", *(["onednn"] if functions.has_onednn() else []), "native"]
     if direction == "forward":
         return {name: functools.partial(functions.linear, name, x, weight, None) for name in names}
@@ -147,17 +153,14 @@ _BATCHES = {
 
 
 def _products(cls: OpClass, direction: str) -> dict[str, Call]:
-    """Single matrices (`mm`) or batches of them (`bmm`)."""
+    """Batches of square matrices."""
     dtype = parse_dtype(cls.dtype)
-    n, k, m = _matrix(cls)
-    batch: tuple[int, ...] = ()
-    if cls.op == "bmm":
-        count, n = _BATCHES[cls.geometry][cls.size]
-        batch, k, m = (count,), n, n
-    a, b, grad = (_random((*batch, *s), dtype, i) for i, s in enumerate(((n, k), (k, m), (n, m)), 1))
+    count, n = _BATCHES[cls.geometry][cls.size]
+    a, b, grad = (_values((count, n, n), dtype, seed) for seed in (1, 2, 3))
     left, right = {"forward": (a, b), "input": (grad, b.mT), "weight": (a.mT, grad)}[direction]
-    names = ["rounded", *(["onednn"] if cls.op == "mm" and functions.has_onednn() else []), "native"]
-    return {name: functools.partial(functions.product, name, left, right, dtype) for name in names}
+    return {
+        name: functools.partial(functions.product, name, left, right, dtype) for name in ("rounded", "native")
+    }
 
 
 _ATTENTIONS = {"tiny": (16, 32), "small": (64, 32), "medium": (192, 32), "large": (512, 64)}
@@ -167,7 +170,7 @@ def _attention(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
     length, width = _ATTENTIONS[cls.size]
     shape = (4 if length < 100 else 1, 4, length, width)
-    q, k, v, grad = (_random(shape, dtype, seed) for seed in range(4))
+    q, k, v, grad = (_values(shape, dtype, seed) for seed in range(4))
     causal, names = cls.geometry == "causal", ("rounded", "native")
     if direction == "forward":
         return {n: functools.partial(functions.attend, n, q, k, v, None, causal, None) for n in names}
@@ -185,9 +188,9 @@ def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
     batch, width = _RECURRENT[cls.size]
     gates = {"lstm": 4, "gru": 3}.get(cls.op, 1)
-    x, state = _random((8, batch, width), dtype, 1), _random((1, batch, width), dtype, 2)
+    x, state = _values((8, batch, width), dtype, 1), _values((1, batch, width), dtype, 2)
     sides = [(gates * width, width), (gates * width, width), (gates * width,), (gates * width,)]
-    weights = [_random(side, dtype, i) for i, side in enumerate(sides, 3)]
+    weights = [_values(side, dtype, i) for i, side in enumerate(sides, 3)]
     op: Any = getattr(torch.ops.aten, cls.op).input
     training = direction != "forward"
     leaves = [t.requires_grad_(training) for t in (x, *weights)]
@@ -205,27 +208,29 @@ def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
 PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
     "convolution": _convolution,
     "linear": _linear,
-    "mm": _products,
     "bmm": _products,
     "attention": _attention,
     "lstm": _recurrent,
     "gru": _recurrent,
     "rnn_tanh": _recurrent,
-    "rnn_relu": _recurrent,
 }
 #: One backward kernel gives the gradients of all inputs: the direction `weight` is that of `input`.
-ONE_BACKWARD = frozenset({"attention", "lstm", "gru", "rnn_tanh", "rnn_relu"})
-_SHAPES = ("dense", "pointwise", "stem", "grouped", "depthwise", "transposed")
+ONE_BACKWARD = frozenset({"attention", "lstm", "gru", "rnn_tanh"})
+_SHAPES = {
+    "1d": ("dense", "pointwise", "depthwise", "transposed"),
+    "2d": ("dense", "pointwise", "stem", "grouped", "depthwise", "transposed"),
+    "3d": ("dense", "pointwise", "transposed"),
+}
 
 
 @functools.cache
 def geometries(op: str) -> tuple[str, ...]:
     """The geometries that a kind of op is divided into."""
     if op == "convolution":
-        last = [f"2d {shape} channels_last" for shape in _SHAPES]
-        return (*(f"{dims}d {shape}" for dims in (2, 1, 3) for shape in _SHAPES), *last)
+        common = [f"{dims} {shape}" for dims, shapes in _SHAPES.items() for shape in shapes]
+        return (*common, *(f"2d {shape} channels_last" for shape in _SHAPES["2d"]))
     named = {"bmm": tuple(_BATCHES), "attention": ("full", "causal")}
-    return named.get(op, ("plain", "thin") if op in ("linear", "mm") else ("plain",))
+    return named.get(op, ("plain", "thin") if op == "linear" else ("plain",))
 
 
 def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
@@ -240,7 +245,8 @@ def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
 
 def sizes(geometry: str) -> tuple[str, ...]:
     """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
-    return SIZES[:3] if geometry[:2] in ("1d", "3d", "th") else SIZES
+    common = geometry[:2] in ("1d", "3d", "th") or geometry.endswith("channels_last")
+    return SIZES[:3] if common else SIZES
 
 
 def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
@@ -279,7 +285,7 @@ def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_
         found[name] = first
     alive = [name for name, t in found.items() if t <= HOPELESS * min(found.values())]
     begun = clock()
-    for _ in range(_ROUNDS if len(alive) > 1 else 0):
+    for _ in range(_ROUNDS if len(alive) > 1 or len(found) == 1 else 0):
         if clock() - begun > _LONGEST:
             break
         for name in alive:
@@ -296,6 +302,8 @@ def _clock() -> Callable[[], float]:
 def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
     with torch.no_grad():
         candidates = PROBES[cls.op](cls, direction)
+        if cls.dtype == "fp32":  # what others are compared with
+            candidates = {"native": candidates["native"]}
         alive = {name: call for name, call in candidates.items() if name not in skip}
         found = race(alive, _clock())
     return {name: found.get(name) for name in candidates}
@@ -303,7 +311,7 @@ def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, 
 
 def _run_overhead() -> float:
     """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
-    x, weight = (_random((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
+    x, weight = (_values((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
     ones = torch.ones(8, 8, dtype=torch.bfloat16)
 
     def ours() -> object:
@@ -327,7 +335,8 @@ def _ratios(times: Times) -> dict[str, float]:
 class Measurements:
     """Times by class and direction of this machine: asked of the disk first, then measured and kept there.
 
-    `probes` counts what was measured in this process.
+    `probes` counts what was measured in this process. The file is written at most twice a second, and
+    when the process ends.
     """
 
     def __init__(
@@ -336,6 +345,8 @@ class Measurements:
         self._file, self._run = file, run
         self._rows: dict[str, dict[str, float | None]] | None = None
         self._lock = threading.RLock()
+        self._saved = 0.0
+        self._unsaved = False
         self.probes = 0
 
     def times(self, cls: OpClass, direction: str) -> Times:
@@ -366,7 +377,11 @@ class Measurements:
         if not lost:
             return frozenset()
         first, last = lost[0], lost[-1]
-        grows = {n for n in last if len(lost) > 1 and last[n] > HOPELESS and last[n] >= first[n]}
+        grows = {
+            n
+            for n in last
+            if len(lost) > 1 and last[n] > HOPELESS and last[n] >= 1.2 * first.get(n, math.inf)
+        }
         return frozenset(grows | {n for n in last if last[n] > HOPELESS_AT_ANY_SIZE})
 
     def _in_fresh_thread(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -380,9 +395,21 @@ class Measurements:
         return self._rows
 
     def _keep(self, key: str, row: dict[str, float | None]) -> dict[str, float | None]:
-        self._rows = {**read_rows(self._file()), **(self._rows or {}), key: row}
-        write_rows(self._file(), self._rows)
+        self._rows = {**(self._rows or {}), key: row}
+        if not self._unsaved:
+            self._unsaved = True
+            atexit.register(self.save)
+        if time.monotonic() - self._saved > 0.5:
+            self.save()
         return row
+
+    def save(self) -> None:
+        """Write what was measured since the last time, beside what other processes wrote."""
+        with self._lock:
+            if self._unsaved and self._rows is not None:
+                write_rows(self._file(), {**read_rows(self._file()), **self._rows})
+            self._saved, self._unsaved = time.monotonic(), False
+            atexit.unregister(self.save)
 
 
 def read_rows(file: Path) -> dict[str, dict[str, float | None]]:

@@ -123,7 +123,7 @@ def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
 
             return call
 
-        return Site("mm", _thin(rows), rows * k * m, _needs(a, b), run_rows)
+        return Site("linear", _thin(rows), rows * k * m, _needs(a, b), run_rows)
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
@@ -209,6 +209,7 @@ def _convolution(
         positions = x.numel() / x.shape[0 if single else 1]
         work = positions * weight.numel() / (1 if geometry.transposed else math.prod(geometry.stride))
         shape = _shape_of(weight, geometry)
+        shape = shape if f"{dims}d {shape}" in geometries("convolution") else "dense"
         if shape == "depthwise":
             work *= 16  # bound by memory, not by products
         return Site("convolution", f"{dims}d {shape}{_layout(x)}", work, _needs(x, weight), run)
@@ -264,13 +265,13 @@ def _attention(
 
 # Ops without a Function here, by the kind that stands for them.
 _WHOLE = {
-    "addmm": "mm",
-    "_addmm_activation": "mm",
-    "chain_matmul": "mm",
-    "linalg_multi_dot": "mm",
-    "mv": "mm",
-    "addmv": "mm",
-    "addr": "mm",
+    "addmm": "linear",
+    "_addmm_activation": "linear",
+    "chain_matmul": "linear",
+    "linalg_multi_dot": "linear",
+    "mv": "linear",
+    "addmv": "linear",
+    "addr": "linear",
     "baddbmm": "bmm",
     "addbmm": "bmm",
     "einsum": "bmm",
@@ -281,7 +282,7 @@ _WHOLE = {
     "lstm": "lstm",
     "gru": "gru",
     "rnn_tanh": "rnn_tanh",
-    "rnn_relu": "rnn_relu",
+    "rnn_relu": "rnn_tanh",
 }
 
 
@@ -348,7 +349,7 @@ for _dims in (1, 2, 3):
 _KINDS = dict.fromkeys(_READERS, "convolution") | {
     "aten::linear": "linear",
     "aten::matmul": "bmm",
-    "aten::mm": "mm",
+    "aten::mm": "linear",
     "aten::bmm": "bmm",
     "aten::scaled_dot_product_attention": "attention",
 }

@@ -29,6 +29,7 @@ from halfstep.policy.policy import Policy
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from halfstep.autocast.kernel_facts import KernelFact
     from halfstep.conformance.battery import Check
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
@@ -73,10 +74,13 @@ def run(
     facts = []
     for each in chosen:
         seen = _probe(each, policy, dtype)
+        ways = _kernels(each, dtype)
         if json:
-            facts.append(_facts(each) | {"ops": [_op_facts(o) for o in seen]})
+            kernels = [asdict(way) for way in ways]
+            facts.append(_facts(each) | {"ops": [_op_facts(o) for o in seen], "kernels": kernels})
         else:
             _print_device(each)
+            _print_kernels(each, ways)
             _print_ops(each, seen)
     if json:
         print_json(facts)
@@ -210,6 +214,49 @@ def _cells(c: Capability) -> list[str | Text]:
 
     ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
     return [dtype_name(c.dtype), Text(c.status, _STYLES[c.status]), ratio, c.why]
+
+
+def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
+    """How each kind of LOW op runs on this machine; only CPUs have a choice."""
+    if device.type != "cpu":
+        return []
+    from halfstep.autocast.kernel_choice import table_of
+    from halfstep.autocast.kernel_facts import kernel_facts
+    from halfstep.autocast.kernel_probes import measurements
+
+    wanted = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
+    return [f for d in wanted if d.itemsize == 2 for f in kernel_facts(table_of(), d, measurements.times)]
+
+
+def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
+    from halfstep.autocast.kernel_choice import VARIABLE, table_of
+    from halfstep.autocast.kernel_facts import SHOWN
+
+    if not ways:
+        return
+    rows: dict[tuple[str, str, str], list[KernelFact]] = {}
+    for way in ways:
+        if way.size == SHOWN:
+            rows.setdefault((way.op, way.geometry, way.dtype), []).append(way)
+    cells = [
+        [*key, *(_way(f) for f in facts), *[""] * (3 - len(facts)), facts[0].why]
+        for key, facts in rows.items()
+    ]
+    columns = ("op", "kind", "dtype", "forward", "to input", "to weight", "why")
+    out = console()
+    out.print(table(f"By which kernels {device} runs each op (time / fp32)", columns, cells))
+    source = "measured on this machine" if table_of().measures else f"by {os.environ.get(VARIABLE)}"
+    out.print(f"kernels: {source}; {VARIABLE} or kernels= name others (measured, native, rounded, a file)")
+
+
+def _way(f: KernelFact) -> str:
+    """What native takes, and where another way is taken, what that takes."""
+    if f.taken is None:
+        return f.implementation
+    if f.implementation == "native":
+        return f"{f.taken:.2f} native"
+    before = "far more" if f.native is None else f"{f.native:.2f}"
+    return f"{before} → {f.taken:.2f} {f.implementation.replace('_', ' ')}"
 
 
 def _print_ops(device: torch.device, seen: list[Observed]) -> None:
