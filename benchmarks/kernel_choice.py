@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import _machine
 import torch
@@ -107,8 +108,6 @@ def run(rounds: int) -> dict[str, object]:
         "probes of the first": before,
     }
     with tempfile.TemporaryDirectory() as folder:
-        from pathlib import Path
-
         fresh = probes.Measurements(lambda: Path(folder) / "kernels.json")
         table = KernelTable((), fresh.times, fresh.overhead)
         start, wall = time.process_time(), time.perf_counter()
@@ -141,7 +140,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="under every setting that the issue names")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--second", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.second:
+        torch.set_num_threads(1)
+        step_of("digits-cnn", "O1", "fp16", "measured", False)()
+        print(probes.measurements.probes)
+        return
     if given.worker:
         print(json.dumps(run(given.rounds)))
         return
@@ -152,24 +157,15 @@ def main() -> None:
             environment.pop("HALFSTEP_KERNELS", None)
             command = [sys.executable, __file__, "--worker", "--rounds", str(given.rounds)]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            again = (
-                "import torch, halfstep as hs; torch.set_num_threads(1)\n"
-                "from halfstep.autocast.kernel_probes import measurements\n"
-                "import kernel_choice; kernel_choice.step_of('digits-cnn', 'O1', 'fp16', 'measured', False)(); print(measurements.probes)"
-            )
             second = subprocess.run(
-                [sys.executable, "-c", again],
-                env=environment,
-                capture_output=True,
-                text=True,
-                cwd=os.path.dirname(os.path.abspath(__file__)),
+                [sys.executable, __file__, "--second"], env=environment, capture_output=True, text=True
             )
         if done.returncode:
             sys.exit(done.stderr)
         found = json.loads(done.stdout.splitlines()[-1])
-        found["probes of a second process"] = (
-            int(second.stdout) if second.returncode == 0 else second.stderr[-300:]
-        )
+        if second.returncode:
+            sys.exit(second.stderr)
+        found["probes of a second process"] = int(second.stdout)
         results[name] = found
         print(name, json.dumps(found, indent=1), flush=True)
     _machine.result("kernel_choice").write_text(json.dumps(results, indent=1) + "\n")
