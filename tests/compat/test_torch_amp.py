@@ -1,5 +1,6 @@
 """torch.amp's users change one import line; install() changes none."""
 
+import gc
 import inspect
 import sys
 import textwrap
@@ -216,7 +217,10 @@ def test_custom_functions(form):
 
 
 def originals():
-    places = {"torch": ["autocast"], "torch.amp": ["autocast", "GradScaler", "custom_fwd", "custom_bwd"]}
+    places = {
+        "torch": ["autocast", "GradScaler"],
+        "torch.amp": ["autocast", "GradScaler", "custom_fwd", "custom_bwd"],
+    }
     places |= {"torch.cuda.amp": places["torch.amp"], "torch.cpu.amp": ["autocast", "GradScaler"]}
     return {
         f"{place}.{name}": getattr(sys.modules[place], name)
@@ -234,7 +238,7 @@ def installed(quiet):
 def test_install_stands_in_torchs_place_and_goes_again(quiet):
     before = originals()
     with install() as installation:
-        assert set(installation.replaced) == set(before)
+        assert set(installation.replaced) >= set(before)
         assert not any(now is was for now, was in zip(originals().values(), before.values()))
     assert all(now is was for now, was in zip(originals().values(), before.values()))
 
@@ -282,16 +286,56 @@ def modules():
         sys.modules.pop(name, None)
 
 
-def test_install_says_what_it_cannot_reach(modules):
+def test_names_imported_before_are_replaced_and_given_back(modules, quiet):
     text = "from torch.cuda.amp import GradScaler\nfrom torch import autocast as ac"
     module = run_module("imported_before", text)
-    standing = install()
-    with pytest.warns(HalfstepWarning, match=r"cannot reach 2 names.*imported_before\.GradScaler"):
-        found = standing.__enter__()
-    assert found.unreached == ("imported_before.GradScaler", "imported_before.ac")
-    assert module.ac is not torch.autocast
-    standing.__exit__(None, None, None)
-    assert module.ac is torch.autocast
+    theirs = module.ac, module.GradScaler
+    with install() as found:
+        assert {"imported_before.GradScaler", "imported_before.ac"} <= set(found.replaced)
+        assert issubclass(module.ac, hs.autocast)
+        assert dtype_in(module.ac("cpu", torch.float16)) == torch.float16
+        assert isinstance(module.GradScaler(8.0), hs.GradScaler)
+    assert (module.ac, module.GradScaler) == theirs
+
+
+def test_install_says_what_it_cannot_reach(modules):
+    text = """
+    import torch
+    def train(scaler=torch.amp.GradScaler): pass
+    class Trainer:
+        region = torch.autocast
+    """
+    run_module("imported_before", text)
+    with (
+        pytest.warns(HalfstepWarning, match=r"cannot reach 2 places.*imported_before\.train"),
+        install() as found,
+    ):
+        assert found.unreached == ("imported_before.Trainer.region", "imported_before.train")
+
+
+def test_install_entered_and_never_left_holds(quiet):
+    """The object that `install()` gave is gone at once; nothing may be undone by that."""
+    before = originals()
+    install().__enter__()
+    gc.collect()
+    try:
+        assert issubclass(torch.autocast, hs.autocast)
+        assert isinstance(torch.GradScaler(), hs.GradScaler)
+    finally:
+        torch_amp._installed[-1][0].__exit__()
+    assert originals() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_code_that_holds_a_region_is_scripted_under_install(modules):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.mm(x, x.t())
+
+    with install():
+        scripted = torch.jit.script(forward)
+        assert issubclass(torch.autocast, hs.autocast)
+    assert scripted(X).dtype == torch.jit.script(forward)(X).dtype
 
 
 def test_names_imported_inside_are_given_back(modules):

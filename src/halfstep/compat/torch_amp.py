@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import is_autocast_available
 
 from halfstep.autocast.context import active_policy, traced_policy
 from halfstep.autocast.context import autocast as _native
@@ -29,7 +29,15 @@ from halfstep.policy.ops import Rule, rows
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler as _GradScaler
 
-__all__ = ["GradScaler", "Installation", "autocast", "custom_bwd", "custom_fwd", "install"]
+__all__ = [
+    "GradScaler",
+    "Installation",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "install",
+    "is_autocast_available",
+]
 
 
 @functools.cache
@@ -114,6 +122,8 @@ class autocast(_native):
         choose = _traced_choice if torch.compiler.is_compiling() else _choice
         kind, low, policy = choose(device_type, dtype, enabled)
         super().__init__(kind, low, enabled, policy)
+        self.device, self.fast_dtype = kind, low
+        self._enabled, self._cache_enabled = enabled, False
 
 
 class GradScaler(_GradScaler):
@@ -158,6 +168,10 @@ class _Scaler(GradScaler, metaclass=_StandIn):
     pass
 
 
+class _TorchScaler(GradScaler, metaclass=_StandIn):
+    pass
+
+
 class _CudaScaler(GradScaler, metaclass=_StandIn):
     pass
 
@@ -169,7 +183,7 @@ class _CpuScaler(GradScaler, metaclass=_StandIn):
 # Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.
 # Each place has objects of its own, by which `_give_back` knows what a name stood for.
 _PLACES: Mapping[str, Mapping[str, Any]] = {
-    "torch": {"autocast": _Autocast},
+    "torch": {"autocast": _Autocast, "GradScaler": _TorchScaler},
     "torch.amp": {
         "autocast": _Autocast,
         "GradScaler": _Scaler,
@@ -188,74 +202,118 @@ _PLACES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Installation:
-    """What `install` replaced, and the names it could not reach, as "module.name" and "torch.name".
+    """What `install` replaced, and what it could not reach: "torch.name", "module.name", "module.function".
 
-    `unreached` holds names that modules had imported before (`from torch.amp import autocast`); they still
-    mean torch's own. Names hidden in classes, default arguments and closures cannot be seen at all.
+    `replaced` holds torch's names and those that modules had imported before (`from torch.amp import
+    autocast`). `unreached` holds functions and classes that keep one of torch's as a default argument or an
+    attribute; they still mean torch's own. What is hidden in closures and objects cannot be seen at all.
     """
 
     replaced: tuple[str, ...]
     unreached: tuple[str, ...]
 
 
-_installed: list[Installation] = []
-
-
-@contextmanager
-def install() -> Generator[Installation]:
+class install:
     """Put halfstep's autocast, GradScaler, custom_fwd and custom_bwd in torch's place within the `with`.
 
-    For code that cannot be edited: enter before importing it, or before it looks the names up. Names that
-    modules imported earlier stay torch's; they are listed in the Installation and in one warning. Modules
-    imported inside get torch's names back at the end. Process-wide, so for one thread at a time; entered
-    again inside, it changes nothing.
+    For code that cannot be edited. Names that modules imported earlier are replaced too; what keeps torch's
+    elsewhere is listed in the Installation and in one warning. `torch.jit.script` still sees torch's own,
+    which alone it can compile. At the end every name gets torch's back, also in modules imported inside.
+    Entered and never left, it holds until the process ends. Process-wide, so for one thread at a time;
+    entered again inside, it changes nothing.
     """
-    if _installed:
-        yield _installed[-1]
-        return
-    originals = {
-        (place, name): getattr(sys.modules[place], name) for place, names in _PLACES.items() for name in names
-    }
-    unreached = tuple(sorted(_holders(originals)))
-    replaced = tuple(f"{place}.{name}" for place, name in originals)
-    if unreached:
-        warnings.warn(
-            f"install() cannot reach {len(unreached)} names that were imported earlier and stay torch's: "
-            f"{', '.join(unreached[:10])}{' ...' if len(unreached) > 10 else ''}",
-            HalfstepWarning,
-            stacklevel=3,
-        )
-    for place, name in originals:
-        setattr(sys.modules[place], name, _PLACES[place][name])
-    _installed.append(Installation(replaced, unreached))
-    try:
-        yield _installed[-1]
-    finally:
-        _installed.pop()
-        for (place, name), original in originals.items():
-            setattr(sys.modules[place], name, original)
-        _give_back(originals)
+
+    def __enter__(self) -> Installation:
+        if _installed:
+            return _installed[-1][1]
+        originals = {
+            (sys.modules[place], name): getattr(sys.modules[place], name)
+            for place, names in _PLACES.items()
+            for name in names
+        }
+        ours = {id(original): _PLACES[place.__name__][name] for (place, name), original in originals.items()}
+        imported = {(m, name): value for m, name, value in _bound(ours)}
+        unreached = tuple(sorted(_keepers(ours)))
+        if unreached:
+            warnings.warn(
+                f"install() cannot reach {len(unreached)} places that keep torch's own: "
+                f"{', '.join(unreached[:10])}{' ...' if len(unreached) > 10 else ''}",
+                HalfstepWarning,
+                stacklevel=2,
+            )
+        change = _Change({**originals, **imported}, ours)
+        change.apply()
+        replaced = tuple(f"{place.__name__}.{name}" for place, name in change.originals)
+        _installed.append((self, Installation(replaced, unreached), change))
+        return _installed[-1][1]
+
+    def __exit__(self, *_: object) -> None:
+        if _installed and _installed[-1][0] is self:
+            _installed.pop()[2].undo()
 
 
-def _foreign_modules() -> list[tuple[str, ModuleType]]:
+@dataclass(frozen=True)
+class _Change:
+    """Names that stand for ours now, with what they stood for; `ours` by the id of the original."""
+
+    originals: Mapping[tuple[ModuleType, str], Any]
+    ours: Mapping[int, Any]
+    script: Callable[..., Any] = torch.jit.script
+
+    def apply(self) -> None:
+        for (module, name), original in self.originals.items():
+            own = _PLACES.get(module.__name__, {}).get(name)
+            setattr(module, name, self.ours[id(original)] if own is None else own)
+        torch.jit.script = self._script_with_torchs_own
+
+    def undo(self) -> None:
+        torch.jit.script = self.script
+        for (module, name), original in self.originals.items():
+            setattr(module, name, original)
+        back = {
+            id(_PLACES[module.__name__][name]): original
+            for (module, name), original in self.originals.items()
+            if name in _PLACES.get(module.__name__, {})
+        }
+        for module, name, value in _bound(back):
+            setattr(module, name, back[id(value)])
+
+    def _script_with_torchs_own(self, obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        self.undo()
+        try:
+            return self.script(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+        finally:
+            self.apply()
+
+
+_installed: list[tuple[install, Installation, _Change]] = []
+
+
+def _foreign_modules() -> list[ModuleType]:
     """Modules that are neither torch's nor halfstep's."""
     own = ("torch", "halfstep")
-    return [(name, m) for name, m in list(sys.modules.items()) if m and name.split(".")[0] not in own]
+    return [m for name, m in list(sys.modules.items()) if m and name.split(".")[0] not in own]
 
 
-def _holders(originals: Mapping[tuple[str, str], Any]) -> Iterator[str]:
-    """Yield "module.name" for every module-level name that is bound to one of torch's own."""
-    values = {id(value) for value in originals.values()}
-    for module_name, module in _foreign_modules():
+def _bound(values: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield module, name and value for every module-level name that is bound to one of these objects."""
+    for module in _foreign_modules():
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in values:
-                yield f"{module_name}.{name}"
+                yield module, name, value
 
 
-def _give_back(originals: Mapping[tuple[str, str], Any]) -> None:
-    """Rebind names that modules imported from torch while ours stood there."""
-    back = {id(_PLACES[place][name]): original for (place, name), original in originals.items()}
-    for _, module in _foreign_modules():
+def _keepers(values: Collection[int]) -> Iterator[str]:
+    """Yield "module.function" and "module.Class.name" for what keeps one of these objects within."""
+    for module in _foreign_modules():
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in back:
-                setattr(module, name, back[id(value)])
+            if getattr(value, "__module__", None) != module.__name__:
+                continue
+            if isinstance(value, FunctionType):
+                defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+                if any(id(default) in values for default in defaults):
+                    yield f"{module.__name__}.{name}"
+            elif isinstance(value, type):
+                for key, member in list(vars(value).items()):
+                    if id(member) in values:
+                        yield f"{module.__name__}.{name}.{key}"

@@ -38,6 +38,7 @@ from halfstep.scaling.loss_scale import (
 )
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
+from halfstep.scaling.torch_names import TorchNames
 from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -77,6 +78,13 @@ class _PerOptimizer:
     def __iter__(self) -> Iterator[_Checked]:
         return (entry for _, entry in self._entries)
 
+    def items(self) -> Iterator[tuple[Any, _Checked]]:
+        return ((optimizer, entry) for ref, entry in self._entries if (optimizer := ref()) is not None)
+
+    def entry_of(self, found_inf: Tensor) -> _Checked:
+        """The entry of gradients of which only this flag is known; they count as unscaled."""
+        return _Checked(Stage.UNSCALED, found_inf, torch.full((), torch.nan), None)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -88,7 +96,7 @@ class _PerOptimizer:
         return twin
 
 
-class GradScaler:
+class GradScaler(TorchNames):
     """Scale losses, unscale and check gradients, skip bad steps, adjust the scale.
 
     Arguments up to `enabled` are torch's; `device` may stay None (the scale lives where the losses are).
