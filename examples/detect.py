@@ -3,10 +3,13 @@
     python examples/detect.py --data digits --epochs 8 --amp
     torchrun --nproc_per_node 2 examples/detect.py --data digits --epochs 8 --batch-size 64 --device cpu --amp
 
+An accelerator's plugin is imported by --plugin: `--plugin mychip.py --device mychip`.
+
 `--data` takes the bundled digits, a folder with images/ and labels/ (YOLO txt) or a COCO json.
 """
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -48,6 +51,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="over all processes together")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or a registered accelerator")
+    parser.add_argument(
+        "--plugin", default="", help="module or file that brings an accelerator up, read first"
+    )
     parser.add_argument("--amp", "--pyamp", action="store_true", help="mixed precision at level O1")
     parser.add_argument("--dtype", default=None, choices=["bf16", "fp16"], help="default: the device's own")
     parser.add_argument("--image-size", type=int, default=64)
@@ -67,11 +73,27 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--weights {args.weights}: no such file")
     if args.save and (os.path.isdir(args.save) or not os.path.isdir(os.path.dirname(args.save) or ".")):
         parser.error(f"--save {args.save}: expected a file name in a folder that exists")
+    if args.plugin:
+        bring_up(args.plugin, parser)
     try:
         hs.devices.resolve(args.device)
     except hs.errors.HalfstepError as error:
         parser.error(f"--device: {error}")
     return args
+
+
+def bring_up(plugin: str, parser: argparse.ArgumentParser) -> None:
+    """Import a vendor's plugin by its dotted name, from the present folder too, or by its file."""
+    name = plugin
+    if plugin.endswith(".py"):
+        folder, name = os.path.dirname(os.path.abspath(plugin)), os.path.basename(plugin).removesuffix(".py")
+        sys.path.insert(0, folder)
+    else:
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        parser.error(f"--plugin {plugin}: {error}")
 
 
 def join_processes(device: str) -> tuple[int, int, torch.device]:

@@ -56,6 +56,15 @@ def _as_tensors(op, args: tuple) -> tuple:
     )
 
 
+def honest(op, args, kwargs):
+    """Run an op as the host runs it."""
+    return op(*args, **kwargs)
+
+
+SIN = honest
+"""How kernels run: a test may put a chip that breaks a rule in its place."""
+
+
 def on_host(op, *args, **kwargs):
     """Run any op on the host memory of its arguments; what it changed in place is given back itself."""
     origin: dict[int, torch.Tensor] = {}
@@ -78,7 +87,7 @@ def on_host(op, *args, **kwargs):
         host_kwargs[name] = torch.empty(0, dtype=kwargs[name].dtype)
         origin[id(host_kwargs[name])] = kwargs[name]
     with torch._C._AutoDispatchBelowAutograd(), torch.autocast("cpu", enabled=False):
-        result = op(*host_args, **host_kwargs)
+        result = SIN(op, host_args, host_kwargs)
     for name in outs:
         _hand_over(kwargs[name], host_kwargs[name])
     return result if result is None else pytree.tree_map(up, result)
@@ -111,7 +120,7 @@ def _copy_from(source, target, non_blocking=False):
     if not _is_here(target):
         host_reads.append("copy")
     there = to_host(target) if _is_here(target) else target
-    there.copy_(to_host(source) if _is_here(source) else source)
+    SIN(torch.ops.aten.copy_.default, (there, to_host(source) if _is_here(source) else source), {})
     return target
 
 

@@ -41,7 +41,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.ops import Rule
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import Policy, says_dtype
 
 _C: Any = torch._C
 # Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
@@ -70,7 +70,7 @@ def resolve(
     chosen = Policy() if policy is None else Policy.parse(policy)
     if dtype is not None:
         chosen = chosen.with_dtype(parse_dtype(dtype))
-    elif policy is None or policy in ops.TABLES:
+    elif not says_dtype(policy):
         chosen = chosen.with_dtype(devices.default_dtype(kind))
     return setting_for(kind, chosen, kernels)
 

@@ -56,11 +56,11 @@ def run(
         device: Device to show, such as cpu or cuda:0. Default: all of them.
         named: The same, as other commands take it.
         policy: Op table to probe (halfstep, torch, apex, mindspore, mlu, paper) or a policy string.
-        dtype: 16-bit dtype, several for --check. Default: what the device prefers; bf16,fp16 for --check.
+        dtype: 16-bit dtype, several for --check. Default: what the device prefers; all it has for --check.
         check: Device to put through the conformance battery instead; exit code 1 if anything fails.
         module: Python module or file that brings the device up, imported first.
         level: Levels for --check.
-        only: Groups of checks for --check: casting, models, scaling, masters, state. Default: all.
+        only: Groups of checks for --check: casting, numbers, models, scaling, masters, state. Default: all.
         json: Print JSON instead of tables.
     """
     if named not in ("", device) and device:
@@ -69,7 +69,7 @@ def run(
     if module:
         _bring_up(module)
     if check:
-        return _check(check, level, dtype or "bf16,fp16", policy, only, json)
+        return _check(check, level, dtype, policy, only, json)
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
     facts = []
     for each in chosen:
@@ -116,7 +116,8 @@ def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: 
     groups = only.split(",") if only else GROUPS
 
     with _native_stderr_hidden():
-        checks = list(run_battery(device, levels.split(","), parse_dtypes(dtypes), policy, groups))
+        wanted = parse_dtypes(dtypes) if dtypes else None
+        checks = list(run_battery(device, levels.split(","), wanted, policy, groups))
     if json:
         print_json([asdict(c) for c in checks])
     else:

@@ -22,19 +22,23 @@ from halfstep.autocast.custom_function import custom_bwd, custom_fwd
 from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import Policy, says_dtype
 from halfstep.scaling.grad_scaler import GradScaler
 
 _OURS = "__halfstep__"
 _kept: list[torch.library.Library] = []
+_policies: dict[str, str | Policy | None] = {}
 
 
 def install(row: Accelerator) -> None:
     """Make scalers, regions and process groups work on a device that was just registered."""
+    if row.policy is not None:
+        Policy.parse(row.policy)
     register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
     module = _device_module(row.name)
     if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
         module.get_amp_supported_dtype = _supported(*row.dtypes)
+    _policies[row.name] = row.policy
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
     if not hasattr(torch.Tensor, row.name):
@@ -89,7 +93,7 @@ def _amp_module(name: str) -> ModuleType:
     path = f"torch.{name}.amp"
 
     class DeviceAutocast(autocast):
-        """`halfstep.autocast` on this device; the first argument is `enabled`."""
+        """`halfstep.autocast` on this device under the vendor's table; the first argument is `enabled`."""
 
         def __init__(
             self,
@@ -100,7 +104,10 @@ def _amp_module(name: str) -> ModuleType:
         ) -> None:
             if not isinstance(enabled, bool):
                 raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
-            super().__init__(name, dtype, enabled, policy)
+            chosen = _policies.get(name) if policy is None else policy
+            if dtype is None and enabled and not says_dtype(chosen):
+                dtype = devices.default_dtype(name)
+            super().__init__(name, dtype, enabled, chosen)
 
     class DeviceGradScaler(GradScaler):
         """`halfstep.GradScaler` on this device, without the device argument."""

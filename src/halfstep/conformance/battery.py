@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from halfstep import checkpoint, devices
 from halfstep.autocast.context import autocast
+from halfstep.conformance import numbers
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.formats import dtype_name, format_of, parse_dtype
@@ -33,7 +34,7 @@ from halfstep.session.session import Session
 
 Status = Literal["passes", "falls back", "absent", "fails"]
 
-GROUPS = ("casting", "models", "scaling", "masters", "state")
+GROUPS = ("casting", "numbers", "models", "scaling", "masters", "state")
 
 # Largest relative error against fp32 of (all gradients together, the loss), by compute dtype. The models give
 # a few times the unit roundoff (2^-8 for bf16, 2^-11 for fp16); a ReLU that flips at zero adds one step.
@@ -53,11 +54,11 @@ class Check:
 def run_battery(
     device: str,
     levels: Sequence[str] = ("O1", "O2"),
-    dtypes: Sequence[str | torch.dtype] = ("bf16", "fp16"),
+    dtypes: Sequence[str | torch.dtype] | None = None,
     policy: str | Policy | None = None,
     only: Sequence[str] = GROUPS,
 ) -> Iterator[Check]:
-    """Yield every check of `device` in the groups `only`, as it is done.
+    """Yield every check of `device` in the groups `only`, as it is done; `dtypes` None: those it has.
 
     Raises:
         ConfigError: no such device, level, dtype or group.
@@ -65,6 +66,8 @@ def run_battery(
     """
     at = devices.resolve(device)
     names = [level_of(level)[0].name for level in levels]
+    if dtypes is None:
+        dtypes = [low for low in TOLERANCES if devices.capability(at, low).status != "absent"]
     lows = [devices.check_dtype(at, dtype) for dtype in dtypes]
     if unknown := [dtype_name(low) for low in lows if low not in TOLERANCES]:
         raise ConfigError(f"the battery checks bf16 and fp16, was asked for {', '.join(unknown)}")
@@ -80,6 +83,9 @@ def run_battery(
 
 def _plan(at: torch.device, levels: Sequence[str], lows: Sequence[torch.dtype]) -> Iterator[tuple[Any, ...]]:
     """Group, name, function and arguments of every check but casting."""
+    for low in lows:
+        for name, check in numbers.checks():
+            yield "numbers", f"{name} {dtype_name(low)}", check, at, low
     yield "scaling", "scale follows the rule, bad steps are skipped", _scaler_rule, at
     yield "scaling", "finite check", _finite_check, at
     yield "scaling", "scale update", _scale_update, at

@@ -24,6 +24,7 @@ class Accelerator:
     finite_check: Callable[..., None] | None
     update_scale: Callable[..., None] | None
     collective: str | Callable[..., Any] | None
+    policy: Any = None
 
 
 _followers: list[Callable[[Accelerator], None]] = []
@@ -42,6 +43,7 @@ def register(
     finite_check: Callable[..., None] | None = None,
     update_scale: Callable[..., None] | None = None,
     collective: str | Callable[..., Any] | None = None,
+    policy: Any = None,
 ) -> Accelerator:
     """Bring up a new accelerator: everything in halfstep works on it from here on.
 
@@ -60,10 +62,13 @@ def register(
             in place (torch's `_amp_update_scale_`).
         collective: the device's torch.distributed backend: the name of one that torch knows, or a function
             `f(store, rank, size, timeout)` that makes a process group.
+        policy: the op table of `torch.<name>.amp.autocast`, where the vendor's differs from ours: a table's
+            name ("mlu"), a text such as "table=mlu,full=exp", or a Policy. `hs.autocast` keeps the table that
+            it has on every device.
 
     Raises:
-        ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, or another
-            device already took PrivateUse1.
+        ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, no policy, or
+            another device already took PrivateUse1.
     """
     taken = torch._C._get_privateuse1_backend_name()
     if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
@@ -74,7 +79,7 @@ def register(
     if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
         raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
     said = declare(name, dtypes, slow)
-    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective)
+    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective, policy)
     if taken != name:
         backend_registration.rename_privateuse1_backend(name)
     for follower in _followers:

@@ -185,6 +185,16 @@ class Policy:
         return tree if self.output_dtype is None else cast_tree(tree, self.output_dtype)
 
 
+def says_dtype(policy: str | Policy | None) -> bool:
+    """Whether a policy names the dtype to compute in; a table's name or a text without c= does not."""
+    if policy is None or policy in ops.TABLES:
+        return False
+    if isinstance(policy, Policy) or "=" not in policy:
+        return True
+    keys = (part.partition("=")[0].strip() for part in policy.split(","))
+    return any(_ROLE_KEYS.get(key, key) == "compute_dtype" for key in keys)
+
+
 def checked_edits(edits: Any) -> Mapping[str, Rule]:
     """Edits to an op table as they were given; ConfigError unless they map op names to rules."""
     if not isinstance(edits, Mapping):

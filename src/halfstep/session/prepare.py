@@ -25,9 +25,8 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
-from halfstep.policy.ops import TABLES
 from halfstep.policy.plan import Plan
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import Policy, says_dtype
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
@@ -99,7 +98,7 @@ def policy_of(
         chosen = level.policy(asked or devices.default_dtype(device))
     else:
         chosen = Policy.parse(policy)
-        if asked is None and policy in TABLES:  # a table's name says nothing of dtypes
+        if asked is None and not says_dtype(policy):
             asked = devices.default_dtype(device)
         chosen = chosen if asked is None else chosen.with_dtype(asked)
         _check_roles(level, chosen)

@@ -1,0 +1,234 @@
+"""What a 16-bit kernel must get right whatever its dtype says: sums, products, range, subnormals, ties.
+
+Each check runs ops on 16-bit tensors of the device, without a region, and compares them with float64 on the
+CPU or with a value known beforehand. The allowance is what one rounding of an exact result to the dtype can
+be off, and fp32 accumulation besides; a kernel that sums in 16 bits misses it by a hundred times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.formats import format_of
+from halfstep.gradients.unscale import kernels_of
+
+Outcome = tuple[Literal["passes", "fails", "absent", "falls back"], str]
+Numbers = Callable[[torch.device, torch.dtype], Outcome]
+
+LONG = 4096
+"""Terms of the long sums: in fp16 their running sum is off by some percent, in bf16 it stops growing."""
+
+
+def checks() -> Iterator[tuple[str, Numbers]]:
+    """Name and function of every check of numbers."""
+    yield "long sums, matrix product", _long_product
+    yield "long sums, batched product", _long_batched
+    yield "long sums, convolution", _long_convolution
+    yield "long sums, gradients", _long_gradients
+    yield "long rows, softmax and norms", _long_rows
+    yield "products are kept whole", _whole_products
+    yield "products beyond the range cancel", _wide_products
+    yield "products below the range add up", _tiny_products
+    yield "overflow gives inf", _overflow
+    yield "NaN and inf get through", _specials
+    yield "subnormals are kept", _subnormals
+    yield "ties go to even", _ties
+    yield "range and precision are the dtype's", _format
+    yield "a flag that is set stays set", _flag
+
+
+def _unit(low: torch.dtype) -> float:
+    """The unit roundoff: half the spacing above 1."""
+    return format_of(low).epsilon / 2
+
+
+def _uniform(low: torch.dtype, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(low)
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to the largest exact value."""
+    return float((got.detach().cpu().double() - exact).abs().max() / exact.abs().max())
+
+
+def _within(error: float, low: torch.dtype, roundings: float, what: str) -> Outcome:
+    allowed = roundings * _unit(low) + LONG * 2.0**-24
+    detail = f"{what} within {error:.1e} of float64"
+    return ("passes", detail) if error <= allowed else ("fails", f"{detail}; allowed are {allowed:.1e}")
+
+
+def _long_product(at: torch.device, low: torch.dtype) -> Outcome:
+    a, b = _uniform(low, 4, LONG), _uniform(low, LONG, 4)
+    bias = _uniform(low, 4)
+    errors = [
+        _error(a.to(at) @ b.to(at), a.double() @ b.double()),
+        _error(torch.addmm(bias.to(at), a.to(at), b.to(at)), a.double() @ b.double() + bias.double()),
+        _error(F.linear(a.to(at), b.T.contiguous().to(at)), a.double() @ b.double()),
+    ]
+    return _within(max(errors), low, 2.0, f"sums of {LONG} products")
+
+
+def _long_batched(at: torch.device, low: torch.dtype) -> Outcome:
+    a, b = _uniform(low, 2, 3, LONG), _uniform(low, 2, LONG, 3)
+    return _within(_error(torch.bmm(a.to(at), b.to(at)), a.double() @ b.double()), low, 1.0, "sums")
+
+
+def _long_convolution(at: torch.device, low: torch.dtype) -> Outcome:
+    x, weight = _uniform(low, 1, LONG // 16, 4, 4), _uniform(low, 3, LONG // 16, 4, 4)
+    exact = F.conv2d(x.double(), weight.double())
+    return _within(_error(F.conv2d(x.to(at), weight.to(at)), exact), low, 1.0, f"sums of {LONG} products")
+
+
+def _long_gradients(at: torch.device, low: torch.dtype) -> Outcome:
+    """Gradients that are long sums: of a weight over a batch, of a filter over its places."""
+    worst = 0.0
+    for make in (_linear_gradients, _convolution_gradients):
+        ours, exact = make(at, low), make(torch.device("cpu"), torch.float64)
+        worst = max([worst, *(_error(g, e) for g, e in zip(ours, exact, strict=True))])
+    return _within(worst, low, 2.0, "gradients")
+
+
+def _linear_gradients(at: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    base = torch.bfloat16  # the same inputs in every dtype
+    x, weight = (_uniform(base, *shape).to(dtype).to(at).requires_grad_() for shape in ((LONG, 3), (5, 3)))
+    return torch.autograd.grad(F.linear(x, weight), (x, weight), torch.ones(LONG, 5, dtype=dtype).to(at))
+
+
+def _convolution_gradients(at: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    base = torch.bfloat16
+    x, weight = (
+        _uniform(base, *shape).to(dtype).to(at).requires_grad_() for shape in ((4, 2, 34, 34), (3, 2, 3, 3))
+    )
+    y = F.conv2d(x, weight)
+    ones = torch.ones(y.shape, dtype=dtype).to(at)
+    return torch.autograd.grad(y, (x, weight), ones)
+
+
+def _long_rows(at: torch.device, low: torch.dtype) -> Outcome:
+    x = (_uniform(low, 2, LONG) * 4).to(low)
+    here, exact = x.to(at), x.double()
+    shape = (LONG,)
+    errors = [
+        _error(torch.softmax(here, 1), torch.softmax(exact, 1)),
+        _error(F.layer_norm(here, shape), F.layer_norm(exact, shape)),
+        _error(here.sum(1, dtype=torch.float32), exact.sum(1)),
+        _error(here.mean(1, dtype=torch.float32), exact.mean(1)),
+    ]
+    return _within(max(errors), low, 2.0, f"rows of {LONG}")
+
+
+def _product(at: torch.device, low: torch.dtype, left: list[float], right: list[float]) -> float:
+    """The inner product of two lists that the dtype holds exactly, as a 1x1 matrix product."""
+    a, b = (torch.tensor([each], dtype=torch.float64).to(low) for each in (left, right))
+    return float((a.to(at) @ b.T.contiguous().to(at)).cpu().double())
+
+
+def _expect(got: float, wanted: float, what: str) -> Outcome:
+    return ("passes", what) if got == wanted else ("fails", f"{what}: gave {got}, expected {wanted}")
+
+
+def _whole_products(at: torch.device, low: torch.dtype) -> Outcome:
+    """(1 + e)^2 - (1 + 2e) is e^2: rounded to 16 bits before the sum, the product loses it."""
+    e = format_of(low).epsilon
+    return _expect(_product(at, low, [1 + e, -1.0], [1 + e, 1 + 2 * e]), e * e, "(1+e)^2 - (1+2e)")
+
+
+def _wide_products(at: torch.device, low: torch.dtype) -> Outcome:
+    big = 2.0**9 if low is torch.float16 else 2.0**60
+    return _expect(_product(at, low, [big, big, big], [big, -big, 0.5]), big / 2, "products that cancel")
+
+
+def _tiny_products(at: torch.device, low: torch.dtype) -> Outcome:
+    small = 2.0**-14 if low is torch.float16 else 2.0**-62
+    return _expect(_product(at, low, [small] * 256, [small] * 256), 256 * small**2, "256 tiny products")
+
+
+def _overflow(at: torch.device, low: torch.dtype) -> Outcome:
+    top = float(torch.finfo(low).max)
+    cast = float(torch.tensor([top * 1.01 if low is torch.float16 else 3.4e38]).to(at).to(low).cpu())
+    summed = float((torch.tensor([top], dtype=low).to(at) * 2).cpu())
+    matrix = _product(at, low, [top, top], [1.0, 1.0])
+    given = {"a cast": cast, "a product": summed, "a matrix product": matrix}
+    wrong = [f"{name} gave {value}" for name, value in given.items() if value != float("inf")]
+    return ("fails", f"{', '.join(wrong)}, expected inf") if wrong else ("passes", "")
+
+
+def _specials(at: torch.device, low: torch.dtype) -> Outcome:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, nan], [inf, 1.0]], dtype=low).to(at)
+    eye = torch.ones(2, 2, dtype=low).to(at)
+    product, same = (x @ eye).cpu().double(), torch.relu(x).cpu().double()
+    if not bool(product[0].isnan().all()) or product[1].tolist() != [inf, inf]:
+        return "fails", f"a matrix product of NaN and inf gave {product.tolist()}"
+    if not bool(same[0, 1].isnan()) or float(same[1, 0]) != inf:
+        return "fails", f"relu of NaN and inf gave {same.tolist()}"
+    back = x.float().cpu()
+    wrong = not bool(back[0, 1].isnan()) or float(back[1, 0]) != inf
+    return ("fails", f"the cast to fp32 gave {back.tolist()}") if wrong else ("passes", "")
+
+
+def _subnormals(at: torch.device, low: torch.dtype) -> Outcome:
+    """The smallest numbers survive casts both ways, an addition, a product and a matrix product."""
+    smallest = float(torch.finfo(low).smallest_normal) * format_of(low).epsilon
+    values = torch.arange(1, 9, dtype=torch.float64) * smallest
+    cast = values.float().to(at).to(low)
+    one = torch.ones(1, dtype=low).to(at)
+    given = {
+        "a cast": cast,
+        "the cast back": cast.float(),
+        "an addition": cast + torch.zeros(8, dtype=low).to(at),
+        "a product": cast * one,
+        "a matrix product": (cast.reshape(8, 1) @ one.reshape(1, 1)).reshape(8),
+    }
+    for name, got in given.items():
+        if got.cpu().double().tolist() != values.tolist():
+            return "fails", f"{name} of the subnormals {smallest} to {8 * smallest} gave {got.cpu().tolist()}"
+    return "passes", f"from {smallest}"
+
+
+def _ties(at: torch.device, low: torch.dtype) -> Outcome:
+    """Half-way values, and values a little to either side, in a cast and in a matrix product."""
+    half = _unit(low)
+    near = torch.tensor([1 + half, 1 + 3 * half, 1 + half * (1 + 2.0**-8), 1 + half * (1 - 2.0**-8)])
+    exact = torch.cat([near, -near])
+    wanted = exact.to(low).double().tolist()
+    given = exact.to(at).to(low).cpu().double().tolist()
+    if given != wanted:
+        return "fails", f"the cast of {exact.tolist()} gave {given}, expected {wanted}"
+    sums = [_product(at, low, [1.0, n * half], [1.0, 1.0]) for n in (1, 3)]
+    return _expect(max(abs(sums[0] - 1), abs(sums[1] - 1 - 4 * half)), 0.0, "ties of sums of products")
+
+
+def _format(at: torch.device, low: torch.dtype) -> Outcome:
+    """The values that tell fp16 from bf16, in memory and in a matrix product."""
+    e, top = format_of(low).epsilon, float(torch.finfo(low).max)
+    small = float(torch.finfo(low).smallest_normal)
+    values = [1 + e, top, small, -1 - e]
+    kept = torch.tensor(values).to(at).to(low).cpu().double().tolist()
+    if kept != values:
+        return "fails", f"a cast of {values} gave {kept}: another format than it says"
+    products = [_product(at, low, [value], [1.0]) for value in values]
+    if products != values:
+        return "fails", f"a matrix product by 1 of {values} gave {products}: another format inside"
+    return "passes", ""
+
+
+def _flag(at: torch.device, low: torch.dtype) -> Outcome:
+    """found_inf is an OR: a finite tensor after one that was not leaves it at 1."""
+    kernel = kernels_of(at.type).check_and_unscale
+    if kernel is None:
+        return "falls back", "no kernel registered; torch's or ordinary ops do it"
+    found, inverse = torch.ones((), device=at), torch.ones((), device=at)
+    kernel([torch.ones(3, dtype=low).to(at)], found, inverse)
+    if float(found) != 1.0:
+        return "fails", f"a finite gradient after an inf set found_inf from 1 to {float(found)}"
+    found = torch.zeros((), device=at)
+    kernel(
+        [torch.full((3,), float("nan"), dtype=low).to(at), torch.ones(2, dtype=low).to(at)], found, inverse
+    )
+    return _expect(float(found), 1.0, "found_inf")
