@@ -90,19 +90,8 @@ def test_a_chip_of_fp16_alone_needs_no_flags_and_brings_its_own_table():
 
 
 def test_the_detector_trains_on_a_plugged_in_chip():
-    small = [
-        "--epochs",
-        "1",
-        "--batch-size",
-        "16",
-        "--train-images",
-        "32",
-        "--image-size",
-        "32",
-        "--cfg",
-        "yolov5n.yaml",
-        "--amp",
-    ]
+    small = ["--epochs", "1", "--batch-size", "16", "--train-images", "32", "--image-size", "32"]
+    small += ["--cfg", "yolov5n.yaml", "--amp"]
     done = run("examples/detect.py", "--plugin", "tests.python_device", "--device", "pydev", *small)
     assert done.returncode == 0, done.stderr[-3000:]
     missing = run("examples/detect.py", "--plugin", "no_such_chip", *small)
