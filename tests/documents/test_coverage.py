@@ -23,7 +23,7 @@ def tables():
     return found
 
 
-def tests_in(path):
+def declared_in(path):
     """The names of the tests of a file, those of classes as Class::test."""
     names = set()
     for node in ast.parse(path.read_text()).body:
@@ -49,4 +49,4 @@ def test_every_row_names_a_test_that_is_there(row):
     assert named, f"no test named: {row}"
     for path, name in named:
         assert (TESTS / path).is_file(), path
-        assert name in tests_in(TESTS / path), f"{path} has no {name}"
+        assert name in declared_in(TESTS / path), f"{path} has no {name}"
