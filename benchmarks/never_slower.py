@@ -16,6 +16,7 @@ python benchmarks/never_slower.py [--models NAME,...] [--rounds N] [--seconds N]
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import random
@@ -97,9 +98,13 @@ def timed(step: Step) -> float:
 
 @dataclass
 class Found:
-    """A model: median seconds by setting, times that were stopped, what auto chose and how long it took."""
+    """A model: medians by setting of seconds and of ratios to fp32's step of the same turn, and the rest.
+
+    `stopped` says why a setting has no time, `noise` how far a second fp32 model was from the first.
+    """
 
     seconds: dict[str, float]
+    of_fp32: dict[str, float]
     stopped: dict[str, str]
     first_step: dict[str, float]
     noise: float
@@ -122,8 +127,13 @@ def _alone(name: str, label: str, queue: Any) -> None:
     torch.set_num_threads(1)
     hs.devices.keep_freed_memory()
     step = runner(models.CASES[name], label)
-    step()
-    queue.put(timed(step))
+    try:
+        step()
+        step()
+    except RuntimeError as error:
+        queue.put(str(error).splitlines()[0])
+    else:
+        queue.put(None)
 
 
 def stopped(case: models.Case, label: str, limit: float) -> str | None:
@@ -137,7 +147,8 @@ def stopped(case: models.Case, label: str, limit: float) -> str | None:
         child.kill()
         child.join()
         return f"stopped: two steps were not done after {limit:.0f} s"
-    return None if child.exitcode == 0 else f"failed with exit code {child.exitcode}"
+    why = queue.get() if child.exitcode == 0 else f"exit code {child.exitcode}"
+    return None if why is None else f"failed: {why}"
 
 
 def measure(case: models.Case, rounds: int, seconds: float, limit: float) -> Found:
@@ -150,7 +161,7 @@ def measure(case: models.Case, rounds: int, seconds: float, limit: float) -> Fou
     first = {label: timed(step) for label, step in steps.items()}
     second = {label: timed(step) for label, step in steps.items()}
     slow = {label for label, t in second.items() if t > SLOW * second["fp32"]}
-    times: dict[str, list[float]] = {label: [second[label]] if label in slow else [] for label in steps}
+    times: dict[str, list[float]] = {label: [] for label in steps}
     order = list(steps)
     draw = random.Random(0)
     for turn in range(rounds):
@@ -159,19 +170,21 @@ def measure(case: models.Case, rounds: int, seconds: float, limit: float) -> Fou
             if label not in slow or turn < 2:
                 times[label].append(timed(steps[label]))
     medians = {label: statistics.median(seen) for label, seen in times.items()}
-    noise = abs(medians.pop("fp32 again") / medians["fp32"] - 1)
-    return Found(medians, ended, first, noise, tuning.choice.label, tuning.reason, tuning.seconds)
+    base = times["fp32"]
+    shares = {label: statistics.median(a / b for a, b in zip(seen, base)) for label, seen in times.items()}
+    noise = abs(shares.pop("fp32 again") - 1)
+    return Found(medians, shares, ended, first, noise, tuning.choice.label, tuning.reason, tuning.seconds)
 
 
 def ratio(found: Found, one: str, other: str) -> float | None:
     """Time of one setting over another's."""
-    a, b = found.seconds.get(one), found.seconds.get(other)
+    a, b = found.of_fp32.get(one), found.of_fp32.get(other)
     return None if a is None or b is None else a / b
 
 
 def best_fixed(found: Found) -> str:
     """The fastest of O0, O1 and O2."""
-    return min(FIXED, key=lambda label: found.seconds[label])
+    return min(FIXED, key=lambda label: found.of_fp32[label])
 
 
 def mean(values: Sequence[float]) -> float:
@@ -214,17 +227,27 @@ def show(name: str, found: Found) -> None:
         print(f"  {label} {why}")
 
 
+def earlier(path: Path) -> dict[str, Found]:
+    """The models of a result file, to which others are added; none where there is no such file."""
+    if not path.exists():
+        return {}
+    kept = json.loads(path.read_text())["models"]
+    return {name: Found(**{k: v for k, v in row.items() if k != "best_fixed"}) for name, row in kept.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(models.CASES), help="which, separated by commas")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each setting that are timed")
     parser.add_argument("--seconds", type=float, default=60.0, help="that level auto may measure")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for two steps of a hopeless peer")
+    parser.add_argument("--update", action="store_true", help="keep the other models of the result file")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept = hs.devices.keep_freed_memory()  # for all sides: else page faults drown what is compared
-    found: dict[str, Found] = {}
+    out = options.out or _machine.result("never_slower")
+    found = earlier(out) if options.update else {}
     for name in options.models.split(","):
         found[name] = measure(models.CASES[name], options.rounds, options.seconds, options.limit)
         show(name, found[name])
@@ -233,7 +256,7 @@ def main() -> int:
         verdict = "pass" if row["passed"] else "FAIL"
         print(f"{row['what']:42} {row['of']:22} {row['seen']:6} <= {row['target']:5}  {verdict}")
     document = {"models": {n: vars(f) | {"best_fixed": best_fixed(f)} for n, f in found.items()}}
-    _machine.save("never_slower", document | {"targets": rows}, options.out, freed_memory_kept=kept)
+    _machine.save("never_slower", document | {"targets": rows}, out, freed_memory_kept=kept)
     return 0 if all(row["passed"] for row in rows) else 1
 
 

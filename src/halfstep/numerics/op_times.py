@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -67,6 +67,12 @@ class StepTimes:
             if op.op not in (CAST, ACCUMULATE):
                 found[op.module] += op.seconds
         return dict(found)
+
+
+def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[dict[str, Any]]:
+    """The ops that cost most of a step, each with its seconds in fp32 (None where that is not known)."""
+    known = {} if full is None else {op.key: op.seconds for op in full.ops}
+    return [{**asdict(op), "fp32": known.get(op.key)} for op in own.ops[:count]]
 
 
 @contextmanager

@@ -6,12 +6,9 @@ one step of each setting after the other, so that a busy machine slows all of th
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import median
@@ -22,6 +19,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from halfstep.numerics.op_times import without_remarks
 
 Step = Callable[[], Any]
 
@@ -73,21 +72,6 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
     return sum(size for address, size in kept.items() if address not in own)
 
 
-@contextmanager
-def _quiet() -> Generator[None]:
-    """The profiler's C++ side writes remarks to file descriptor 2 that no setting turns off in time."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(sink)
-
-
 def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
     """Peak bytes of tensors during one `step`, allocator-exact.
 
@@ -101,7 +85,7 @@ def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> 
         step()
         return torch.cuda.max_memory_allocated(device)
     before = sum(storage_bytes(resident).values())
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    with without_remarks(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         step()
     events: Any = session.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

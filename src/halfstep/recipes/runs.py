@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepError, HalfstepWarning
+from halfstep.numerics.op_times import StepTimes, costliest, step_times
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
@@ -97,6 +98,7 @@ class Row:
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     bound: measure.Bound | None = None
+    times: StepTimes | None = None
 
     @property
     def stopped(self) -> str | None:
@@ -122,6 +124,7 @@ class RecipeReport:
         """JSON-ready: the recipe's words, and for each row its summary and raw runs."""
         metric = self.recipe.metric
         base = next((row.finals(metric) for row in self.rows if row.setting.dtype is None), [])
+        full = next((row.times for row in self.rows if row.setting.dtype is None), None)
         return {
             "name": self.recipe.name,
             "about": self.recipe.about,
@@ -130,7 +133,7 @@ class RecipeReport:
             "steps": self.steps,
             "batch_size": self.recipe.batch_size,
             "seeds": self.seeds,
-            "rows": [_row_dict(row, self.recipe, base) for row in self.rows],
+            "rows": [_row_dict(row, self.recipe, base, full) for row in self.rows],
         }
 
 
@@ -145,7 +148,7 @@ def _spread(finals: Sequence[float]) -> float | None:
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
 
 
-def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]:
+def _row_dict(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> dict[str, Any]:
     finals = row.finals(recipe.metric)
     mean = statistics.fmean(finals) if finals else None
     last = [run.scales[-1] for run in row.runs if run.scales]
@@ -167,6 +170,8 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float]) -> dict[str, Any]
         "stopped": row.stopped,
         "diverged": sum(run.diverged_at is not None for run in row.runs),
         "bound": row.bound.as_dict() if row.bound else None,
+        "ops": costliest(row.times, full) if row.times else [],
+        "profiled": row.times.seconds if row.times else None,
         "runs": [asdict(run) for run in row.runs],
     }
 
@@ -277,6 +282,7 @@ def _measure(rows: Sequence[Row], benches: Sequence[Bench], device: torch.device
         row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
         row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
         row.bound = measure.bound_of(measure.work_of(bench.step), device)
+        row.times = step_times(bench.step, [bench.model], steps=2)
 
 
 def run_recipe(

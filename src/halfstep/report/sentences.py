@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.policy.levels import LEVELS
+from halfstep.report.costs import costs
 
 Row = Mapping[str, Any]
 
@@ -27,6 +28,7 @@ def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
     parts.append(_against(row, base))
     parts.append(_scaling(row))
     parts.append(_bound(row))
+    parts.append(costs(row))
     return " ".join(part for part in parts if part)
 
 
@@ -63,19 +65,10 @@ def _bound(row: Row) -> str:
     parts = {name: bound[name] for name in ("arithmetic", "memory", "latency")}
     listed = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
     what = bound["what"]
-    share = sum(parts.values()) / row["seconds"]
-    rest = (
-        ""
-        if share > 0.5
-        else (
-            f" Together the three explain {100 * share:.0f} % of it; "
-            "the rest is kernels below those speeds, or a busy machine."
-        )
-    )
     return (
         f"Bounded by {what}: at this device's measured speeds its {bound['flops'] / 1e9:,.3g} GFLOP, "
         f"{bound['bytes'] / 1e6:,.3g} MB and {bound['ops']:,} ops would take {listed}, each alone; "
-        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}.{rest}"
+        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}."
     )
 
 

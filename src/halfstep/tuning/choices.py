@@ -19,9 +19,6 @@ from halfstep.policy.plan import Plan
 #: Below this share of fp32's time a 16-bit choice is worth its rounding.
 WORTH = 0.98
 
-#: Choices within this share of the fastest are equals: the first in order, the plainest, is taken.
-EQUAL = 1.01
-
 #: Gradients: distance to fp32's over fp32's norm, in roundings of the dtype (2^-8 in bf16, 2^-11 in fp16),
 #: that one step from the same weights may have: an angle of 30 degrees in bf16. Healthy networks at their
 #: first step were seen at 0.004 (an LSTM) to 0.30 (20 layers with batch norm), `torch.autocast` at the same;
@@ -142,11 +139,10 @@ def decide(trials: Sequence[Trial]) -> Decision:
             f"{base.choice.label}: nothing beats {known} here; the nearest, {best.choice.label}, takes "
             f"{share:.2f} of its {base.time * 1e3:.4g} ms{_and(_refusals(others))}",
         )
-    plainest = next(t for t in usable if t.time <= best.time * EQUAL)
     return Decision(
-        plainest,
-        f"{plainest.choice.label}: {plainest.time * 1e3:.4g} ms a step, {plainest.time / base.time:.2f} of "
-        f"{known}'s{_and(_distance(plainest))}{_and(_refusals(others))}",
+        best,
+        f"{best.choice.label}: {best.time * 1e3:.4g} ms a step, {share:.2f} of {known}'s"
+        f"{_and(_distance(best))}{_and(_refusals(others))}",
     )
 
 

@@ -30,8 +30,9 @@ SECONDS = 60.0
 #: Turns that choices take before and after a plan by module is made, and the steps timed in each.
 FIRST_ROUNDS, LAST_ROUNDS, STEPS = 2, 5, 2
 
-#: What takes more than this share of the best choice's time takes no part in the last turns.
-NEAR = 1.3
+#: What takes more than this share of the best choice's time takes no part in the last turns, and in those
+#: that follow between choices as good as equal.
+NEAR, CLOSE = 1.3, 1.05
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
     if by_module:
         trials += [_first(bench, choice) for choice in _by_module(bench, trials, device)]
-    return _turns(bench, trials, LAST_ROUNDS, NEAR)
+    trials = _turns(bench, trials, LAST_ROUNDS, NEAR)
+    return _turns(bench, trials, LAST_ROUNDS, CLOSE)
 
 
 def _first(bench: Bench, choice: Choice) -> Trial:

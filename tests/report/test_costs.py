@@ -1,0 +1,66 @@
+"""What a step's time goes into, told from given times."""
+
+from typing import Any
+
+import pytest
+
+from halfstep.numerics.op_times import CAST, OpTime, StepTimes, costliest
+from halfstep.report.costs import costs, remedy
+
+FULL = StepTimes(
+    (OpTime("blocks.0", "linear", "backward", 4e-3), OpTime("", "gelu", "forward", 1e-3)), seconds=10e-3
+)
+LOW = StepTimes(
+    (
+        OpTime("blocks.0", "linear", "backward", 5e-3),
+        OpTime("blocks.0", CAST, "forward", 2e-3),
+        OpTime("", "gelu", "forward", 1e-4),
+    ),
+    seconds=10e-3,
+)
+
+
+def test_the_costliest_ops_carry_their_fp32_time() -> None:
+    ops = costliest(LOW, FULL, count=2)
+    assert [(op["op"], op["module"], op["seconds"], op["fp32"]) for op in ops] == [
+        ("linear", "blocks.0", 5e-3, 4e-3),
+        (CAST, "blocks.0", 2e-3, None),
+    ]
+
+
+def test_the_sentence_names_op_direction_module_times_and_what_helps() -> None:
+    told = costs({"ops": costliest(LOW, FULL), "profiled": LOW.seconds, "dtype": "bf16"})
+    assert told.startswith(
+        "The 3 ops that cost most are 71 % of a step: linear backward in blocks.0 5 ms (fp32 4 ms)"
+    )
+    assert "slower than in fp32; a plan rule full for blocks.0, or level auto" in told
+    assert "cast forward in blocks.0 2 ms: casts; O2 or neighbours in one dtype need fewer" in told
+    assert "gelu forward 100 µs" in told or "gelu forward 0.1 ms" in told
+
+
+def test_in_fp32_no_second_time_is_told() -> None:
+    told = costs({"ops": costliest(FULL, FULL, 1), "profiled": FULL.seconds, "dtype": "fp32"})
+    assert told == (
+        "The op that costs most is 40 % of a step: linear backward in blocks.0 4 ms: 16 bits may shorten it "
+        "(O1 or O2)."
+    )
+
+
+def test_nothing_measured_nothing_told() -> None:
+    assert costs({"ops": [], "profiled": None, "dtype": "bf16"}) == ""
+    assert costs({"dtype": "bf16"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("op", "fp32", "dtype", "said"),
+    [
+        ("accumulate gradients", None, "bf16", "larger batches"),
+        ("linear", 9.0, "bf16", "faster matrix arithmetic"),
+        ("gelu", 9.0, "bf16", "bound by memory"),
+        ("gelu", 9.0, "fp32", "16 bits may shorten it (O2)"),
+        ("conv2d", 0.5, "fp16", "slower than in fp32"),
+    ],
+)
+def test_what_would_shorten_an_op(op: str, fp32: float | None, dtype: str, said: str) -> None:
+    row: dict[str, Any] = {"op": op, "module": "m", "direction": "forward", "seconds": 1.0, "fp32": fp32}
+    assert said in remedy(row, dtype)
