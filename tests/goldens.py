@@ -1,7 +1,7 @@
 """The first losses of every recipe, level and dtype: computed in a process whose arithmetic is pinned.
 
     python -m tests.goldens            prints them
-    python -m tests.goldens --update   writes tests/goldens.json, after a change that is meant to change numbers
+    python -m tests.goldens --update   writes tests/goldens.json, after a change meant to change numbers
 
 One thread, AVX2 kernels (a processor that has more shows no more), the conditional reproducibility of MKL and
 `kernels="rounded"`: fp32 arithmetic on rounded values. Two small recipes run with `kernels="native"` too.

@@ -1,4 +1,4 @@
-"""Unchanged maths gives identical losses: the first 20 of every recipe, level and dtype (tests/goldens.py)."""
+"""Unchanged maths gives identical losses: the first 20 of each recipe, level and dtype (goldens.py)."""
 
 import json
 
