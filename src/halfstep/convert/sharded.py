@@ -39,6 +39,11 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
             yield from getattr(state, "_fsdp_param_groups", None) or ()
 
 
+def shards_of(model: nn.Module) -> list[Tensor]:
+    """The shards that `fully_shard` keeps; while a group is gathered, modules hold whole tensors instead."""
+    return [own.sharded_param for group in groups_of(model) for own in group.fsdp_params]
+
+
 def announce(model: nn.Module) -> None:
     """Tell `fully_shard` that shards of the model have changed their dtype."""
     with torch.no_grad():

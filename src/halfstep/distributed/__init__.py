@@ -1,9 +1,8 @@
 """Many ranks as one run: reductions, gradients in 16 bits, shards in the order that works, uneven batches."""
 
-from halfstep.distributed.hooks import Hook, Traffic, compress_hook, ordered_hook
+from halfstep.distributed.hooks import Traffic, compress_hook, ordered_hook
 from halfstep.distributed.joining import join, joins_alone
 from halfstep.distributed.reduce import (
-    Group,
     all_ranks,
     gather,
     global_max,
@@ -17,8 +16,6 @@ from halfstep.distributed.reduce import (
 from halfstep.distributed.shards import ddp_around, first_element, is_sharded, shard
 
 __all__ = [
-    "Group",
-    "Hook",
     "Traffic",
     "all_ranks",
     "compress_hook",

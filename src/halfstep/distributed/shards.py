@@ -7,7 +7,7 @@ weights. Also here: which wrappers a model is in, and where in the whole tensor 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -59,16 +59,15 @@ def shard(
     if norms and model not in norms:
         fully_shard(norms, **{**given, "reshard_after_forward": False})
     for block in chosen:
-        if block not in norms and block is not model and any(p for p in _unsharded(block)):
+        if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
     fully_shard(model, **given)
     return model
 
 
-def _unsharded(module: nn.Module) -> list[Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    return [p for p in module.parameters() if not isinstance(p, DTensor)]
+def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:
+    """Whether something besides normalisations in the block has parameters of its own."""
+    return any(m not in norms and any(True for _ in m.parameters(recurse=False)) for m in block.modules())
 
 
 def _default_blocks(model: nn.Module) -> list[nn.Module]:

@@ -74,16 +74,29 @@ class WorkItems:
 
 
 def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
-    """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each."""
-    found: list[tuple[float, float]] = []
-    for dtype in dict.fromkeys(g.dtype for g in grads):
-        code, same = GRADS[dtype], [g for g in grads if g.dtype is dtype]
-        work = WorkItems(tuple(g.numel() for g in same))
-        addresses = np.zeros((len(same), 7), np.int64)
-        addresses[:, 2] = [g.data_ptr() for g in same]
-        run_ranges(kernels().measurer(code), work.sizes, work.items, addresses, *work.found)
-        found.append(work.totals(code, addresses))
+    """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each.
+
+    Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
+    tensors are cut up.
+    """
+    found = [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)]
     return combined(found, inv_scale)
+
+
+def wide_sums(grads: Sequence[Tensor]) -> tuple[float, float]:
+    """Sum of squares, in float64, and largest magnitude of dense CPU gradients; NaN wins over inf."""
+    found = [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)] or [(0.0, 0.0)]
+    return sum(squares for squares, _ in found), float(np.max([peak for _, peak in found]))
+
+
+def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float]:
+    same = [g for g in grads if g.dtype is dtype]
+    work = WorkItems(tuple(g.numel() for g in same))
+    addresses = np.zeros((len(same), 7), np.int64)
+    addresses[:, 2] = [g.data_ptr() for g in same]
+    kernel = kernels().measurer(GRADS[dtype], kernels().WIDE)
+    run_ranges(kernel, work.sizes, work.items, addresses, *work.found)
+    return work.totals(GRADS[dtype], addresses)
 
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> Look:

@@ -101,7 +101,7 @@ def finite_and_norm(
 def measure_shards(
     grads: Iterable[Tensor | None],
     inv_scale: float | Tensor | None = None,
-    groups: Iterable[tuple[distributed.Group, ...]] = (),
+    groups: Iterable[tuple[Any, ...]] = (),
 ) -> GradStats:
     """Return `measure` of whole gradients of which each rank holds a shard (DTensor), the same on all ranks.
 
@@ -110,7 +110,7 @@ def measure_shards(
     set has no gradients name it in `groups`, in the same order, so that none waits for ever. Gradients that
     are not sharded count once.
     """
-    sets: dict[tuple[distributed.Group, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
+    sets: dict[tuple[Any, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
     for grad in grads:
         if grad is not None:
             sets.setdefault(distributed.shard_groups(grad), []).append(dense_values(grad.detach()))

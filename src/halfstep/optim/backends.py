@@ -79,7 +79,7 @@ def on_host(job: Job, compiled: bool) -> None:
         step = slot.step.item()
         if step not in rows:
             rows[step] = job.algorithm.scalars(hyper, step)
-        key = cast(int, rounding.key_of(slot.base_key, int(step))) if slot.rounds_randomly else 0
+        key = slot.key(int(step)) if slot.rounds_randomly else 0
         work.append((slot, grad, rows[step], key))
     factor = number(job.inv_scale) * number(job.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
     if compiled:
@@ -157,7 +157,7 @@ def on_device(
 
 
 def _key_there(slot: Slot) -> rounding.Int:
-    return rounding.key_of(slot.base_key, slot.step.to(torch.int64))
+    return (rounding.key_of(slot.base_key, slot.step.to(torch.int64)) + slot.shift) & rounding.WORD
 
 
 def _by_kernels(

@@ -26,6 +26,7 @@ from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
+from halfstep.optim.sharded import Shards, any_shard
 
 Group = dict[str, Any]
 Place = tuple[int, int]
@@ -64,8 +65,16 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.release_gradients = release_gradients
         self._prepare()
         super().__init__(params, defaults)
+        self._shard()
+
+    def _shard(self) -> None:
+        if any_shard([p for p, _, _ in self._places()]):
+            self._shards = Shards(self)
 
     def _prepare(self) -> None:
+        self._shards: Shards | None = None
+        self.key_shifts: dict[Tensor, int] = {}
+        """Added to the random keys of tensors that are not the beginning of what they are a shard of."""
         self._slots: dict[Tensor, storage.Slot] = {}
         self._kept_dtype: dict[Tensor, torch.dtype] = {}
         self._index: dict[Tensor, Place] = {}
@@ -93,6 +102,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
         self._hook(group["params"])
+        if self._shards is not None:
+            self._shards.add_group()
 
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
@@ -110,6 +121,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._prepare()
         for group in self.param_groups:
             self._hook(group["params"])
+        self._shard()
 
     # ---- what a step works on -----------------------------------------------------------------------
 
@@ -142,6 +154,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             entries.settle(entry, weight, *formats, self._name(group, place), value)
             slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
+        slot.shift = self.key_shifts.get(p, 0)
         self._slots[p] = slot
         return slot
 
@@ -209,6 +222,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
         With released gradients the answer speaks of those freed since the last step as well.
         """
+        if self._shards is not None:
+            return self._shards.measure(inv_scale)
         grads = self._gradients()
         seen = None if self.release is None else self.release.stats(None)
         if seen is None:
@@ -219,6 +234,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def measure_on_host(self, inv_scale: Scalar = None) -> tuple[bool, float, float] | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
+        if self._shards is not None:
+            return self._shards.measure_on_host(inv_scale)
         if self._planned():
             assert self._plan is not None
             return self._plan.measure(backends.number(inv_scale))
@@ -228,7 +245,22 @@ class OnePassOptimizer(torch.optim.Optimizer):
     @property
     def planned(self) -> bool:
         """Whether the last step left a plan, by which the next can measure and update in one pass."""
-        return self._plan is not None
+        return self._shards.twin.planned if self._shards is not None else self._plan is not None
+
+    def on_kernels(self) -> bool:
+        """Whether the CPU kernels run here."""
+        return self._runner(torch.device("cpu")) == "numba"
+
+    @torch.no_grad()
+    def init_states(self) -> None:
+        """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
+        if self._shards is not None:
+            self._shards.enter(gradients=False).init_states()
+            return self._shards.show()
+        for p, group, place in self._places():
+            if p.requires_grad:
+                self._slot(p, group, place)
+        return None
 
     def _planned(self) -> bool:
         """Whether the plan of an earlier step holds; one that does not is forgotten."""
@@ -305,6 +337,14 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._shards is not None:
+            twin = self._shards.enter()
+            first = not self.state
+            twin._checked_step(None, inv_scale, clip_coef, found_inf, look)
+            self.looked = self._shards.over_shards(twin.looked) if look else None
+            if first:
+                self._shards.show()
+            return loss
         self._late.check()
         if not found_inf and self._planned():
             scale = backends.number(inv_scale)
@@ -401,6 +441,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
         Each parameter becomes the rounding of its value, and its master the value itself, where the group's
         `master` can hold it. Parameters of other optimizers are left alone.
         """
+        if self._shards is not None:
+            self._shards.seed_masters(values)
+            return
         for p, group, place in self._places():
             if p in values:
                 self._slot(p, group, place, values[p].detach())
@@ -408,11 +451,15 @@ class OnePassOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
         """The exact fp32 value of every parameter, in new tensors."""
+        if self._shards is not None:
+            return self._shards.masters()
         return {p: self.master_of(p) for p, _, _ in self._places()}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
         """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
+        if self._shards is not None:
+            return self._shards.master_of(p)
         group, _ = self._find(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
         kind = storage.kind_of(p.dtype, group["master"])
@@ -429,6 +476,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
         Where gradients are released, the first group holds what the next backward clips by.
         """
+        if self._shards is not None:
+            return self._shards.state_dict()
         packed = super().state_dict()
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
@@ -452,6 +501,11 @@ class OnePassOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        if self._shards is not None:
+            self._shards.load_state_dict(state_dict)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
+            return
         sources = checkpoints.match_groups(self.param_groups, state_dict["param_groups"])
         pairs = list(zip(self.param_groups, state_dict["param_groups"]))
         for group, saved in pairs:

@@ -51,7 +51,13 @@ class Table:
     def measure(self) -> None:
         """Measure the gradients."""
         work = self._work
-        run_ranges(kernels().measurer(self._grad), work.sizes, work.items, self.addresses, *work.found)
+        run_ranges(
+            kernels().measurer(self._grad, kernels().WIDE),
+            work.sizes,
+            work.items,
+            self.addresses,
+            *work.found,
+        )
 
     def totals(self) -> tuple[float, float]:
         """Sum of squares and largest magnitude that the last look found."""

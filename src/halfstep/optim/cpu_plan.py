@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.cpu import Look
-from halfstep.optim import cpu, rounding
+from halfstep.optim import cpu
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.cpu import Table, Variant
@@ -54,7 +54,7 @@ class _Part:
         rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
         table.scalars[:] = rows  # one row serves all
         if self._random:
-            table.keys[:] = [rounding.key_of(slot.base_key, int(n)) for slot, n in zip(self.slots, steps)]
+            table.keys[:] = [slot.key(int(n)) for slot, n in zip(self.slots, steps)]
         return table.update(look)
 
 

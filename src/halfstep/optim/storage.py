@@ -6,7 +6,7 @@ nothing. Here and in the kernels is all knowledge of how weights and states are 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, split
@@ -75,6 +76,7 @@ def check_parameter(p: Tensor, master: str | None) -> None:
     """Raise UnsupportedError for a parameter that no step here could update."""
     if isinstance(p, UninitializedParameter):
         return  # known when it has a shape
+    p = local_of(p)
     kind_of(local_tensor(p).dtype, master)
     if p.layout is not torch.strided:
         raise UnsupportedError(f"a parameter of shape {list(p.shape)} is {p.layout}: use torch.optim for it")
@@ -120,6 +122,11 @@ class Slot:
     held: list[Tensor]
     row: list[int] = field(default_factory=list[int])
     rounds_randomly: bool = False
+    shift: int = 0
+
+    def key(self, step: int) -> int:
+        """The key of the random bits of one step; `shift` counts them from the start of a whole tensor."""
+        return (cast(int, rounding.key_of(self.base_key, step)) + self.shift) & rounding.WORD
 
     def __post_init__(self) -> None:
         self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC

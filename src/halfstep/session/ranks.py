@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.convert.sharded import shards_of
 from halfstep.distributed import ddp_around, joins_alone, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim.masters import weight_of
@@ -51,7 +52,7 @@ class RankGuard:
 
     def _check_parameters(self) -> None:
         """The optimizers must still hold the model's own parameters."""
-        mine = {id(p) for model in self._models for p in model.parameters()}
+        mine = {id(p) for model in self._models for p in (*model.parameters(), *shards_of(model))}
         for optimizer in self._optimizers:
             held = [weight_of(p) for p in parameters_of(optimizer)]
             gone = sum(id(p) not in mine for p in held)

@@ -1,0 +1,253 @@
+"""Optimizers over shards: the step runs on each rank's local tensors, what the user sees are DTensors.
+
+An optimizer whose parameters are DTensors (fully_shard, tensor parallel) keeps a twin of its own kind over
+the local tensors, which does all arithmetic; no kernel knows of shards. Norm, finite flag and largest
+magnitude cross ranks in one collective for each set of groups over which parameters are split. States are
+shown and saved as DTensors placed like their parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.distributed import first_element, local_of, shard_groups, sums_over
+from halfstep.errors import CheckpointError, UnsupportedError
+from halfstep.gradients import cpu as cpus_
+from halfstep.gradients.stats import GradStats, measure_shards
+from halfstep.optim import backends
+from halfstep.optim.backends import Scalar
+from halfstep.optim.rounding import WEYL, WORD
+
+if TYPE_CHECKING:
+    from halfstep.optim.base import OnePassOptimizer
+
+Look = tuple[bool, float, float]
+
+
+def any_shard(params: list[Tensor]) -> bool:
+    """Whether one of the parameters is a DTensor."""
+    return any(local_of(p) is not p for p in params)
+
+
+class Shards:
+    """The twin of one optimizer over its local tensors, and what ties the two together."""
+
+    def __init__(self, outer: OnePassOptimizer) -> None:
+        if outer.release_gradients or outer.accumulate:
+            what = "release_gradients" if outer.release_gradients else "accumulate='fp32'"
+            raise UnsupportedError(
+                f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by itself "
+                "and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
+            )
+        self._outer = outer
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._known: dict[Tensor, Tensor] = {}
+        params = [p for group in outer.param_groups for p in group["params"]]
+        self._groups = list(dict.fromkeys(shard_groups(p) for p in params))
+        self.twin = self._make_twin()
+
+    def _make_twin(self) -> OnePassOptimizer:
+        from halfstep.optim.base import OnePassOptimizer
+
+        outer = self._outer
+        groups = [{**g, "params": [self._local(p) for p in g["params"]]} for g in outer.param_groups]
+        twin = type(outer).__new__(type(outer))
+        OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
+        twin.key_shifts = self._shifts()
+        return twin
+
+    def _local(self, p: Tensor) -> Tensor:
+        """The tensor that stands for `p` on this rank; the parameter itself where it is not a DTensor."""
+        if p in self._known:
+            return self._known[p]
+        local = local_of(p)
+        twin = p if local is p else nn.Parameter(local.detach(), requires_grad=p.requires_grad)
+        self._known[p] = twin
+        if twin is not p:
+            self._pairs.append((p, twin, local))
+        return twin
+
+    def _shifts(self) -> dict[Tensor, int]:
+        """What is added to the random key of each local tensor: bits count from the whole tensor's start."""
+        starts = {twin: first_element(p) for p, twin, _ in self._pairs}
+        return {twin: (start * WEYL) & WORD for twin, start in starts.items() if start}
+
+    def add_group(self) -> None:
+        """Take in the parameter group that was added last."""
+        group = self._outer.param_groups[-1]
+        params = [self._local(p) for p in group["params"]]
+        self.twin.add_param_group({**group, "params": params})
+        self.twin.key_shifts = self._shifts()
+        self._groups = list(dict.fromkeys([*self._groups, *map(shard_groups, group["params"])]))
+
+    # ---- before and after a step --------------------------------------------------------------------
+
+    def enter(self, gradients: bool = True) -> OnePassOptimizer:
+        """The twin with this moment's options, local tensors and gradients."""
+        outer, twin = self._outer, self.twin
+        if not all(_same_options(a, b) for a, b in zip(outer.param_groups, twin.param_groups)):
+            for group, local in zip(outer.param_groups, twin.param_groups):
+                local.update({k: v for k, v in group.items() if k != "params"})
+        for index, (p, local, seen) in enumerate(self._pairs):
+            if cast(Any, p)._local_tensor is not seen:
+                self._move(index, p, local)
+            if gradients:
+                grad = p.grad
+                local.grad = None if grad is None else _local_gradient(p, grad, local)
+        return twin
+
+    def _move(self, index: int, p: Tensor, local: Tensor) -> None:
+        now = local_of(p)
+        local.grad = None
+        local.data = now.detach()
+        self._pairs[index] = (p, local, now)
+
+    def show(self) -> None:
+        """Make `optimizer.state` what the twin's is now, as DTensors."""
+        for p, local in self._known.items():
+            entry = self.twin.state.get(local)
+            if entry is not None:
+                self._outer.state[p] = {k: _as_shard(v, local, p) for k, v in entry.items()}
+
+    # ---- what an optimizer is asked -----------------------------------------------------------------
+
+    def measure(self, inv_scale: Scalar) -> GradStats:
+        """`OnePassOptimizer.measure` over all shards; every rank must call it."""
+        params = [p for group in self._outer.param_groups for p in group["params"]]
+        return measure_shards([p.grad for p in params], inv_scale, self._groups)
+
+    def measure_on_host(self, inv_scale: Scalar) -> Look | None:
+        """The same as Python numbers, by the CPU kernels; None where they do not run."""
+        twin = self.enter()
+        sets: dict[tuple[Any, ...], list[Tensor]] = {groups: [] for groups in self._groups}
+        for p, local in self._known.items():
+            if local.grad is not None and local.grad.numel():
+                sets[shard_groups(p)].append(local.grad)
+        grads = [g for own in sets.values() for g in own]
+        if any(not g.is_cpu or g.dtype not in cpus_.GRADS for g in grads) or not twin.on_kernels():
+            return None
+        found = [_over(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
+        return cpus_.combined(found, backends.number(inv_scale))
+
+    def over_shards(self, look: Look | None) -> Look | None:
+        """What the twin saw in an update, over all shards; the norm is as exact as an fp32 one."""
+        if look is None or self._groups == [()]:
+            return look
+        if len(self._groups) > 1:
+            return None
+        squares, amax = _over(self._groups[0], look[1] ** 2, look[2])
+        return math.isfinite(amax), math.sqrt(squares) if squares >= 0 else math.nan, amax
+
+    def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """`OnePassOptimizer.seed_masters` of whole or sharded fp32 values."""
+        own = {self._known[p]: local_of(value) for p, value in values.items() if p in self._known}
+        self.enter(gradients=False).seed_masters(own)
+        self.show()
+
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The exact fp32 value of every parameter, as DTensors."""
+        return {p: self.master_of(p) for p in self._known}
+
+    def master_of(self, p: Tensor) -> Tensor:
+        """The exact fp32 value of one parameter."""
+        local = self._known[p]
+        value = self.enter(gradients=False).master_of(local)
+        return value if local is p else _placed(value, p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The twin's state dict with DTensors in it."""
+        self.enter(gradients=False)
+        self.show()
+        packed = self.twin.state_dict()
+        by_number = [p for group in self._outer.param_groups for p in group["params"]]
+        for number, entry in packed["state"].items():
+            p = by_number[number]
+            kept = {k: v for k, v in entry.items() if k != "weight"}
+            packed["state"][number] = {k: _as_shard(v, self._known[p], p) for k, v in kept.items()}
+        return packed
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state dict of DTensors or of whole tensors; every rank must call it with the same."""
+        numbers = [key for group in state["param_groups"] for key in group["params"]]
+        params = [p for group in self._outer.param_groups for p in group["params"]]
+        entries = {
+            key: {k: _cut(v, p) for k, v in state["state"][key].items()}
+            for key, p in zip(numbers, params)
+            if key in state["state"]
+        }
+        self.enter(gradients=False).load_state_dict({**state, "state": entries})
+        for group, local in zip(self._outer.param_groups, self.twin.param_groups):
+            group.update({k: v for k, v in local.items() if k != "params"})
+        self._outer.state.clear()
+        self.show()
+
+
+def _same_options(group: Mapping[str, Any], local: Mapping[str, Any]) -> bool:
+    if group.keys() != local.keys():
+        return False
+    others = ((v, local[k]) for k, v in group.items() if k != "params")
+    return all(v is w or (not isinstance(v, Tensor) and v == w) for v, w in others)
+
+
+def _local_gradient(p: Tensor, grad: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a gradient; partial sums (tensor parallel) are added up first."""
+    shard: Any = grad
+    if getattr(shard, "placements", None) != cast(Any, p).placements and hasattr(shard, "redistribute"):
+        shard = shard.redistribute(cast(Any, p).device_mesh, cast(Any, p).placements)
+    part = local_of(shard)
+    if part.dtype != local.dtype:
+        local.grad_dtype = None
+    return part
+
+
+def _over(groups: tuple[Any, ...], squares: float, amax: float) -> tuple[float, float]:
+    if not groups:
+        return squares, amax
+    wide = torch.tensor([squares, amax], dtype=torch.float64)
+    total, top = sums_over(groups, wide[0], wide[1])
+    return float(total), float(top)
+
+
+def _placed(local: Tensor, p: Tensor) -> Tensor:
+    """A local tensor of the shape of p's shard as a DTensor placed like `p`."""
+    from torch.distributed.tensor import DTensor
+
+    own: Any = p
+    return DTensor.from_local(
+        local.view(local_of(p).shape), own.device_mesh, own.placements, run_check=False,
+        shape=p.shape, stride=p.stride(),
+    )  # fmt: skip
+
+
+def _as_shard(value: Any, local: Tensor, p: Tensor) -> Any:
+    """A state of a local tensor as the user sees it: a DTensor where it has the shape of the shard."""
+    if local is p or not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.shape == local.shape:
+        return _placed(value, p)
+    return value
+
+
+def _cut(value: Any, p: Tensor) -> Any:
+    """This rank's part of a saved state: of a DTensor placed in any way, or of a whole tensor."""
+    if not isinstance(value, Tensor) or local_of(p) is p:
+        return local_of(value) if isinstance(value, Tensor) else value
+    own: Any = p
+    if local_of(value) is not value:
+        shard: Any = value
+        return local_of(shard.redistribute(own.device_mesh, own.placements))
+    if value.shape == local_of(p).shape != p.shape or value.dim() == 0:
+        return value
+    if value.shape != p.shape:
+        raise CheckpointError(
+            f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "
+            f"{list(local_of(p).shape)}): save and load with Session.save and Session.load"
+        )
+    from torch.distributed.tensor import distribute_tensor
+
+    return local_of(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))
