@@ -186,7 +186,7 @@ def shards_norm(rank, kind):
     return outcome.grad_norm, outcome.max_abs, count
 
 
-@pytest.mark.parametrize("kind", ["scaler", "torch"])
+@pytest.mark.parametrize("kind", ["scaler", "torch", "one pass"])
 def test_the_norm_over_shards_is_the_whole_norm(kind):
     for norm, largest, count in run(shards_norm, 2, kind):
         value = 1.0 if kind == "scaler" else 2.0
