@@ -1,12 +1,14 @@
 """Break each law once and demand that its tests see it.
 
-Each `breakages/*.toml` row names a file of the package, a text in it, and a replacement that violates a law.
+Each `breakages/*.toml` row names a file of the package (and the function in it, `file.py::Class.method`), an
+expression there, and a replacement that violates a law.
 The package is copied, the row applied to the copy, and the row's tests are run against it: they must fail.
 
     python tests/laws/break_laws.py [breakages/scaling.toml ...] [--jobs 2]
 """
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -29,16 +31,33 @@ def load(paths: list[Path]) -> list[dict]:
     return rows
 
 
+def around(text: str, function: str) -> tuple[str, str, str]:
+    """What stands before a function ("name" or "Class.name"), its text, what follows; "" is the whole file."""
+    body = ast.parse(text).body
+    node = None
+    for part in function.split(".") if function else ():
+        node = next((n for n in body if getattr(n, "name", None) == part), None)
+        if node is None:
+            return text, "", ""
+        body = node.body
+    if node is None:
+        return "", text, ""
+    lines = text.splitlines(keepends=True)
+    first, last = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1, node.end_lineno
+    return "".join(lines[:first]), "".join(lines[first:last]), "".join(lines[last:])
+
+
 def run_broken(row: dict) -> str:
     """An empty string if the tests saw the breakage, else what is wrong with the row or its tests."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "src"
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        target = Path(folder) / row["file"]
-        text = target.read_text()
+        name, _, function = row["file"].partition("::")
+        target = Path(folder) / name
+        before, text, after = around(target.read_text(), function)
         if text.count(row["find"]) != 1:
             return f"`find` occurs {text.count(row['find'])} times in {row['file']}, expected once"
-        target.write_text(text.replace(row["find"], row["replace"]))
+        target.write_text(before + text.replace(row["find"], row["replace"]) + after)
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *row["tests"]]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
