@@ -32,7 +32,7 @@ def load(paths: list[Path]) -> list[dict]:
 
 
 def around(text: str, function: str) -> tuple[str, str, str]:
-    """What stands before a function ("name" or "Class.name"), its text, what follows; "" is the whole file."""
+    """What is before a function ("name" or "Class.name"), its text, what follows; "" is the whole file."""
     body = ast.parse(text).body
     node = None
     for part in function.split(".") if function else ():
