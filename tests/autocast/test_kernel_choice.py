@@ -151,6 +151,7 @@ def test_a_state_brings_its_choices_and_leaves_the_rest_to_the_machine() -> None
     there = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, name="measured")
     there.choose(CONV, "iw")
     here = KernelTable((), lambda cls, direction: {"native": 1.0, "rounded": 2.0}, name="measured")
+    assert here.choose(CONV, "iw") == NATIVE
     table = restored(saved(there), here)
     assert table.choose(CONV, "iw") == ROUNDED
     assert table.choose(CONV, "w") == NATIVE

@@ -1,0 +1,136 @@
+"""Law 13, the machine only says by which kernel: choices follow times, keep dtypes, and are data."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.autocast import kernel_functions
+from halfstep.autocast.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
+from halfstep.autocast.kernel_functions import Linear
+
+BF16 = torch.bfloat16
+prepare_module = importlib.import_module("halfstep.session.prepare")  # the package's name is the function
+WAYS = ("native", "rounded")
+
+
+def machine(native: float, rounded: float) -> KernelTable:
+    """A machine on which every kernel takes so long, whatever the op."""
+    return KernelTable((), lambda cls, direction: {"native": native, "rounded": rounded}, name="measured")
+
+
+SLOW, FAST = machine(9.0, 1.0), machine(1.0, 9.0)
+
+
+def test_no_direction_is_slower_than_the_best_by_more_than_the_margin() -> None:
+    for native in (0.5, 0.9, 1.0, 1.1, 1.24, 1.26, 2.0, 100.0):
+        choice, _ = decide({"forward": {"native": native, "rounded": 1.0}}, 0.0)
+        taken = native if choice.forward == "native" else 1.0
+        assert taken <= min(native, 1.0) / MARGIN
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def train(amp: hs.Session, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        with amp.autocast():
+            loss = amp.model(x).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+
+
+def session(kernels: KernelTable) -> tuple[hs.Session, torch.optim.Optimizer]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hs.prepare(model, optimizer, dtype=BF16, kernels=kernels), optimizer
+
+
+def test_the_machine_changes_no_dtype() -> None:
+    dtypes = []
+    for kernels in (SLOW, FAST):
+        amp, _ = session(kernels)
+        with amp.autocast():
+            out = amp.model(torch.randn(4, 3, 8, 8))
+        out.float().sum().backward()
+        dtypes.append([out.dtype, *(p.grad.dtype for p in amp.model.parameters())])
+    assert dtypes[0] == dtypes[1]
+    assert dtypes[0][0] is BF16
+
+
+@pytest.fixture
+def other_bits(monkeypatch):
+    """Rounded kernels whose last bits surely are not native's."""
+    linear = kernel_functions.linear
+    monkeypatch.setattr(
+        kernel_functions, "linear", lambda how, *args: linear(how, *args) * (1 if how == "native" else 1.01)
+    )
+
+
+@pytest.mark.usefixtures("other_bits")
+def test_a_run_resumed_on_another_machine_is_the_run_that_never_stopped() -> None:
+    whole, _ = session(SLOW)
+    train(whole, range(6))
+    first, optimizer = session(SLOW)
+    train(first, range(3))
+    saved = first.state_dict(), first.model.state_dict(), optimizer.state_dict()
+    second, optimizer = session(machine(1.0, 9.0))
+    second.load_state_dict(saved[0])
+    second.model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
+    train(second, range(3, 6))
+    elsewhere, _ = session(FAST)
+    train(elsewhere, range(6))
+    pairs = list(zip(whole.model.parameters(), second.model.parameters(), elsewhere.model.parameters()))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not all(torch.equal(a, c) for a, _, c in pairs), (
+        "the two machines computed alike: nothing was shown"
+    )
+
+
+def test_all_ranks_take_the_choices_of_rank_0(monkeypatch) -> None:
+    ranks = [machine(9.0, 1.0), machine(1.0, 9.0)]
+    said: list[object] = []
+
+    def of_rank(number: int) -> KernelTable:
+        def gathered(value: object) -> list[object]:
+            if number == 0:
+                said.append(value)
+            return said
+
+        monkeypatch.setattr(prepare_module, "world_size", lambda: 2)
+        monkeypatch.setattr(prepare_module, "rank", lambda: number)
+        monkeypatch.setattr(prepare_module, "gather", gathered)
+        return prepare_module.same_on_all_ranks(ranks[number], torch.device("cpu"), BF16)
+
+    tables = [of_rank(0), of_rank(1)]
+    met_later = OpClass("convolution", "bf16", "2d depthwise", "large", torch.get_num_threads())
+    for table in tables:
+        assert not table.measures
+        assert table.choose(met_later, "iw") == Choice("rounded", "rounded", "rounded")
+
+
+def test_what_a_file_pins_no_measurement_moves(tmp_path) -> None:
+    file = tmp_path / "kernels.toml"
+    file.write_text('format = 1\n[[kernel]]\nop = "linear"\nforward = "rounded"\n')
+    x, layer = torch.randn(2, 4), nn.Linear(4, 4)
+    amp = hs.prepare(layer, dtype=BF16, kernels=file)
+    with amp.autocast():
+        out = layer(x)
+    wanted = Linear.apply(x.to(BF16), layer.weight.to(BF16), layer.bias.to(BF16), Choice("rounded"))
+    assert torch.equal(out, wanted)
+    assert amp.kernels.rows == (Row(Choice("rounded"), op="linear"),)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_once_chosen_stays_chosen(way: str) -> None:
+    times = iter([(9.0, 1.0) if way == "rounded" else (1.0, 9.0), *[(5.0, 5.0)] * 9])
+    table = KernelTable((), lambda cls, direction: dict(zip(WAYS, next(times))))
+    cls = OpClass("linear", "bf16", "plain", "tiny", 1)
+    assert table.choose(cls, "").forward == way
+    assert table.choose(cls, "").forward == way
