@@ -51,6 +51,17 @@ def test_channels_last_is_not_tried_where_the_same_kernel_lost() -> None:
     assert "channels_last" not in Clock().race(rounded=(1.0,), native=(9.0,), channels_last=(0.1,))
 
 
+def test_channels_last_is_not_tried_where_native_was_left_out() -> None:
+    assert Clock().race(rounded=(1.0,), channels_last=(0.1,)) == {"rounded": 1.0}
+
+
+def test_a_kernel_that_torch_lacks_has_no_time() -> None:
+    def absent() -> None:
+        raise RuntimeError("not implemented for 'Half'")
+
+    assert "native" not in probes.race({"rounded": lambda: None, "native": absent})
+
+
 def measured(file, times, log=None):
     def run(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
         if log is not None:

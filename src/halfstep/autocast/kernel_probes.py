@@ -264,8 +264,8 @@ def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
 def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Shortest time of each candidate in seconds, runs interleaved.
 
-    The likely fast ones come first. One that is far slower than the best so far is run once, or twice where
-    its first run was short enough to have been spent on preparing the kernel.
+    The likely fast ones come first. One that cannot run has no time. One that is far slower than the best so
+    far is run once, or twice where its first run was short enough to have been spent on preparing the kernel.
     """
 
     def timed(call: Call, repeats: int = 1) -> float:
@@ -277,9 +277,12 @@ def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_
     found: dict[str, float] = {}
     for name, call in candidates.items():
         best = min(found.values(), default=math.inf)
-        if name == "channels_last" and found["native"] > HOPELESS * best:
+        if name == "channels_last" and found.get("native", math.inf) > HOPELESS * best:
             continue  # the same kernels
-        first = timed(call)
+        try:
+            first = timed(call)
+        except RuntimeError:  # this torch has no such kernel
+            continue
         if first < _LONGEST_FIRST or first <= HOPELESS * best:
             first = min(first, timed(call))
         found[name] = first
