@@ -35,11 +35,52 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text
     from rich.table import Table
 
     numeric = right.split(",")
+    shown = [[clean(cell) for cell in row] for row in rows]
+    if _too_wide(columns, shown, numeric):
+        return _records(title, columns, shown)
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
-    for row in rows:
+        whole = column in numeric
+        made.add_column(column, justify="right" if whole else "left", overflow="fold", no_wrap=whole)
+    for row in shown:
         made.add_row(*row)
+    return made
+
+
+def clean(text: str | Text) -> str | Text:
+    """Text with its control characters written out: a name may hold what would move a terminal's cursor."""
+    if not isinstance(text, str) or text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _too_wide(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], numeric: Sequence[str]) -> bool:
+    """Whether some cell would have to be broken inside a word for all columns to stand side by side."""
+    width = console().width
+
+    def needs(text: str, whole: bool) -> int:
+        return len(text) if whole else max(map(len, text.split()), default=0)
+
+    total = 0
+    for place, column in enumerate(columns):
+        whole = column in numeric
+        cells = [needs(str(row[place]), whole) for row in rows]
+        total += max([needs(column, whole), *cells]) + 2
+    return total > width
+
+
+def _records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    """The rows one below the other, a line for each value: for a terminal too narrow for the table."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for row in rows:
+        made.add_row(row[0], "", style="bold")
+        for column, cell in zip(columns[1:], row[1:]):
+            if str(cell):
+                made.add_row(f"  {column}", cell)
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from halfstep.cli._options import Flag, check_report, computing_device, shown
-from halfstep.cli._output import console, print_json, table
+from halfstep.cli._output import clean, console, print_json, table
 from halfstep.doctor.document import Document
 from halfstep.doctor.recipe import examine_recipe
 from halfstep.errors import ConfigError
@@ -69,12 +69,12 @@ def run(
 def _print(document: Document, report: Path | None) -> None:
     out = console()
     for line in document.verdict:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(clean(line), markup=False, highlight=False, soft_wrap=True)
     rows = _dtypes(document.counts)
     if rows:
         out.print(table("", ("dtype", "ops that ran in it, most frequent first"), rows))
     for note in document.notes:
-        out.print(note, markup=False)
+        out.print(clean(note), markup=False)
     if report is not None:
         out.print(f"report: {report}", markup=False, soft_wrap=True)
 

@@ -285,11 +285,15 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
 
 def _print(document: Mapping[str, Any], report: Path | None) -> None:
     from halfstep.report.table import cells, columns
+    from halfstep.report.verdict import busy, verdict
 
     out = console()
     machine = document["machine"]
     for recipe in document["recipes"]:
         seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
+        out.print(f"{recipe['name']}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
+        if busy(recipe):
+            out.print(busy(recipe), style="bold red", markup=False)
         title = f"{recipe['name']}: {recipe['about']} ({recipe['data']}, {recipe['steps']} steps, {seeds})"
         heads = columns(recipe["metric"])
         rows = [cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]

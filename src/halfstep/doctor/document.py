@@ -175,7 +175,11 @@ class Document:
 
     def as_dict(self) -> dict[str, Any]:
         """The document as plain values, with `healthy` and `verdict`."""
-        return dataclasses.asdict(self) | {"healthy": self.healthy, "verdict": self.verdict}
+        return dataclasses.asdict(self) | {
+            "healthy": self.healthy,
+            "headline": self.headline,
+            "verdict": self.verdict,
+        }
 
 
 def _known(cure: CureFound) -> str:

@@ -32,6 +32,20 @@ def _wait(device: torch.device) -> None:
 
 def times_in_turn(steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2) -> list[float]:
     """Median seconds of each step, over `rounds` rounds in which every step runs once."""
+    return [median(taken) for taken in rounds_in_turn(steps, device, rounds, warm_up)]
+
+
+def noise(taken: Sequence[float]) -> float:
+    """How far the middle eight tenths of some times lie apart, as a share of their median."""
+    ordered = sorted(taken)
+    cut = len(ordered) // 10
+    return (ordered[-1 - cut] - ordered[cut]) / median(ordered)
+
+
+def rounds_in_turn(
+    steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2
+) -> list[list[float]]:
+    """Seconds of each step in each of `rounds` rounds in which every step runs once."""
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(warm_up + rounds):
         for step, taken in zip(steps, seconds):
@@ -41,7 +55,7 @@ def times_in_turn(steps: Sequence[Step], device: torch.device, rounds: int, warm
             _wait(device)
             if turn >= warm_up:
                 taken.append(time.perf_counter() - started)
-    return [median(taken) for taken in seconds]
+    return seconds
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:

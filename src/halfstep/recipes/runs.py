@@ -95,6 +95,7 @@ class Row:
     setting: Setting
     runs: list[SeedRun]
     seconds: float | None = None
+    noise: float | None = None
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     bound: measure.Bound | None = None
@@ -161,6 +162,7 @@ def _row_dict(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes |
         "difference": mean - statistics.fmean(base) if mean is not None and base else None,
         "why": "" if row.setting.plan is None else _reason(row.setting.plan),
         "seconds": row.seconds,
+        "noise": row.noise,
         "samples_per_second": recipe.batch_size / row.seconds if row.seconds else None,
         "peak_bytes": row.peak_bytes,
         "saved_bytes": row.saved_bytes,
@@ -276,9 +278,9 @@ def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.
 
 
 def _measure(rows: Sequence[Row], benches: Sequence[Bench], device: torch.device, rounds: int) -> None:
-    seconds = measure.times_in_turn([bench.step for bench in benches], device, rounds)
+    seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
     for row, bench, taken in zip(rows, benches, seconds):
-        row.seconds = taken
+        row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
         row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
         row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
         row.bound = measure.bound_of(measure.work_of(bench.step), device)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import ConfigError
-from halfstep.report.sentences import sentence
+from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
 from halfstep.report.table import cells, columns
+from halfstep.report.verdict import busy, verdict
 
 _MACHINE = {
     "halfstep": "halfstep",
@@ -87,9 +88,35 @@ def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
     curves, bars = _loss_figure(recipe) + _scale_figure(rows), _time_figure(recipe) + _memory_figure(rows)
     return (
         f"<section id='{escape(recipe['name'], quote=True)}'><h2>{escape(recipe['name'])}</h2>"
+        f"<p class='headline'>{escape(verdict(recipe))}</p>{_busy(recipe)}"
         f"<p class='quiet'>{escape(about)}</p>{_table(recipe, slow)}{_legend(rows)}"
         f"<div class='charts'><div>{curves}</div><div>{bars}</div></div>"
-        f"<ul class='levels'>{words}</ul></section>"
+        f"{_bounds(rows)}<details><summary>What each setting does</summary>"
+        f"<ul class='levels'>{words}</ul></details></section>"
+    )
+
+
+def _busy(recipe: Mapping[str, Any]) -> str:
+    told = busy(recipe)
+    return f"<p class='loud'>{escape(told)}</p>" if told else ""
+
+
+def _bounds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What bounds each step, as one small table."""
+    found = [(row["label"], bounds(row)) for row in rows]
+    body = "".join(
+        f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
+        for label, cells in found
+        if cells
+    )
+    if not body:
+        return ""
+    heads = ("level", "step", "bounded by", "arithmetic", "memory", "latency")
+    head = "".join(f"<th scope='col'>{h}</th>" for h in heads)
+    return (
+        "<h3>What bounds a step</h3><div class='scroll' tabindex='0'><table><thead><tr>"
+        f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        "<p class='quiet'>Time that each of the three would take alone, at this device's measured speeds.</p>"
     )
 
 
@@ -103,7 +130,8 @@ def _table(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
     head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in columns(metric))
     rows = (cells(row, metric, slow) for row in recipe["rows"])
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class='scroll' tabindex='0'>{table}</div>"
 
 
 def _cell(text: str) -> str:
@@ -137,15 +165,57 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _loss_figure(recipe: Mapping[str, Any]) -> str:
-    lines = []
+    """Losses over steps; beside O0, what each has more than it, with the band that seeds make."""
     window = max(1, recipe["steps"] // 40)
-    for row in recipe["rows"]:
-        values = smooth(_average([run["losses"] for run in row["runs"] if run["losses"]]), window)
-        points = [(i + 1.0, v) for i, v in _thin(values)]
-        lines.append(Line(row["label"], _classes(row), points))
-    chart = line_chart(lines, x_label="step", y_label="training loss", describe="training loss over steps")
+    smoothed = {
+        row["label"]: smooth(_average([run["losses"] for run in row["runs"] if run["losses"]]), window)
+        for row in recipe["rows"]
+    }
     note = f"Mean over seeds, smoothed over {window} steps." if window > 1 else "Mean over seeds."
-    return _chart("Training loss", chart, note)
+    lines = [
+        Line(row["label"], _classes(row), [(i + 1.0, v) for i, v in _thin(smoothed[row["label"]])])
+        for row in recipe["rows"]
+    ]
+    chart = line_chart(lines, x_label="step", y_label="training loss", describe="training loss over steps")
+    return _difference_figure(recipe, smoothed, window, note) + _chart("Training loss", chart, note)
+
+
+def _difference_figure(
+    recipe: Mapping[str, Any], smoothed: Mapping[str, Sequence[float]], window: int, note: str
+) -> str:
+    base = next((row for row in recipe["rows"] if row["level"] == "O0"), None)
+    others = [row for row in recipe["rows"] if row is not base]
+    if base is None or not others:
+        return ""
+    zero = smoothed[base["label"]]
+    lines: list[Line] = []
+    for row in others:
+        pairs = [(i, v - zero[i]) for i, v in enumerate(smoothed[row["label"]]) if i < len(zero)]
+        stride = max(1, math.ceil(len(pairs) / 400))
+        lines.append(Line(row["label"], _classes(row), [(i + 1.0, v) for i, v in pairs[::stride]]))
+    curves = [smooth(run["losses"], window) for run in base["runs"] if run["losses"]]
+    band = _band(curves)
+    if band:
+        note = f"{note} Grey: how far O0's own seeds lie apart (two standard errors of their mean)."
+    chart = line_chart(
+        lines, x_label="step", y_label="loss minus O0's", describe="loss minus O0's", band=band
+    )
+    return _chart("Training loss minus O0's", chart, note)
+
+
+def _band(curves: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
+    """(step, low, high) of the mean's uncertainty around zero; nothing for one seed."""
+    length = min((len(c) for c in curves), default=0)
+    if len(curves) < 2:
+        return []
+    stride = max(1, math.ceil(length / 200))
+    found: list[tuple[float, float, float]] = []
+    for i in range(0, length, stride):
+        values = [c[i] for c in curves]
+        if all(map(math.isfinite, values)):
+            wide = 2 * statistics.stdev(values) / math.sqrt(len(values))
+            found.append((i + 1.0, -wide, wide))
+    return found
 
 
 def _thin(values: Sequence[float], most: int = 400) -> list[tuple[int, float]]:
@@ -154,19 +224,23 @@ def _thin(values: Sequence[float], most: int = 400) -> list[tuple[int, float]]:
 
 
 def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = []
+    lines: list[Line] = []
+    constant: list[str] = []
     for row in rows:
         run = row["runs"][0]
-        if any(scale != 1.0 for scale in run["scales"]):
+        if len(set(run["scales"])) == 1 and run["scales"][0] != 1.0 and not run["skipped"]:
+            constant.append(f"{row['label']} stayed at {run['scales'][0]:,.0f}")
+        elif any(scale != 1.0 for scale in run["scales"]):
             points = [(i + 1.0, scale) for i, scale in enumerate(run["scales"])]
             marks = [float(step) for step in run["skipped"]]
             lines.append(Line(row["label"], _classes(row), points, marks, steps=True))
+    told = f"<p class='quiet'>Loss scale: {escape('; '.join(constant))}.</p>" if constant else ""
     if not lines:
-        return ""
+        return told
     chart = line_chart(
         lines, x_label="step", y_label="loss scale", powers_of_two=True, describe="loss scale over steps"
     )
-    return _chart("Loss scale", chart, "First seed. A red cross is a skipped step.")
+    return _chart("Loss scale", chart, "First seed. A red cross is a skipped step.") + told
 
 
 def _time_figure(recipe: Mapping[str, Any]) -> str:
@@ -196,4 +270,5 @@ def _memory_figure(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _chart(title: str, drawing: str, note: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(note)}</figcaption></figure>"
+    plot = f"<div class='plot' tabindex='0'>{drawing}</div>"
+    return f"<figure><h3>{escape(title)}</h3>{plot}<figcaption>{escape(note)}</figcaption></figure>"

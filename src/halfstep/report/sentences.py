@@ -10,12 +10,6 @@ from halfstep.report.costs import costs
 
 Row = Mapping[str, Any]
 
-_REMEDY = {
-    "arithmetic": "faster matrix arithmetic is what would shorten it",
-    "memory": "fewer or smaller tensors are what would shorten it",
-    "latency": "larger batches or fewer, larger ops are what would shorten it",
-}
-
 
 def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
     """What the row's level did, what that bought against O0, and what bounds its step."""
@@ -27,7 +21,6 @@ def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
         )
     parts.append(_against(row, base))
     parts.append(_scaling(row))
-    parts.append(_bound(row))
     parts.append(costs(row))
     return " ".join(part for part in parts if part)
 
@@ -58,18 +51,16 @@ def _scaling(row: Row) -> str:
     return f"The loss scale moved between {min(scales):,.0f} and {max(scales):,.0f}; {skipped} skipped."
 
 
-def _bound(row: Row) -> str:
+def bounds(row: Row) -> list[str]:
+    """The step's time, what bounds it, and what arithmetic, memory and latency would take, each alone."""
     bound = row["bound"]
     if not bound or not row["seconds"]:
-        return ""
-    parts = {name: bound[name] for name in ("arithmetic", "memory", "latency")}
-    listed = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
-    what = bound["what"]
-    return (
-        f"Bounded by {what}: at this device's measured speeds its {bound['flops'] / 1e9:,.3g} GFLOP, "
-        f"{bound['bytes'] / 1e6:,.3g} MB and {bound['ops']:,} ops would take {listed}, each alone; "
-        f"the step took {_time(row['seconds'])}, and {_REMEDY[what]}."
-    )
+        return []
+    return [
+        _time(row["seconds"]),
+        bound["what"],
+        *(_time(bound[n]) for n in ("arithmetic", "memory", "latency")),
+    ]
 
 
 def _time(seconds: float) -> str:

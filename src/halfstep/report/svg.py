@@ -82,10 +82,21 @@ def _power_label(value: float) -> str:
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_label: str, y_label: str, powers_of_two: bool = False, describe: str = ""
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    powers_of_two: bool = False,
+    describe: str = "",
+    band: Sequence[tuple[float, float, float]] = (),
+    marked: Sequence[float] = (),
 ) -> str:
-    """Curves over steps; `powers_of_two` gives a logarithmic axis. Points not finite break a curve."""
+    """Curves over steps; `powers_of_two` gives a logarithmic axis. Points not finite break a curve.
+
+    `band`: (x, low, high) of a grey area behind them; `marked`: steps with a line across the chart.
+    """
     kept = [(x, y) for line in lines for x, y in line.points if _drawable(y, powers_of_two)]
+    kept += [(x, y) for x, low, high in band for y in (low, high) if kept]
     if not kept:
         return "<p class='quiet'>no finite values to draw</p>"
     x_low, x_high = min(x for x, _ in kept), max(x for x, _ in kept)
@@ -106,8 +117,24 @@ def line_chart(
         _frame(across, up, nice_ticks(x_low, x_high, 6), ticks, powers_of_two),
         _axis_names(x_label, y_label),
     ]
+    if band:
+        parts.append(_area(band, across, up))
+    parts += [_mark(across(x), x) for x in marked if x_low <= x <= x_high]
     parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
     return _svg(WIDTH, HEIGHT, describe or f"{y_label} over {x_label}", parts)
+
+
+def _area(
+    band: Sequence[tuple[float, float, float]], across: Callable[[float], float], up: Callable[[float], float]
+) -> str:
+    there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in band]
+    back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(band)]
+    return f"<path class='band' d='M{'L'.join([*there, *back])}Z'/>"
+
+
+def _mark(x: float, step: float) -> str:
+    name = f"<text class='marked' x='{x - 5:.1f}' y='{_TOP + 10}' text-anchor='end'>step {step:g}</text>"
+    return f"<line class='marked' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{HEIGHT - _BOTTOM}'/>{name}"
 
 
 def _drawable(y: float, logarithmic: bool) -> bool:

@@ -20,7 +20,7 @@ def cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[
         row["label"] + (" (slow here)" if row["dtype"] in slow else ""),
         _final(row, metric),
         "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
-        _number(row["seconds"], 1e3, 2),
+        _number(row["seconds"], 1e3, 2) + _noise(row.get("noise")),
         _number(row["samples_per_second"], 1.0, 0),
         _number(row["peak_bytes"], 1e-6, 1),
         _number(row["saved_bytes"], 1e-6, 1),
@@ -44,6 +44,10 @@ def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
     if metric == "accuracy":
         return f"{100.0 * value:{sign}.2f}"
     return f"{value:{sign}#.{digits}g}"
+
+
+def _noise(noise: float | None) -> str:
+    return "" if not noise else f" ± {50 * noise:.0f} %"
 
 
 def _number(value: float | None, factor: float, digits: int) -> str:
