@@ -115,7 +115,10 @@ class Finding:
 
 @dataclass
 class Document:
-    """Everything the verdict, the JSON and the report are made of; `bad` holds the faults."""
+    """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
+
+    `beside`: the largest values at the first fault's step beside those of the last good step before it.
+    """
 
     target: str
     steps: int
@@ -126,6 +129,7 @@ class Document:
     bad: list[Fault] = field(default_factory=list[Fault])
     counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     lint: list[Finding] = field(default_factory=list[Finding])
+    beside: dict[str, Any] = field(default_factory=dict[str, Any])
     format: str = "fp32"
     series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -257,6 +261,7 @@ def add_watched(document: Document, seen: Watch) -> None:
         {
             "kind": s.kind,
             "path": s.path,
+            "class": seen.class_of(s.path),
             "steps": s.steps,
             "max_abs": s.max_abs,
             "samples": [dict(sample.__dict__) for sample in s.samples[-1:]],

@@ -52,6 +52,7 @@ class Cast:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.session: Any = None
         self.scaler: Any = None
+        self._names: dict[int, str] = {}
 
     def meet(self, module: nn.Module) -> None:
         """A module is called: if it has weights and belongs to no known model, it is one."""
@@ -84,9 +85,26 @@ class Cast:
             found |= {prefix + canonical(n): p for n, p in model.named_parameters() if p.is_floating_point()}
         return found
 
+    def name_of(self, thing: nn.Module | Tensor) -> str:
+        """Path of a module (with its class) or parameter; the class of what is in no known model."""
+        if id(thing) not in self._names:
+            for number, model in enumerate(self.models):
+                prefix = f"{type(model).__name__}." if number else ""
+                for name, module in model.named_modules():
+                    path = f"{prefix}{canonical(name)}".rstrip(".")
+                    self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
+                for name, p in model.named_parameters():
+                    self._names[id(p)] = prefix + canonical(name)
+        return self._names.get(id(thing), type(thing).__name__)
+
     def buffers(self) -> list[Tensor]:
         """Floating-point buffers of all models."""
         return [b for m in self.models for b in m.buffers() if b.is_floating_point()]
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger magnitude; what is not finite counts as largest."""
+    return a if not math.isfinite(a) or a > b else b
 
 
 class Taping:
@@ -170,8 +188,11 @@ class Examiner:
         if not math.isfinite(value):
             self.ledger.blame("loss")
 
-    def on_output(self, name: str, top: float) -> None:
+    def on_output(self, module: nn.Module, top: float) -> None:
         """A module without submodules gave a result."""
+        name = self.cast.name_of(module)
+        outputs = self.ledger.now.outputs
+        outputs[name] = _larger(top, outputs.get(name, 0.0))
         if top == 0.0 or not math.isfinite(top):
             self.ledger.now.silent = self.ledger.now.silent or name
 
@@ -183,8 +204,9 @@ class Examiner:
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
-        gradients = [p.grad for p in updated if p.grad is not None]
-        found = tops(gradients)
+        learning = [p for p in updated if p.grad is not None]
+        found = tops([p.grad for p in learning if p.grad is not None])
+        now.gradients |= {self.cast.name_of(p): top for p, top in zip(learning, found)}
         now.gradient = max(found, default=0.0)
         if not all(map(math.isfinite, found)):
             now.gradient = math.inf
@@ -471,7 +493,7 @@ class Moments:
             return "does not help"
         behind = self._ask(Job("go_on", index, spec, more))
         second = behind.faults[0] if behind is not None and behind.faults else None
-        if second is None or second.same_as(fault):
+        if second is None or second.same_as(fault) or (fault.weight and second.weight == fault.weight):
             return "does not help"
         if not any(second.same_as(other) for other in self._examiner.traced.faults):
             second.behind = True

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halfstep.autocast.context import autocast
 from halfstep.doctor.document import Document, Fault, add_watched, findings_of
 from halfstep.doctor.examiner import Enough, Examiner
-from halfstep.doctor.ledger import Ledger
+from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
 from halfstep.doctor.quiet import quiet_faults
 from halfstep.doctor.substitutes import ask_for_bf16
@@ -134,7 +134,7 @@ class Hooks:
             return
         if out.is_floating_point() and out.numel() > 8:
             with _disable_current_modes():
-                self._examiner.on_output(type(module).__name__, float(max_abs(out.detach())))
+                self._examiner.on_output(module, float(max_abs(out.detach())))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with _disable_current_modes():
@@ -202,6 +202,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
         document.bad += quiet_faults(Ledger(), examiner.conversions.flushes, [])
     document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
     document.counts, document.lint = traced.counts, findings_of(traced.lint)
+    document.beside = beside(ledger, document.faults[0].step) if document.faults else {}
     bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)
     for fault in document.bad:
         _say_since(fault, ledger)

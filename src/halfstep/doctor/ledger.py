@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class Note:
     gradient: float = 0.0
     silent: str = ""
     inputs: dict[str, float] = field(default_factory=dict[str, float])
+    outputs: dict[str, float] = field(default_factory=dict[str, float])
+    gradients: dict[str, float] = field(default_factory=dict[str, float])
     where: tuple[str, int] = ("", 0)
 
 
@@ -117,3 +120,22 @@ class Ledger:
             return None
         first, last = max(losses[:3]), min(losses[-3:])
         return (first, last) if first > 0 and last > DIVERGED * max(first, 1e-3) else None
+
+
+def beside(ledger: Ledger, number: int) -> dict[str, Any]:
+    """The largest magnitudes at a bad step beside those of the last good one: `good`, `bad`, `rows`."""
+    bad = next((note for note in ledger.notes if note.number == number), None)
+    before = [note for note in ledger.notes if note.number < number and not note.bad]
+    if bad is None or not before:
+        return {}
+    good = before[-1]
+    rows = [
+        {"kind": kind, "path": path, "good": usual.get(path), "bad": value}
+        for kind, now, usual in (
+            ("input", bad.inputs, good.inputs),
+            ("result", bad.outputs, good.outputs),
+            ("gradient", bad.gradients, good.gradients),
+        )
+        for path, value in now.items()
+    ]
+    return {"good": good.number, "bad": number, "rows": rows}

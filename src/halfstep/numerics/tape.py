@@ -379,7 +379,7 @@ class Tape:
         return _storage(t) in self._received
 
     def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
-        if node.func.is_view or node.base in _UNCOUNTED:
+        if node.func.is_view or node.base in _UNCOUNTED or node.func.namespace == "halfstep":
             return
         dtype = next((t.dtype for t in (*results, *given) if t.is_floating_point()), None)
         if dtype is not None:

@@ -193,6 +193,11 @@ class Watch:
             return format_of(self._session.policy.compute_dtype)
         return self._format
 
+    def class_of(self, path: str) -> str:
+        """The class of the module at a path; empty where there is none (a parameter)."""
+        modules = {canonical(name): module for name, module in self._model.named_modules()}
+        return type(modules[path]).__name__ if path in modules else ""
+
     def _scale(self) -> float | Tensor:
         if self._session is not None:
             return self._session.loss_scale.value

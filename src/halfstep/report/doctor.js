@@ -44,10 +44,10 @@
     heat.textContent = "";
     const head = document.createElement("div");
     head.className = "head";
-    head.append(line("", "→ 0", "→ ∞"));
+    head.append(line("", "→ 0", "→ ∞", "inf, NaN"));
     heat.append(head);
     rows.forEach((r, i) => {
-      const row = line(r.path, "", "");
+      const row = line(r.path, "", "", r.bad ? String(r.bad) : "");
       row.id = "row" + i;
       row.setAttribute("role", "option");
       row.addEventListener("click", () => select(i, false));
@@ -58,7 +58,7 @@
     else at("detail").textContent = "no tensor of that name";
   }
 
-  function line(path, left, right) {
+  function line(path, left, right, bad) {
     const row = document.createElement("div");
     row.className = "row";
     const name = document.createElement("span");
@@ -71,7 +71,7 @@
     name.title = path;
     const canvas = document.createElement("canvas");
     row.append(name, canvas);
-    for (const share of [left, right]) {
+    for (const share of [left, right, bad]) {
       const cell = document.createElement("span");
       cell.className = "share";
       cell.textContent = share;
@@ -167,7 +167,8 @@
         cells[j].textContent = percent(value);
         cells[j].classList.toggle("much", value > (j ? 0 : 0.05));
       });
-      row.setAttribute("aria-label", `${r.path}: ${percent(s.lost)} to zero, ${percent(s.over)} overflow`);
+      cells[2].classList.toggle("much", r.bad > 0);
+      row.setAttribute("aria-label", `${r.path}: ${percent(s.lost)} to zero, ${percent(s.over)} overflow, ${r.bad} inf or NaN`);
       lost += s.lost * s.nonzero; over += s.over * s.nonzero; nonzero += s.nonzero;
     });
     const share = (v) => percent(nonzero ? v / nonzero : 0);

@@ -41,6 +41,7 @@ def render_doctor(document: Mapping[str, Any]) -> str:
     sections = [
         ("verdict", "Verdict", _verdict(document)),
         ("first-bad-op", "First bad op", _bad_ops(document)),
+        ("beside", "The bad step beside the last good one", _beside(document)),
         ("values", "Where the values lie", _heat_map(document)),
         ("headroom", "Headroom over time", _headroom(document)),
         ("scale", "Loss scale and skipped steps", _scale(document)),
@@ -62,6 +63,7 @@ def render_doctor(document: Mapping[str, Any]) -> str:
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>halfstep doctor: {target}</title><style>{style}</style></head><body><main>"
         f"<h1>{target} {badge}</h1>"
+        f"<p class='headline'>{escape(document.get('headline', ''))}</p>"
         f"<p class='quiet'>{document['steps']} steps watched · torch {escape(document['torch'])}</p>"
         f"<nav aria-label='sections'>{links}</nav>{bodies}</main>"
         f"<script type='application/json' id='numbers'>{_embedded(document)}</script>"
@@ -77,7 +79,7 @@ def _embedded(document: Mapping[str, Any]) -> str:
             sample = series["samples"][-1]
             rows[series["kind"]].append(
                 {
-                    "path": series["path"],
+                    "path": _label(series),
                     "dtype": sample["dtype"],
                     "first": sample["first"],
                     "counts": list(sample["counts"]),
@@ -98,6 +100,42 @@ def _embedded(document: Mapping[str, Any]) -> str:
     }
     data = {"rows": rows, "formats": formats, "format": document.get("format", "fp16")}
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
+def _label(series: Mapping[str, Any]) -> str:
+    """A tensor's name, with the class of the module it comes out of."""
+    kind = series.get("class", "")
+    return f"{series['path']} ({kind})" if kind else series["path"]
+
+
+def _beside(document: Mapping[str, Any]) -> str:
+    """Largest magnitudes at the first fault's step and at the last good step before it."""
+    found = document.get("beside") or {}
+    if not found:
+        return ""
+    order = {"input": 0, "result": 1, "gradient": 2}
+    rows = "".join(_beside_row(row) for row in sorted(found["rows"], key=lambda r: order[r["kind"]])[:60])
+    heads = ("", "largest of", f"step {found['good'] + 1} (good)", f"step {found['bad'] + 1} (bad)", "")
+    head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in heads)
+    return (
+        f"<div class='scroll tall' tabindex='0'><table class='beside'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _beside_row(row: Mapping[str, Any]) -> str:
+    good, bad = (None if row[k] is None else float(row[k]) for k in ("good", "bad"))
+    word = ""
+    if bad is not None and not math.isfinite(bad):
+        word = "NaN" if math.isnan(bad) else "inf"
+    elif good and bad is not None and bad > 100 * good:
+        word = f"{bad / good:.2g} times"
+    elif good and bad == 0:
+        word = "all zero"
+    shown = ["" if x is None else f"{x:.4g}" for x in (good, bad)]
+    cells = "".join(f"<td>{escape(x)}</td>" for x in shown)
+    mark = f"<td class='bad'>{escape(word)}</td>" if word else "<td></td>"
+    return f"<tr><td>{row['kind']}</td><td><code>{escape(row['path'])}</code></td>{cells}{mark}</tr>"
 
 
 def _finite(value: float) -> float:
@@ -207,26 +245,42 @@ def _headroom(document: Mapping[str, Any]) -> str:
     top = FORMATS[document.get("format", "fp32")].max
     bits = [
         (
-            s["path"],
+            _label(s),
             [(float(x), math.log2(top / y)) for x, y in zip(s["steps"], s["max_abs"]) if _positive(y)],
         )
         for s in series
     ]
     bits = sorted((b for b in bits if b[1]), key=lambda b: min(y for _, y in b[1]))[:_SHOWN]
     lines = [Line(path, f"k{i}", points) for i, (path, points) in enumerate(bits)]
-    chart = line_chart(lines, x_label="step", y_label="bits left", describe="headroom in bits over steps")
+    chart = line_chart(
+        lines, x_label="step", y_label="bits left", describe="headroom in bits over steps",
+        marked=_marked(document, -1.0),
+    )  # fmt: skip
     legend = "".join(
         "<li><svg viewBox='0 0 26 10' aria-hidden='true'>"
         f"<path class='curve k{i}' d='M0 5H26'/></svg>{escape(path)}</li>"
         for i, (path, _) in enumerate(bits)
     )
     ahead = "".join(f"<li>{escape(f)}</li>" for f in document.get("forecasts", []))
-    told = f"<ul>{ahead}</ul>" if ahead else "<p class='quiet'>No tensor is on its way out of the format.</p>"
+    told = f"<ul>{ahead}</ul>" if ahead else f"<p class='quiet'>{escape(_way_out(series, bits))}</p>"
     note = f"The {len(bits)} tightest of {len(series)} modules' outputs, in {document.get('format')}."
-    return (
-        f"<figure>{chart}<figcaption>{escape(note)}</figcaption></figure>"
-        f"<ul class='legend'>{legend}</ul>{told}{_lost(document)}"
-    )
+    return f"{_figure(chart, note)}<ul class='legend'>{legend}</ul>{told}{_lost(document)}"
+
+
+def _marked(document: Mapping[str, Any], shift: float = 0.0) -> list[float]:
+    """The first fault's step, to be drawn in every chart."""
+    bad = [b["step"] + 1.0 + shift for b in document["bad"] if not b["harmless"]]
+    return bad[:1]
+
+
+def _way_out(series: Sequence[Mapping[str, Any]], bits: Sequence[tuple[str, Any]]) -> str:
+    left = [_label(s) for s in series if any(not _positive(y) and y != 0 for y in s["max_abs"])]
+    if left:
+        return f"Left the format, so that the curve ends: {_few(left)}."
+    low = [path for path, points in bits if points[-1][1] < 1.0 or points[-1][1] < points[0][1] - 4.0]
+    if low:
+        return f"Falling, or at the edge: {_few(low)}."
+    return "No tensor is on its way out of the format."
 
 
 def _positive(value: Any) -> bool:
@@ -252,20 +306,46 @@ def _scale(document: Mapping[str, Any]) -> str:
         return ""
     points = [(n["step"] + 1.0, float(n["scale"])) for n in history]
     line = Line("loss scale", "k0", points, [n["step"] + 1.0 for n in skips], steps=True)
-    chart = line_chart([line], x_label="step", y_label="loss scale", powers_of_two=True)
+    if len({n["scale"] for n in history}) == 1 and not skips:
+        return f"<p>The loss scale stayed at {history[0]['scale']:,.0f}; no step was skipped.</p>"
+    chart = line_chart(
+        [line], x_label="step", y_label="loss scale", powers_of_two=True, marked=_marked(document)
+    )
     causes = {bad["step"]: bad for bad in document["bad"]}
     rows = "".join(
-        f"<tr><td>{n['step'] + 1}</td><td>{n['scale']:g}</td><td><code>{escape(n['worst'])}</code></td>"
-        f"<td>{escape(_cause(causes.get(n['step'])))}</td></tr>"
-        for n in skips
+        f"<tr><td>{_range(run)}</td><td>{run[0]['scale']:g}</td><td><code>{escape(run[0]['worst'])}</code></td>"
+        f"<td>{escape(_cause(next((causes[n['step']] for n in run if n['step'] in causes), None)))}</td></tr>"
+        for run in _runs(skips)
     )
     table = (
-        "<div class='scroll'><table class='left'><thead><tr><th scope='col'>skipped step</th>"
-        "<th scope='col'>scale</th><th scope='col'>worst gradient</th><th scope='col'>first bad op</th></tr>"
+        "<div class='scroll' tabindex='0'><table class='left'><thead><tr><th scope='col'>skipped step</th>"
+        "<th scope='col'>scale at first</th><th scope='col'>worst gradient</th>"
+        "<th scope='col'>first bad op</th></tr>"
         f"</thead><tbody>{rows}</tbody></table></div>"
     )
     note = "A red cross is a skipped step." if skips else "No step was skipped."
-    return f"<figure>{chart}<figcaption>{note}</figcaption></figure>{table if skips else ''}"
+    return _figure(chart, note) + (table if skips else "")
+
+
+def _figure(chart: str, note: str) -> str:
+    plot = f"<div class='plot' tabindex='0'>{chart}</div>"
+    return f"<figure>{plot}<figcaption>{escape(note)}</figcaption></figure>"
+
+
+def _runs(skips: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Skipped steps that follow each other."""
+    runs: list[list[Mapping[str, Any]]] = []
+    for note in skips:
+        if runs and runs[-1][-1]["step"] + 1 == note["step"]:
+            runs[-1].append(note)
+        else:
+            runs.append([note])
+    return runs
+
+
+def _range(run: Sequence[Mapping[str, Any]]) -> str:
+    first, last = run[0]["step"] + 1, run[-1]["step"] + 1
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def _cause(bad: Mapping[str, Any] | None) -> str:
@@ -299,7 +379,8 @@ def _dtypes(document: Mapping[str, Any]) -> str:
         for op, cells in sorted(table.items(), key=lambda x: -sum(x[1].values()))
     )
     return (
-        "<p>Kernels of one step, by the op that called them.</p><div class='scroll tall'><table class='ops'>"
+        "<p>Kernels of one step, by the op that called them.</p>"
+        "<div class='scroll tall' tabindex='0'><table class='ops'>"
         f"<thead><tr><th rowspan='2' scope='col'>op</th>{groups}</tr><tr>{heads}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )

@@ -25,7 +25,7 @@ def verdict(recipe: Mapping[str, Any]) -> str:
     if not good:
         return f"O0: nothing here trains as well ({_count(len(rows) - 1)} compared)"
     best = min(good, key=lambda row: row["seconds"])
-    if best["seconds"] <= _FASTER * base["seconds"]:
+    if best["seconds"] <= (0.9 if busy(recipe) else 1.0) * _FASTER * base["seconds"]:
         return f"take {best['label']}: same {metric}, {_gains(best, base)}: {code(best)}"
     small = min(good, key=lambda row: row["peak_bytes"] or float("inf"))
     if _ratio(small, base, "peak_bytes") <= _SMALLER:
