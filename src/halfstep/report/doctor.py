@@ -114,7 +114,9 @@ def _beside(document: Mapping[str, Any]) -> str:
     if not found:
         return ""
     order = {"input": 0, "result": 1, "gradient": 2}
-    rows = "".join(_beside_row(row) for row in sorted(found["rows"], key=lambda r: order[r["kind"]])[:60])
+    listed: list[Mapping[str, Any]] = list(found["rows"])
+    listed.sort(key=lambda row: order[row["kind"]])
+    rows = "".join(_beside_row(row) for row in listed[:60])
     heads = ("", "largest of", f"step {found['good'] + 1} (good)", f"step {found['bad'] + 1} (bad)", "")
     head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in heads)
     return (
