@@ -43,7 +43,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     """
     path = Path(path)
     plain = _plain(state, "state")
-    temporary = path.with_name(f".{path.name}.{_HOST}-{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -51,7 +51,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot write checkpoint {path}: {_why(error, path, plain)}") from error
     finally:
@@ -60,15 +60,18 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     return path
 
 
-_HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
+HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def _why(error: BaseException, path: Path, state: Any) -> str:
+    return reason(error, path, sum(t.numel() * t.element_size() for t in _tensors(state)))
+
+
+def reason(error: BaseException, path: Path, needed: int) -> str:
     """What a failed write says; where the disk is full, the bytes needed and free."""
     causes = [error, error.__context__, error.__cause__]
     full = any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes)
-    needed = sum(t.numel() * t.element_size() for t in _tensors(state))
     try:
         free = shutil.disk_usage(path.parent).free
     except OSError:
@@ -111,7 +114,8 @@ def _plain(value: Any, place: str) -> Any:
     )
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to the disk, where the system can."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -332,7 +336,7 @@ class CheckpointFolder:
         for old in [other for other in self.paths() if _step_of(other) <= step][: -self.keep]:
             old.unlink(missing_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
-            if not _is_being_written(leftover):
+            if not is_being_written(leftover):
                 leftover.unlink(missing_ok=True)
         return path
 
@@ -374,13 +378,13 @@ def _step_of(path: Path) -> int:
     return int(path.name[len("step-") : -len(".pt")])
 
 
-def _is_being_written(temporary: Path) -> bool:
+def is_being_written(temporary: Path) -> bool:
     """Whether the process named in a temporary file's name may still live; one of another host may."""
     found = re.fullmatch(r"\..+\.(.+)-(\d+)\.tmp", temporary.name)
     if found is None:
         return False
     host, pid = found.groups()
-    if host != _HOST:
+    if host != HOST:
         return True
     if int(pid) == os.getpid():
         return False

@@ -58,7 +58,7 @@ def test_only_what_dead_processes_left_is_cleared(tmp_path):
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
     )
-    host = checkpoint._HOST
+    host = checkpoint.HOST
     living = tmp_path / f".step-00000004.pt.{host}-{os.getppid()}.tmp"
     elsewhere = tmp_path / ".step-00000004.pt.otherhost-1.tmp"
     gone = tmp_path / f".step-00000004.pt.{host}-{int(dead.stdout)}.tmp"

@@ -44,6 +44,11 @@ class Shards:
                 f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by itself "
                 "and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
             )
+        if any(group["state_dtype"] == "8bit" for group in outer.param_groups):
+            raise UnsupportedError(
+                "state_dtype='8bit' over shards: blocks that share an exponent would be cut differently on "
+                "another number of ranks; use 'bf16' or 'fp32' states"
+            )
         self._outer = outer
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}

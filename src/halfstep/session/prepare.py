@@ -236,6 +236,9 @@ def apply_level(
     for conversion in conversions:
         conversion.forget_originals()
     fit_states(level, optimizers)
+    for optimizer in optimizers:
+        if getattr(optimizer, "one_pass", False):
+            optimizer.init_states()  # pyright: ignore[reportAttributeAccessIssue]
     return conversions, masters
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
+from halfstep.session import saving
 from halfstep.session.gradient_state import Pending, changed, marks
 from halfstep.session.guards import (
     CHANGED,
@@ -437,6 +439,44 @@ class Session:
             self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
         self.loss_scale, self.steps = scale, steps
         self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        schedulers: Sequence[Any] = (),
+        position: Any = None,
+        extra: Any = None,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
+
+        One safetensors file a rank: fp32 masters under the weights' names, optimizer states as they are,
+        random generators; and a manifest with the SHA-256 of each file. No pickle. Any number of ranks reads
+        it, into any master or state format.
+
+        Args:
+            path: a folder on a disk that all ranks see; one that exists is replaced.
+            schedulers: learning-rate schedulers, in an order that `load` repeats.
+            position: where this rank stands in its data: tensors, numbers, strings, nests of these.
+            extra: the same on all ranks.
+            keep_last: delete older checkpoints beside it beyond this many, by the number its name ends in.
+
+        Raises:
+            CheckpointError: a full disk, told on every rank, or a value that cannot be saved.
+        """
+        return saving.save(
+            self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last
+        )
+
+    def load(self, path: str | Path, *, schedulers: Sequence[Any] = ()) -> saving.Loaded:
+        """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.
+
+        Model, optimizers, level and policy must be those that were saved; master and state formats may
+        differ. Returns `extra` and this rank's `position` (None where the number of ranks changed, which is
+        said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
+        """
+        return saving.load(self, path, schedulers=schedulers)
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""

@@ -1,0 +1,484 @@
+"""`Session.save` and `Session.load`: a folder that any number of ranks writes and any other number reads.
+
+One safetensors file a rank holds its share of the fp32 master of every weight (under the weight's own name,
+so that the folder is the export too), the optimizers' states as they are and the rank's random generators;
+`manifest.json` holds all else and the SHA-256 of every file. Nothing is pickled. The folder is written beside
+its place, forced to the disk and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep import checkpoint, rng, shardfiles
+from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
+from halfstep.names import canonical_all, named_parameters
+from halfstep.optim.masters import weight_of
+from halfstep.session.steppers import parameters_of
+from halfstep.shardfiles import Piece
+
+if TYPE_CHECKING:
+    from halfstep.session.session import Session
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_DERIVED = {"master", "lacking", "weight"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds besides the session: `extra` and this rank's `position`, as they were given."""
+
+    extra: Any
+    position: Any
+
+
+# ---- trees with tensors in them, as JSON and pieces -----------------------------------------------------
+
+
+def _encode(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
+    """A tree as JSON can hold it, its tensors put into `pieces`."""
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        pieces[name] = Piece(value.detach(), (0,) * len(shape), shape)
+        return {"tensor": name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        pairs = [[_encode(k, "", pieces), _encode(v, f"{name}.{k}", pieces)] for k, v in items]
+        return {"dict": pairs}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        entries = cast("Sequence[Any]", value)
+        return {kind: [_encode(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
+    if hasattr(value, "item"):
+        return value.item()
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
+    )
+
+
+def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = cast("dict[str, Any]", value).items()
+    if kind == "tensor":
+        return read(held)
+    if kind == "dict":
+        return {_decode(k, read): _decode(v, read) for k, v in held}
+    items = [_decode(item, read) for item in held]
+    return items if kind == "list" else tuple(items)
+
+
+# ---- what there is to save ------------------------------------------------------------------------------
+
+
+def _names(session: Session) -> dict[int, str]:
+    """The name in the file of every parameter of the models, by id."""
+    found: dict[int, str] = {}
+    for index, model in enumerate(session.models):
+        prefix = f"{index}." if len(session.models) > 1 else ""
+        found |= {id(p): prefix + name for name, p in named_parameters(model).items()}
+    return found
+
+
+def _masters(session: Session) -> dict[int, Tensor]:
+    """The fp32 value of every weight that an optimizer keeps one of, by the weight's id."""
+    found: dict[int, Tensor] = {}
+    for index, optimizer in enumerate(session.optimizers):
+        if getattr(optimizer, "one_pass", False):
+            found |= {id(p): value for p, value in cast(Any, optimizer).masters().items()}
+        elif index in session.masters:
+            found |= {id(w): m.detach() for w, m in session.masters[index].pairs()}
+    return found
+
+
+def _reshard(session: Session) -> None:
+    """After a forward without backward `fully_shard` may still hold whole weights."""
+    for module in (m for model in session.models for m in model.modules()):
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):
+            cast(Any, module).reshard()
+
+
+def _tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
+    """Every weight (its master where there is one) and buffer, by name in the file."""
+    masters = _masters(session)
+    for index, model in enumerate(session.models):
+        prefix = f"{index}." if len(session.models) > 1 else ""
+        by_key = dict(model.named_parameters(remove_duplicate=False))
+        state = model.state_dict()
+        short = canonical_all(state)
+        for key, value in state.items():
+            p = by_key.get(key)
+            if isinstance(value, Tensor):
+                yield prefix + short[key], masters.get(id(p), value.detach())
+
+
+def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
+    optimizer = session.optimizers[index]
+    held = [weight_of(p) for p in parameters_of(optimizer)]
+    places = [
+        f"{g}.{i}" for g, group in enumerate(optimizer.param_groups) for i, _ in enumerate(group["params"])
+    ]
+    return optimizer.state_dict(), [names.get(id(w), place) for w, place in zip(held, places)]
+
+
+def _split(t: Tensor, number: int) -> Piece | None:
+    """This rank's piece of a tensor, None where another rank writes it."""
+    placed: Any = t
+    whole = tuple(t.shape)
+    if local_of(t) is t:
+        return Piece(t.detach(), (0,) * len(whole), whole) if number % world_size() == rank() else None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements, mesh = placed.placements, placed.device_mesh
+    if any(type(p).__name__ == "_StridedShard" or p.is_partial() for p in placements):
+        raise UnsupportedError(
+            f"a tensor placed {placements} has no plain pieces to save: fully_shard over tensor parallelism "
+            "of the same dimension is saved with torch.distributed.checkpoint"
+        )
+    copies = [mesh.get_local_rank(d) for d, p in enumerate(placements) if p.is_replicate()]
+    if any(copies):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(t.shape, mesh, placements)
+    local = local_of(t).detach()
+    return Piece(local, tuple(offsets), whole) if local.numel() else None
+
+
+# ---- save -----------------------------------------------------------------------------------------------
+
+
+def save(
+    session: Session,
+    path: str | Path,
+    *,
+    schedulers: Sequence[Any] = (),
+    position: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> Path:
+    """`Session.save`."""
+    if session._pending:
+        raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
+    path = Path(path)
+    _reshard(session)
+    pieces: dict[str, Piece] = {}
+    for number, (name, t) in enumerate(_tensors(session)):
+        piece = _split(t, number)
+        if piece is not None:
+            pieces[name] = piece
+    manifest = _manifest(session, pieces, schedulers, extra)
+    own = {"random": rng.random_state(), "position": position}
+    about = {"own": _encode(own, f"rank.{rank()}", pieces), "ranks": world_size()}
+    _write(path, pieces, about, manifest)
+    if keep_last is not None and rank() == 0:
+        _prune(path, keep_last)
+    return path
+
+
+def _manifest(
+    session: Session, pieces: dict[str, Piece], schedulers: Sequence[Any], extra: Any
+) -> dict[str, Any]:
+    names, plain = _names(session), dict[str, Piece]()
+    optimizers: list[Any] = []
+    for index, optimizer in enumerate(session.optimizers):
+        state, own = _optimizer(session, index, names)
+        values: dict[str, Any] = {}
+        number = 0
+        for key, entry in state["state"].items():
+            for what, value in entry.items():
+                at = f"optimizer.{index}.{own[key]}.{what}"
+                if what in _DERIVED:
+                    continue
+                if not isinstance(value, Tensor):
+                    values.setdefault(own[key], {})[what] = value
+                    continue
+                number += 1
+                piece = _split(value, number)
+                if piece is not None:
+                    pieces[at] = piece
+                values.setdefault(own[key], {})[what] = {"tensor": at}
+        groups = [
+            {k: v for k, v in g.items() if k not in ("params", "release")} for g in state["param_groups"]
+        ]
+        optimizers.append(
+            {
+                "algorithm": checkpoint.algorithm_of(optimizer),
+                "names": own,
+                "state": values,
+                "groups": [_encode(g, f"optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)],
+            }
+        )
+    rest = {
+        "schedulers": [s.state_dict() for s in schedulers],
+        "extra": extra,
+        "session": session.state_dict(),
+    }
+    encoded = _encode(rest, "rest", plain)
+    if rank() == 0:
+        pieces |= plain
+    return {
+        "format": FORMAT,
+        "halfstep": sys.modules["halfstep"].__version__,
+        "torch": torch.__version__,
+        "ranks": world_size(),
+        "threads": torch.get_num_threads(),
+        "optimizers": optimizers,
+        "rest": encoded,
+    }
+
+
+def _write(
+    path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any], manifest: dict[str, Any]
+) -> None:
+    temporary = _everyone_hears(path.with_name(f".{path.name}.{checkpoint.HOST}-{os.getpid()}.tmp"))
+    file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
+    needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        digest, count = shardfiles.write(file, pieces, about)
+        told: Any = (file.name, digest, count)
+    except OSError as error:
+        told = f"cannot write {file}: {checkpoint.reason(error, path, needed)}"
+    except CheckpointError as error:
+        told = str(error)
+    everyone = gather(told)
+    wrong = [one for one in everyone if isinstance(one, str)]
+    if not wrong and rank() == 0:
+        manifest["files"] = {name: {"sha256": digest, "bytes": n} for name, digest, n in everyone}
+        try:
+            _finish(temporary, path, manifest)
+        except OSError as error:
+            wrong = [f"cannot write {path}: {checkpoint.reason(error, path, 0)}"]
+    wrong = wrong or [one for one in gather(wrong[0] if wrong else None) if one]
+    if wrong:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{wrong[0]}; what was saved before stands")
+
+
+def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
+    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(manifest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    checkpoint.sync_folder(temporary)
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(temporary, path)
+    checkpoint.sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    for left in path.parent.glob(".*.tmp"):
+        if left.is_dir() and not checkpoint.is_being_written(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _everyone_hears(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    if world_size() == 1:
+        return value
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _prune(path: Path, keep: int) -> None:
+    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
+    found = re.fullmatch(r"(.*?)(\d+)", path.name)
+    if keep < 1 or found is None:
+        raise CheckpointError(
+            f"keep_last={keep} for {path.name}: expected 1 or more, and a name ending in a number"
+        )
+    pattern = re.compile(re.escape(found[1]) + r"(\d+)")
+    older: list[tuple[int, Path]] = []
+    for other in path.parent.iterdir():
+        match = pattern.fullmatch(other.name)
+        if match and int(match[1]) <= int(found[2]) and (other / MANIFEST).is_file():
+            older.append((int(match[1]), other))
+    for _, other in sorted(older)[:-keep]:
+        shutil.rmtree(other, ignore_errors=True)
+
+
+# ---- load -----------------------------------------------------------------------------------------------
+
+
+def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
+    """`Session.load`."""
+    path = Path(path)
+    old = path.with_name(f".{path.name}.old")
+    if not path.exists() and (old / MANIFEST).is_file():
+        path = old  # killed between two renames
+    manifest = _checked(path)
+    _reshard(session)
+    headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
+    found = shardfiles.index(headers)
+    _check(session, manifest, found, schedulers)
+    rest = _decode(manifest["rest"], found.read)
+    session.load_state_dict(rest["session"])
+    for index in range(len(session.optimizers)):
+        _load_optimizer(session, index, manifest["optimizers"][index], found)
+    _load_weights(session, found)
+    for scheduler, state in zip(schedulers, rest["schedulers"]):
+        scheduler.load_state_dict(state)
+    checkpoint.warn_if_threads_differ(manifest["threads"])
+    return Loaded(rest["extra"], _own_part(manifest, headers, found))
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """The manifest; CheckpointError on all ranks where one of them finds a file missing or altered."""
+    told: str | None = None
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            told = f"{path} has layout {manifest['format']!r}; this version reads {FORMAT}"
+        for number, (name, known) in enumerate(sorted(manifest["files"].items())):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
+            elif number % world_size() == rank() and shardfiles.checksum(path / name) != known["sha256"]:
+                told = told or f"{path / name} is corrupt: its checksum is not the manifest's"
+    except FileNotFoundError:
+        told = f"no checkpoint at {path}: it has no {MANIFEST}"
+    except CheckpointError as error:
+        told = str(error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = f"{path / MANIFEST} is damaged or not a manifest: {error}"
+    wrong = [one for one in gather(told) if one]
+    if wrong:
+        raise CheckpointError(wrong[0])
+    return manifest
+
+
+def _check(
+    session: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
+) -> None:
+    """Raise CheckpointError before anything is changed."""
+    wanted = {name: tuple(t.shape) for name, t in _tensors(session)}
+    saved = {n for n in found.wholes if not n.startswith(("optimizer.", "rank.", "rest."))}
+    missing, extra = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}"
+        )
+    for name, shape in wanted.items():
+        if found.wholes[name] != shape:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} has shape {list(found.wholes[name])} there and "
+                f"{list(shape)} here"
+            )
+    algorithms = [one["algorithm"] for one in manifest["optimizers"]]
+    here = [checkpoint.algorithm_of(o) for o in session.optimizers]
+    if algorithms != here:
+        raise CheckpointError(
+            f"the checkpoint is of other optimizers: {algorithms} saved it, here are {here}"
+        )
+    count = len(dict(manifest["rest"]["dict"])["schedulers"]["list"])
+    if count != len(schedulers):
+        raise CheckpointError(f"the checkpoint holds {count} schedulers, load() was given {len(schedulers)}")
+
+
+def _box(found: shardfiles.Index, name: str, like: Tensor) -> Tensor:
+    """This rank's part of a saved tensor, cut as `like` is."""
+    if local_of(like) is like or found.wholes[name] != tuple(like.shape):
+        return found.read(name)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placed: Any = like
+    shape, offsets = compute_local_shape_and_global_offset(like.shape, placed.device_mesh, placed.placements)
+    return found.read(name, offsets, shape)
+
+
+def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], found: shardfiles.Index) -> None:
+    optimizer = session.optimizers[index]
+    present, names = _optimizer(session, index, _names(session))
+    if set(names) != set(saved["names"]):
+        raise CheckpointError(
+            "the checkpoint's optimizer holds other parameters: build it from the same model"
+        )
+    by_number = dict(enumerate(parameters_of(optimizer)))
+    ours = bool(getattr(optimizer, "one_pass", False))
+    state: dict[int, Any] = {}
+    for number, name in enumerate(names):
+        p = by_number[number]
+        entry = {
+            what: value if not isinstance(value, dict) else _state(found, value["tensor"], p, ours)
+            for what, value in saved["state"].get(name, {}).items()
+        }
+        if entry:
+            state[number] = entry
+    groups = [
+        {**_decode(old, found.read), "params": new["params"]}
+        for old, new in zip(saved["groups"], present["param_groups"])
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _state(found: shardfiles.Index, name: str, p: Tensor, ours: bool) -> Tensor:
+    local = _box(found, name, p)
+    if ours or local_of(p) is p or found.wholes[name] != tuple(p.shape):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = p
+    return DTensor.from_local(
+        local, placed.device_mesh, placed.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+@torch.no_grad()
+def _load_weights(session: Session, found: shardfiles.Index) -> None:
+    names = _names(session)
+    for index, optimizer in enumerate(session.optimizers):
+        held = [p for p in map(weight_of, parameters_of(optimizer)) if id(p) in names]
+        if getattr(optimizer, "one_pass", False):
+            cast(Any, optimizer).seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
+        elif index in session.masters:
+            for weight, master in session.masters[index].pairs():
+                local_of(master).copy_(_box(found, names[id(weight)], weight))
+            session.masters[index].write_back()
+    known = set(_masters(session))
+    for index, model in enumerate(session.models):
+        prefix = f"{index}." if len(session.models) > 1 else ""
+        _copy_rest(model, prefix, known, found)
+
+
+def _copy_rest(model: nn.Module, prefix: str, known: set[int], found: shardfiles.Index) -> None:
+    """Weights without a master, and buffers."""
+    by_key = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    short = canonical_all(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and id(by_key.get(key)) not in known:
+            local_of(value).copy_(_box(found, prefix + short[key], value))
+
+
+def _own_part(manifest: Mapping[str, Any], headers: Sequence[Any], found: shardfiles.Index) -> Any:
+    """Set this rank's random generators; returns its position."""
+    if manifest["ranks"] != world_size():
+        warnings.warn(
+            f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size()}: weights "
+            "and states are exact, random generators and positions in the data begin anew",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+        return None
+    own = _decode(headers[rank()][1]["own"], found.read)
+    rng.load_random_state(own["random"])
+    return own["position"]

@@ -1,0 +1,154 @@
+"""Checkpoints over ranks: no bit lost on any number of them; a rank killed at any moment costs nothing."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import halfstep as hs
+from halfstep.distributed import world_size
+from tests.ranks import run, start
+
+
+def net(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 11), nn.LayerNorm(11), nn.GELU(), nn.Linear(11, 3))
+
+
+def build(way, state="fp32", seed=3, level="O2"):
+    model = net(seed)
+    if way == "shards":
+        hs.distributed.shard(model)
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01, state_dtype=state)
+    amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
+    return model, optimizer, amp
+
+
+def whole(t):
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+
+
+def values(model, optimizer):
+    masters = {name: whole(optimizer.master_of(p)) for name, p in model.named_parameters()}
+    states = optimizer.state_dict()["state"]
+    kept = ("step", "exp_avg", "exp_avg_sq")
+    return masters | {
+        f"{n}.{k}": whole(v) for n, entry in states.items() for k, v in entry.items() if k in kept
+    }
+
+
+def leg(rank, folder, source, target, state, steps):
+    """Load, look, train a little, look, save."""
+    model, optimizer, amp = build("shards" if world_size() > 1 else "plain", state, seed=target)
+    if source is not None:
+        amp.load(Path(folder) / str(source))
+    before = values(model, optimizer)
+    for step in range(steps):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * target + step))
+        with amp.autocast():
+            loss = model(x).square().mean()
+        amp.backward(loss)
+        amp.step()
+    amp.save(Path(folder) / str(target))
+    return before, values(model, optimizer)
+
+
+def travel(folder, worlds, state, steps):
+    after = None
+    for number, world in enumerate(worlds):
+        source = number - 1 if number else None
+        everyone = run(leg, world, str(folder), source, number, state, steps)
+        for before, _ in everyone:
+            assert after is None or all(torch.equal(before[name], after[name]) for name in after)
+        after = everyone[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was written by")
+def test_no_bit_is_lost_from_one_to_four_ranks_and_back(tmp_path):
+    travel(tmp_path, [1, 2, 4, 1], "bf16", 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_fifty_random_trips(tmp_path, state):
+    chosen = random.Random(state)
+    travel(tmp_path, [chosen.choice([1, 2, 4]) for _ in range(51)], state, 1)
+
+
+STEPS = 40
+
+
+def newest(folder):
+    found = [p for p in Path(folder).iterdir() if p.name.startswith("step-")] if Path(folder).is_dir() else []
+    return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def resume(rank, folder, way, steps, every):
+    model, optimizer, amp = build(way)
+    latest = newest(folder)
+    begin = 0 if latest is None else amp.load(latest).position["next"]
+    wrapped = DDP(model) if way == "ddp" else model
+    for step in range(begin, steps):
+        x = torch.randn(4, 6) + torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        with amp.autocast():
+            loss = wrapped(x).square().mean()
+        amp.backward(loss)
+        amp.step(clip_norm=1.0)
+        if every:
+            amp.save(Path(folder) / f"step-{step + 1}", position={"next": step + 1}, keep_last=2)
+    return values(model, optimizer)
+
+
+def killed(folder, way, chosen, inside):
+    """Train on two ranks, kill one at a random moment (within a save: while its folder is being written)."""
+    with_step = newest(folder / "run")
+    done = int(with_step.name[5:]) if with_step is not None else 0
+    meet = folder / f"meet{chosen.random()}"
+    meet.mkdir()
+    processes = start(resume, 2, (str(folder / "run"), way, STEPS * 100, True), meet)
+    until = time.monotonic() + 60
+    wanted = done + 1 + chosen.randrange(4)
+    while (now := newest(folder / "run")) is None or int(now.name[5:]) < wanted:
+        assert time.monotonic() < until, [p.exitcode for p in processes]
+        time.sleep(0.002)
+    if inside:
+        while not list((folder / "run").glob(".step-*.tmp")):
+            assert time.monotonic() < until
+    else:
+        time.sleep(chosen.random() * 0.02)
+    os.kill(processes[chosen.randrange(2)].pid, signal.SIGKILL)
+    left = bool(list((folder / "run").glob(".step-*.tmp")))
+    for process in processes:
+        process.join(timeout=60)  # the other rank ends by itself
+        assert process.exitcode not in (None, 0)
+    return left
+
+
+def kills(folder, way, count):
+    chosen = random.Random(way)
+    (folder / "run").mkdir()
+    inside = sum(killed(folder, way, chosen, bool(turn % 2)) for turn in range(count))
+    latest = newest(folder / "run")
+    steps = int(latest.name[5:]) + 3
+    resumed = run(resume, 2, str(folder / "run"), way, steps, False)
+    undisturbed = run(resume, 2, str(folder / "none"), way, steps, False)
+    for one, other in zip(resumed, undisturbed):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    return inside
+
+
+def test_a_rank_killed_anywhere_costs_nothing(tmp_path):
+    kills(tmp_path, "shards", 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["ddp", "shards"])
+def test_twenty_five_kills(tmp_path, way):
+    assert kills(tmp_path, way, 25) >= 10

@@ -1,0 +1,202 @@
+"""Session.save and Session.load in one process: exact, checked, no pickle; the file is the export."""
+
+import json
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import CheckpointError
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 3))
+
+
+def build(level="O2", dtype="bf16", kind="ours", seed=0, **options):
+    model = net(seed)
+    if kind == "ours":
+        optimizer = hs.optim.AdamW(model.parameters(), lr=0.02, **options)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return model, optimizer, scheduler, hs.prepare(model, optimizer, level=level, dtype=dtype)
+
+
+def train(run, steps):
+    model, _, scheduler, amp = run
+    for step in steps:
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        with amp.autocast():
+            loss = model(x).float().square().mean()
+        amp.backward(loss)
+        amp.step(clip_norm=1.0, scheduler=scheduler)
+
+
+def values(run):
+    model, optimizer, scheduler, amp = run
+    state = optimizer.state_dict()
+    tensors = {k: v.clone() for k, v in model.state_dict().items()}
+    for number, entry in state["state"].items():
+        tensors |= {f"{number}.{k}": v.clone() for k, v in entry.items() if isinstance(v, torch.Tensor)}
+    tensors |= {f"master {k}": v for k, v in state.get("masters", {}).items()}
+    return tensors, scheduler.last_epoch, amp.state_dict()
+
+
+def assert_same(one, other):
+    assert one[0].keys() == other[0].keys()
+    for name, value in one[0].items():
+        assert torch.equal(value, other[0][name]), name
+    assert one[1:] == other[1:]
+
+
+SETTINGS = [
+    ("O0", None, "ours", {}),
+    ("O1", "fp16", "torch", {}),
+    ("O2", "bf16", "ours", {}),
+    ("O2", "fp16", "ours", {"state_dtype": "8bit"}),
+    ("O2", "bf16", "ours", {"master": "fp32", "state_dtype": "bf16"}),
+    ("O2", "bf16", "torch", {}),
+    ("O3", "bf16", "torch", {}),
+]
+
+
+@pytest.mark.parametrize(("level", "dtype", "kind", "options"), SETTINGS)
+def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, level, dtype, kind, options):
+    run = build(level, dtype, kind, **options)
+    train(run, range(4))
+    place = {"next": 4, "generator": torch.get_rng_state()}
+    run[3].save(tmp_path / "a", schedulers=[run[2]], position=place, extra={"epoch": 2})
+    train(run, range(4, 8))
+    again = build(level, dtype, kind, seed=9, **options)
+    torch.manual_seed(77)
+    loaded = again[3].load(tmp_path / "a", schedulers=[again[2]])
+    assert loaded.extra == {"epoch": 2}
+    assert loaded.position["next"] == 4
+    train(again, range(4, 8))
+    assert_same(values(run), values(again))
+
+
+def test_a_checkpoint_before_the_first_step_is_whole(tmp_path):
+    run = build()
+    run[3].save(tmp_path / "a")
+    again = build(seed=5)
+    again[3].load(tmp_path / "a")
+    torch.manual_seed(1)
+    train(run, range(3))
+    torch.manual_seed(1)
+    train(again, range(3))
+    assert_same(values(run), values(again))
+
+
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_it_loads_into_another_master_or_state_format(tmp_path, master, state):
+    run = build(master="exact", state_dtype="fp32")
+    train(run, range(3))
+    run[3].save(tmp_path / "a")
+    again = build(seed=5, master=master, state_dtype=state)
+    again[3].load(tmp_path / "a")
+    for p, q in zip(run[0].parameters(), again[0].parameters()):
+        assert torch.equal(run[1].master_of(p), again[1].master_of(q))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_file_is_the_export_and_torch_reads_it(tmp_path):
+    run = build()
+    train(run, range(2))
+    run[3].save(tmp_path / "a")
+    safetensors = pytest.importorskip("safetensors.torch")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    found = safetensors.load_file(file)
+    wanted = {name: run[1].master_of(p) for name, p in run[0].named_parameters()}
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value)
+    model = net(4)
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint import load as dcp_load
+
+    state = model.state_dict()
+    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "a")), no_dist=True)
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value)
+
+
+def test_keep_last_and_replacing(tmp_path):
+    run = build()
+    (tmp_path / "step-best").mkdir()
+    for step in (1, 2, 10):
+        run[3].save(tmp_path / f"step-{step}", keep_last=2)
+    run[3].save(tmp_path / "step-10")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-2", "step-best"]
+
+
+@pytest.mark.parametrize("at", [9, 200, -1, -3000])
+def test_a_flipped_bit_is_found_before_anything_changes(tmp_path, at):
+    run = build()
+    train(run, range(2))
+    run[3].save(tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+    other = build(seed=3)
+    before = values(other)
+    with pytest.raises(CheckpointError, match=r"rank-00000-of-00001.safetensors is corrupt: its checksum"):
+        other[3].load(tmp_path / "a")
+    assert_same(before, values(other))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda m: m["files"].update({"../x.safetensors": {"sha256": "", "bytes": 1}}),
+            "outside of the folder",
+        ),
+        (lambda m: m.update(format=9), "layout 9"),
+        (lambda m: m.pop("files"), "not a manifest"),
+        (lambda m: m["optimizers"][0].update(algorithm="Lion"), r"\['Lion'\] saved it, here are \['AdamW'\]"),
+    ],
+)
+def test_a_lying_manifest_is_refused(tmp_path, edit, message):
+    run = build()
+    run[3].save(tmp_path / "a")
+    path = tmp_path / "a" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message):
+        run[3].load(tmp_path / "a")
+
+
+def test_another_model_level_or_place_is_named(tmp_path):
+    run = build()
+    run[3].save(tmp_path / "a")
+    other = nn.Linear(5, 33)
+    amp = hs.prepare(other, hs.optim.AdamW(other.parameters()), level="O2", dtype="bf16")
+    with pytest.raises(CheckpointError, match="of another model: missing"):
+        amp.load(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="saved with level O2"):
+        build("O1")[3].load(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        run[3].load(tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"0 schedulers, load.. was given 1"):
+        run[3].load(tmp_path / "a", schedulers=[run[2]])
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    run = build()
+    run[3].save(tmp_path / "a", extra=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"no room for it: about [\d,]+ bytes are needed"):
+            run[3].save(tmp_path / "a", extra=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert run[3].load(tmp_path / "a").extra == 1
