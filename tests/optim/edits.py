@@ -496,7 +496,8 @@ def run(seed: int) -> tuple[str, str]:
         if any(said):
             if ours.low:
                 same = said[0].partition(":")[0] == said[1].partition(":")[0]
-                return ("refused" if same and said[0].startswith("refused") else "FAILED"), what
+                calm = "refused" if said[0].startswith("refused") else "both raised"
+                return (calm if same else "FAILED"), what
             if said[0].startswith("refused"):
                 return "refused", what
             if said[0]:

@@ -274,6 +274,15 @@ def test_another_kind_s_state_is_refused_by_name(source: str, target: str):
     assert second.param_groups[0]["lr"] == 0.1
 
 
+def test_a_parameter_that_left_its_group_leaves_the_file_too():
+    params = wide()
+    optimizer = AdamW(params)
+    steps_of(params, optimizer, 2, 0)
+    optimizer.param_groups[0]["params"].pop()
+    assert optimizer.state_dict()["state"].keys() == {0}
+    assert len(optimizer.state) == 2
+
+
 def test_the_algorithm_is_in_the_file():
     assert AdamW(wide()).state_dict()["param_groups"][0]["algorithm"] == "AdamW"
     assert "algorithm" not in AdamW(wide()).param_groups[0]

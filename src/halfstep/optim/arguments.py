@@ -41,7 +41,7 @@ def settle_group(group: dict[str, Any]) -> None:
 def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """The group with every number a Python one; 0-d tensors are read."""
     betas = group.get("betas", ())
-    if all(type(value) in _PLAIN for value in group.values()) and all(type(b) is float for b in betas):
+    if _PLAIN.issuperset(map(type, group.values())) and all(type(beta) is float for beta in betas):
         return group
     return {key: _as_number(value) for key, value in group.items() if key != "params"}
 

@@ -5,7 +5,9 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,7 @@ from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.sharded import Shards, any_shard
+from halfstep.optim.state import State
 
 Group = dict[str, Any]
 Place = tuple[int, int]
@@ -65,6 +68,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.release_gradients = release_gradients
         self._prepare()
         super().__init__(params, defaults)
+        self.state: Any = State()
         self._shard()
 
     def _shard(self) -> None:
@@ -118,6 +122,10 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
+        entries = dict(self.state)
+        self.state = State()
+        for p, entry in entries.items():
+            self.state[p].update(entry)
         self._prepare()
         for group in self.param_groups:
             self._hook(group["params"])
@@ -145,7 +153,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if slot is not None and value is None:
             return slot
         weight = storage.local_tensor(p)
-        entry = cast("dict[str, Any]", self.state.setdefault(p, {}))
+        entry = self._entry(p)
         formats = self._formats(weight, group)
         if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
             entry.pop("lacking", None)  # the bits of a weight of another dtype
@@ -158,6 +166,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._slots[p] = slot
         return slot
 
+    def _entry(self, p: Tensor) -> dict[str, Any]:
+        return self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
+
     def _recall(self) -> None:
         """Forget what no longer holds: the plan check of every step."""
         check = self._check
@@ -166,7 +177,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _slot_alone(self, p: Tensor, group: Group, place: Place) -> storage.Slot:
         """`_slot` with a plan check of its own: gradients that are released come one at a time."""
-        options, known = [self._options_of(group)], {p: cast("dict[str, Any]", self.state.setdefault(p, {}))}
+        options, known = [self._options_of(group)], {p: self._entry(p)}
         check = self._checks.get(p)
         if check is None or not check.holds([], options, known):
             self._slots.pop(p, None)
@@ -310,7 +321,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
         no further pass; None where `planned` was false.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _step_outside(self, closure, inv_scale, clip_coef, found_inf, look)
         if not _is_watched(self):
             return self._checked_step(closure, inv_scale, clip_coef, found_inf, look)
@@ -478,7 +489,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """
         if self._shards is not None:
             return self._shards.state_dict()
-        packed = super().state_dict()
+        with self._without_strangers():
+            packed = super().state_dict()
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
         for group, own in zip(packed["param_groups"], self.param_groups):
@@ -488,6 +500,17 @@ class OnePassOptimizer(torch.optim.Optimizer):
             if index in entries:
                 entries[index] = checkpoints.pack(entries[index], p)
         return packed
+
+    @contextmanager
+    def _without_strangers(self) -> Generator[None]:
+        """Within, `state` holds no entry of a parameter that was taken out of its group: a file cannot name it."""
+        whole, known = self.state, {p for p, _, _ in self._places()}
+        try:
+            if any(isinstance(p, Tensor) and p not in known for p in whole):
+                self.state = {p: entry for p, entry in whole.items() if p in known}
+            yield
+        finally:
+            self.state = whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:
@@ -524,7 +547,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
                 )
                 self._kept_dtype[p] = p.dtype
         self.state.clear()
-        self.state.update(restored)
+        for p, entry in restored.items():
+            self.state[p].update(entry)
         self._forget()
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:

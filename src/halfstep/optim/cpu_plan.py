@@ -33,24 +33,11 @@ class _Part:
         self.group, self.algorithm, self.slots = group, algorithm, slots
         self.table = Table(algorithm, variant, slots)
         self._random = any(slot.rounds_randomly for slot in slots)
-        self._params = [slot.param for slot in slots]
-        self._gradients = facts_of([slot.param.grad for slot in slots if slot.param.grad is not None])
-        self._counts = np.array([slot.step.data_ptr() for slot in slots], np.int64)
-        self._steps = np.zeros(len(slots))
 
-    def refill(self) -> bool:
-        """Note where the gradients are now; False where one is not what it was."""
-        if not self._gradients.alike([p.grad for p in self._params]):
-            return False
-        self.table.addresses[:, 2] = self._gradients.addresses
-        return True
-
-    def update(self, factor: float, look: bool) -> bool:
-        """Count the step and run it; true where a weight left the range of its master."""
+    def update(self, factor: float, steps: list[float], same: bool, look: bool) -> bool:
+        """Run the step of which these are the numbers; true where a weight left the range of its master."""
         hyper, table = numbers_of(self.group), self.table
         factor = -factor if hyper["maximize"] else factor
-        same = cpu.count_steps(self._counts, self._steps)
-        steps = self._steps.tolist()
         rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
         table.scalars[:] = rows  # one row serves all
         if self._random:
@@ -80,7 +67,12 @@ class HostPlan:
                 else:
                     variants.setdefault(cpu.variant_of(slots[p], p.grad.dtype), []).append(slots[p])
             self._parts += [_Part(group, algorithm(group), v, own) for v, own in variants.items()]
-        self._changed = [t for part in self._parts for slot in part.slots for t in slot.held]
+        slots_of_all = [slot for part in self._parts for slot in part.slots]
+        self._params = [slot.param for slot in slots_of_all]
+        self._gradients = facts_of([p.grad for p in self._params if p.grad is not None])
+        self._counts = np.array([slot.step.data_ptr() for slot in slots_of_all], np.int64)
+        self._steps = np.zeros(len(slots_of_all))
+        self._changed = [t for slot in slots_of_all for t in slot.held]
 
     @staticmethod
     def fits(p: Tensor) -> bool:
@@ -92,7 +84,14 @@ class HostPlan:
 
     def ready(self) -> bool:
         """Whether the gradients are such as they were when the plan was made; notes where they are."""
-        return all(part.refill() for part in self._parts) and all(p.grad is None for p in self._bare)
+        if not self._gradients.alike([p.grad for p in self._params]):
+            return False
+        first = 0
+        for part in self._parts:
+            last = first + len(part.slots)
+            part.table.addresses[:, 2] = self._gradients.addresses[first:last]
+            first = last
+        return all(p.grad is None for p in self._bare)
 
     def measure(self, inv_scale: float) -> Look:
         """Finite flag, norm and largest magnitude of all gradients, times `inv_scale`."""
@@ -102,9 +101,15 @@ class HostPlan:
 
     def update(self, factor: float, inv_scale: float | None) -> tuple[bool, Look | None]:
         """Update all; with `inv_scale`, measure on the way. True where a weight left its master's range."""
-        over = [part.update(factor, inv_scale is not None) for part in self._parts]
+        same = cpu.count_steps(self._counts, self._steps)
+        steps = self._steps.tolist()
+        over, first, look = False, 0, inv_scale is not None
+        for part in self._parts:
+            last = first + len(part.slots)
+            over |= part.update(factor, steps[first:last], same, look)
+            first = last
         increment_version(self._changed)
-        return any(over), None if inv_scale is None else self._seen(inv_scale)
+        return over, None if inv_scale is None else self._seen(inv_scale)
 
     def _seen(self, inv_scale: float) -> Look:
         return cpus_.combined([part.table.totals() for part in self._parts], inv_scale)

@@ -81,58 +81,79 @@ def word(typingctx, address, i):
     return types.int64(types.int64, types.int64), codegen
 
 
+@intrinsic
+def set_word(typingctx, address, i, value):
+    """Write the i-th 64-bit word at an address."""
+
+    def codegen(context, builder, signature, args):
+        at = builder.gep(builder.inttoptr(args[0], WORD.as_pointer()), [args[1]], inbounds=True)
+        builder.store(args[2], at)
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
 @cache
 def reader() -> Any:
-    """`read(functions, objects, scratch, out)`: write the facts of each object; words written, or -1."""
+    """Write the facts of `count` objects, HEAD + 2 * rank words each; the words written, or -1.
 
-    def read(ask, clear, none, objects, count, scratch, at, out):
+    All arguments are numbers: the functions, the count, and addresses of a DLTensor, of the facts, of the
+    tensors' addresses (the comparer's) and of the objects.
+    """
+
+    def read(ask, clear, none, count, scratch, facts, addresses, objects):
         k = 0
         for i in range(count):
             thing = word(objects, i)
             if thing == none:
                 return -1
-            if ask_for(ask, thing, at) != 0:
+            if ask_for(ask, thing, scratch) != 0:
                 forget_error(clear)
                 return -1
-            out[k], out[k + 1], out[k + 2], out[k + 3] = scratch[0], scratch[1], scratch[2], scratch[5]
+            set_word(facts, k, word(scratch, 0))
+            set_word(facts, k + 1, word(scratch, 1))
+            set_word(facts, k + 2, word(scratch, 2))
+            set_word(facts, k + 3, word(scratch, 5))
+            sizes, strides = word(scratch, 3), word(scratch, 4)
             k += HEAD
-            for d in range(scratch[2] & 0xFFFFFFFF):
-                out[k], out[k + 1] = word(scratch[3], d), word(scratch[4], d)
+            for d in range(word(scratch, 2) & 0xFFFFFFFF):
+                set_word(facts, k, word(sizes, d))
+                set_word(facts, k + 1, word(strides, d))
                 k += 2
         return k
 
-    signature = "int64(int64,int64,int64,int64,int64,int64[::1],int64,int64[::1])"
-    return compiled(signature, "read_facts", nogil=False)(read)
+    return compiled(f"int64({','.join(['int64'] * 8)})", "read_facts", nogil=False)(read)
 
 
 @cache
 def comparer() -> Any:
     """Whether objects have the facts that `reader` wrote; with `moves` addresses may differ and are noted."""
 
-    def same(ask, clear, none, objects, count, scratch, at, facts, moves, addresses):
+    def same(ask, clear, none, count, scratch, facts, addresses, objects, moves):
         k = 0
         for i in range(count):
             thing = word(objects, i)
             if thing == none:
                 return False
-            if ask_for(ask, thing, at) != 0:
+            if ask_for(ask, thing, scratch) != 0:
                 forget_error(clear)
                 return False
-            if facts[k + 1] != scratch[1] or facts[k + 2] != scratch[2] or facts[k + 3] != scratch[5]:
+            if word(facts, k + 1) != word(scratch, 1) or word(facts, k + 2) != word(scratch, 2):
+                return False
+            if word(facts, k + 3) != word(scratch, 5):
                 return False
             if moves:
-                addresses[i] = scratch[0]
-            elif facts[k] != scratch[0]:
+                set_word(addresses, i, word(scratch, 0))
+            elif word(facts, k) != word(scratch, 0):
                 return False
+            sizes, strides = word(scratch, 3), word(scratch, 4)
             k += HEAD
-            for d in range(scratch[2] & 0xFFFFFFFF):
-                if facts[k] != word(scratch[3], d) or facts[k + 1] != word(scratch[4], d):
+            for d in range(word(scratch, 2) & 0xFFFFFFFF):
+                if word(facts, k) != word(sizes, d) or word(facts, k + 1) != word(strides, d):
                     return False
                 k += 2
         return True
 
-    signature = "boolean(int64,int64,int64,int64,int64,int64[::1],int64,int64[::1],boolean,int64[::1])"
-    return compiled(signature, "same_facts", nogil=False)(same)
+    return compiled(f"boolean({','.join(['int64'] * 8)},boolean)", "same_facts", nogil=False)(same)
 
 
 @cache
