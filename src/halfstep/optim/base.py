@@ -503,11 +503,11 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _without_strangers(self) -> Generator[None]:
-        """Within, `state` holds no entry of a parameter that was taken out of its group: a file cannot name it."""
+        """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
         whole, known = self.state, {p for p, _, _ in self._places()}
         try:
             if any(isinstance(p, Tensor) and p not in known for p in whole):
-                self.state = {p: entry for p, entry in whole.items() if p in known}
+                self.state = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
             yield
         finally:
             self.state = whole
