@@ -26,7 +26,7 @@ def settle_group(group: dict[str, Any]) -> None:
     for name, value in group.items():
         if name not in ("params", "param_names"):
             group[name] = _without_numpy(value)
-    storage.check_options(group["master"], group["state_dtype"])
+    check_storage(group)
     if group["differentiable"]:
         raise UnsupportedError(
             "differentiable=True: a step here is no part of a graph; use torch.optim for it"
@@ -36,6 +36,15 @@ def settle_group(group: dict[str, Any]) -> None:
             "foreach=True and fused=True contradict each other: leave both out, steps are fused here"
         )
     check_hyperparameters(group)
+
+
+def check_storage(group: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a master or state format that does not exist or does not go with the rest."""
+    storage.check_options(group["master"], group["state_dtype"])
+    if group.get("amsgrad") and group["state_dtype"] != "fp32":
+        raise ConfigError(
+            f"amsgrad=True keeps its states in fp32: leave state_dtype={group['state_dtype']!r} out"
+        )
 
 
 def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:

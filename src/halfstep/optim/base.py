@@ -202,11 +202,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
         algorithm = self.algorithm(group)
-        storage.check_options(group["master"], group["state_dtype"])
-        if algorithm.code == L.NO_KERNEL and group["state_dtype"] != "fp32":
-            raise ConfigError(
-                f"amsgrad=True keeps its states in fp32: leave state_dtype={group['state_dtype']!r} out"
-            )
+        arguments.check_storage(group)
         return (
             algorithm,
             storage.kind_of(p.dtype, group["master"]),
