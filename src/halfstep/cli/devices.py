@@ -232,6 +232,8 @@ def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
 def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
     from halfstep.autocast.kernel_choice import VARIABLE, table_of
     from halfstep.autocast.kernel_facts import SHOWN
+    from halfstep.autocast.kernel_probes import measurements
+    from halfstep.autocast.kernel_verdict import does_not_pay
 
     if not ways:
         return
@@ -248,6 +250,10 @@ def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
     out.print(table(f"By which kernels {device} runs each op (time / fp32)", columns, cells))
     source = "measured on this machine" if table_of().measures else f"by {os.environ.get(VARIABLE)}"
     out.print(f"kernels: {source}; {VARIABLE} or kernels= name others (measured, native, rounded, a file)")
+    for name in dict.fromkeys(way.dtype for way in ways):
+        said = does_not_pay(measurements.known(), name, torch.get_num_threads())
+        if said is not None:
+            out.print(said, markup=False, highlight=False)
 
 
 def _way(f: KernelFact) -> str:

@@ -48,6 +48,9 @@ class Relayout:
         for weight in weights:
             _reorder(weight, weight.data.to(memory_format=_FORMATS[weight.dim()]))
 
+    def __bool__(self) -> bool:
+        return bool(self._before)
+
     def revert(self) -> None:
         """Give every weight its former strides; a second call does nothing."""
         for weight, stride in self._before:

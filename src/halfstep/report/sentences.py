@@ -10,6 +10,8 @@ from halfstep.report.costs import costs
 
 Row = Mapping[str, Any]
 
+#: A setting whose step takes more than this share of fp32's does not pay.
+PAYS = 0.98
 
 def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
     """What the row's level did, what that bought against O0, and what bounds its step."""
@@ -32,7 +34,9 @@ def _against(row: Row, base: Row | None) -> str:
     for key, what in (("seconds", "time"), ("peak_bytes", "peak memory"), ("saved_bytes", "saved bytes")):
         if row[key] and base[key]:
             found.append(f"{row[key] / base[key]:.2f} of its {what}")
-    return f"Against O0: {', '.join(found)}." if found else ""
+    slower = bool(row["seconds"] and base["seconds"]) and row["seconds"] > PAYS * base["seconds"]
+    pays = " It does not pay here: fp32 is as fast; level auto would take the fastest." if slower else ""
+    return f"Against O0: {', '.join(found)}.{pays}" if found else ""
 
 
 def _scaling(row: Row) -> str:

@@ -22,13 +22,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.autocast import kernel_choice
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import KernelTable
+from halfstep.autocast.kernel_probes import measurements
+from halfstep.autocast.kernel_verdict import does_not_pay
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
+from halfstep.formats import dtype_name
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import Level
+from halfstep.policy.levels import LOW_DTYPES, Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
@@ -128,6 +131,20 @@ class Session:
         self._ranks = RankGuard(models, optimizers, policy.compute_dtype)
         free = isinstance(loss_scale, NoLossScale)
         self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
+
+    def __str__(self) -> str:
+        """Level, policy, device, scale, layout; what "auto" measured, or that the level does not pay."""
+        words = f"{self.level.name} ({self.level.summary}): {self.policy} on {self.device}"
+        lines = [f"{words}, {type(self.loss_scale).__name__}"]
+        if self.layout:
+            lines.append("convolution weights in channels_last")
+        low = self.policy.compute_dtype in LOW_DTYPES and self.device.type == "cpu"
+        if self.tuning is not None:
+            lines.append(self.tuning.reason)
+        elif low and self.kernels.measures:
+            name = dtype_name(self.policy.compute_dtype)
+            lines.append(does_not_pay(measurements.known(), name, torch.get_num_threads()) or "")
+        return "\n".join(line for line in lines if line)
 
     @property
     def model(self) -> nn.Module:
