@@ -30,6 +30,7 @@ MODULES = (
     "halfstep.numerics.trace",
     "halfstep.numerics.lint",
     "halfstep.numerics.replayable",
+    "halfstep.doctor",
     "halfstep.trainer",
     "halfstep.checkpoint",
 )
