@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 #: A setting whose step takes more than this share of fp32's does not pay.
 PAYS = 0.98
 
+
 def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
     """What the row's level did, what that bought against O0, and what bounds its step."""
     parts = [f"{LEVELS[row['level']].summary}."]
