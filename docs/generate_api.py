@@ -21,6 +21,7 @@ Generated from the docstrings by `python docs/generate_api.py`; do not edit. Fir
 MODULES = (
     "halfstep.devices",
     "halfstep.formats",
+    "halfstep.doctor",
     "halfstep.optim",
     "halfstep.distributed",
     "halfstep.numerics.histogram",
