@@ -26,7 +26,7 @@ PUBLIC = [
     *("Policy", "Replayable", "Rule", "ScalerStateError", "Session", "StaticLossScale", "Trace"),
     *("Trainer", "Tuning", "UnsupportedError", "Watch", "active_policy", "all_finite", "autocast", "convert"),
     *("custom_bwd", "custom_fwd", "devices", "distributed", "doctor", "first_bad_op", "format_of"),
-    *("frozen_weights", "lint", "op", "optim", "prepare", "round_to", "select_tree"),
+    *("frozen_weights", "lint", "op", "optim", "prepare", "revert", "round_to", "select_tree"),
     *("to_float", "trace_step", "tune", "watch"),
 ]
 LAZY = (

@@ -37,6 +37,7 @@ from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare, tune
+from halfstep.session.registry import revert
 from halfstep.session.session import Session
 from halfstep.trainer.loop import Trainer
 from halfstep.trees import all_finite, select_tree
@@ -96,6 +97,7 @@ __all__ = [
     "op",
     "optim",
     "prepare",
+    "revert",
     "round_to",
     "select_tree",
     "to_float",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
+from halfstep.convert.copies import Exact, widen_copies
 from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32, set_flat_weights
 from halfstep.convert.sharded import (
     announce,
@@ -92,6 +93,11 @@ class Conversion:
     def forget_originals(self) -> None:
         """Free the fp32 weights kept from before the conversion."""
         self.originals = {}
+
+    def widen_copies(self, exact: Exact) -> None:
+        """Make deep copies of the model fp32 models, with `exact()`'s values where it has them."""
+        if not any(is_shard(tensor) for tensor, _ in self._before):
+            self._handles += widen_copies(self.model, self._power, self._before, exact)
 
     def revert(self) -> None:
         """Give parameters and buffers their dtypes back and remove every cast; a second call does nothing.
@@ -245,7 +251,10 @@ def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
             )
         if module in _CONVERTED or _has_casts(module):
             what = _CONVERTED.get(module, "another precision, as a copy of a converted model")
-            raise ConfigError(f"{path or 'this model'} was already converted to {what}: revert() that first")
+            raise ConfigError(
+                f"{path or 'this model'} was already converted to {what}: revert() that first "
+                "(hs.revert(model) finds what prepared it)"
+            )
     parameters = dict(model.named_parameters())
     if not parameters and stores:
         raise ConfigError(f"{type(model).__name__} has no parameters: pass the module that is trained")
@@ -401,7 +410,7 @@ class _Job:
 
 def _has_casts(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(isinstance(hook, CastInputs | CastOutputs) for hook in hooks)
+    return any(isinstance(hook, CastInputs | CastOutputs) and hook.power.on for hook in hooks)
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:

@@ -26,10 +26,19 @@ from halfstep.trees import cast_floats, is_wide_float
 
 
 class Power:
-    """Whether the hooks of one conversion act. A copied model has its own, which stays as it was copied."""
+    """Whether the hooks of one conversion act. A copied model has its own, which stays as it was copied.
+
+    `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`copies.py`).
+    """
 
     def __init__(self) -> None:
         self.on = True
+        self.off_in_copies = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Power:
+        twin = Power()
+        twin.on = self.on and not self.off_in_copies
+        return twin
 
 
 class CastInputs:

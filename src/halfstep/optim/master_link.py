@@ -19,6 +19,8 @@ from halfstep.names import canonical, named_parameters
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
 LOW = frozenset({torch.float16, torch.bfloat16})
+WATCHED_STEPS = 20
+"""Steps in which a loop shows its habits: does it change weights through `.data`, which no version counts?"""
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
 
@@ -124,6 +126,8 @@ class Link:
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor] | None = None
+        self._steps = 0
+        self._edits_data = False
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
@@ -224,7 +228,10 @@ class Link:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
         for w, m, seen in zip(self.weights, self.masters, self._versions):
             if everything or w._version != seen:
-                m.copy_(torch.where(m.to(w.dtype) == w, m, w.to(torch.float32)))
+                same = m.to(w.dtype) == w
+                if w._version == seen and w.is_cpu and not self._edits_data:
+                    self._edits_data = not bool(same.all())
+                m.copy_(torch.where(same, m, w.to(torch.float32)))
         self._versions = [w._version for w in self.weights]
 
     @torch.no_grad()
@@ -286,7 +293,8 @@ class Link:
                 "an optimizer with MasterWeights cannot be compiled; compile the model only"
             )
         self.adopt(optimizer, {})
-        self.sync()
+        self._steps += 1
+        self.sync(everything=self._edits_data or self._steps <= WATCHED_STEPS)
         self.widen()
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -35,8 +35,9 @@ class MasterWeights:
     to them, its step reads fp32 gradients and writes the weights back with torch's own cast (ties to even).
     `optimizer.zero_grad()`, `add_param_group`, schedulers and closures work as before; `state_dict()` gains
     an entry `masters`, keyed by canonical parameter name. Weights changed in place between steps (a loaded
-    checkpoint, a clamp) are adopted where they differ from the rounded master; after changes that torch
-    cannot see (`.data`, numpy) call `refresh()`. In DDP clear gradients to None between steps, as torch
+    checkpoint, a clamp) are adopted where they differ from the rounded master. Changes that torch cannot see
+    (`.data`, numpy) are looked for in the first 20 steps, and in all later ones once there was one; call
+    `refresh()` after a first one that comes later. In DDP clear gradients to None between steps, as torch
     does by
     default: its reducer takes no zeroed fp32 gradient of a 16-bit weight.
 

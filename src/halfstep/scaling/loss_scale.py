@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ def check_scale(owner: str, value: Any, low: float, high: float) -> None:
 
 def check_count(owner: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
 
 

@@ -5,6 +5,7 @@ And what keeps one loss from leaving gradients with the parameters of another's 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import ScalerStateError
+from halfstep.errors import HalfstepWarning, ScalerStateError
 from halfstep.formats import FP16
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import Stepper, parameters_of
@@ -25,21 +26,34 @@ CHANGED = (
 )
 
 
+UNSCALED = (
+    "{}.step() was called on gradients that did not come through the session: no loss scale was in force, so "
+    "small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); optimizer.step() "
+    "(said once)"
+)
+
+
 def refuse_direct_steps(
-    optimizers: Sequence[torch.optim.Optimizer], carried: Callable[[int], float]
+    optimizers: Sequence[torch.optim.Optimizer], carried: Callable[[int], float | None]
 ) -> list[RemovableHandle]:
     """Make `optimizer.step()` an error while its gradients carry a loss scale; returns the hooks.
 
-    `carried(index)` gives the scale of an optimizer's gradients, 1 where they carry none; a method is held
-    weakly, so that an optimizer does not keep its session alive.
+    `carried(index)` gives the scale of an optimizer's gradients, 1 where they carry none, None where they did
+    not come through the session: the first such step is told, since nothing scales its losses. A method is
+    held weakly, so that an optimizer does not keep its session alive.
     """
     weak = weakref.WeakMethod(carried)
+    told: list[bool] = []
 
     def hook_for(index: int) -> Callable[..., None]:
         def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             scale_of = weak()
             scale = 1.0 if scale_of is None else scale_of(index)
-            if scale != 1.0:
+            if scale is None:
+                if not told and any(weight_of(p).grad is not None for p in parameters_of(optimizer)):
+                    told.append(True)
+                    warnings.warn(UNSCALED.format(type(optimizer).__name__), HalfstepWarning, stacklevel=4)
+            elif scale != 1.0:
                 raise ScalerStateError(
                     f"{type(optimizer).__name__}.step() was called on gradients that carry the session's "
                     f"loss scale {scale:g}: call session.step(), which divides it out (and backward() "

@@ -20,6 +20,8 @@ CHOICES = ("raise", "skip", "continue")
 
 def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool) -> bool:
     """Whether steps on such gradients are skipped; ConfigError for choices that contradict each other."""
+    if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"skip_nonfinite={skip_nonfinite!r}: expected True, False or None")
     if on_nonfinite is not None and on_nonfinite not in CHOICES:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: expected 'raise', 'skip', 'continue' or None")
     if on_nonfinite is None:

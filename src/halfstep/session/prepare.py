@@ -6,8 +6,9 @@ Every function raises before it changes anything, or takes back what it changed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ def as_models(model: Any) -> list[nn.Module]:
         if not isinstance(one, nn.Module):
             raise ConfigError(
                 f"prepare got {type(one).__name__} as a model: pass a torch.nn.Module or a list"
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ConfigError(
+                "prepare got a ScriptModule, whose compiled code no cast can reach: prepare the module that "
+                "it was scripted from"
             )
     return models
 
@@ -191,7 +197,7 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
                 f"unknown loss scale {given!r}: expected a number, 'dynamic', 'headroom', 'none' "
                 "or a LossScale"
             ) from None
-    if not isinstance(given, int | float | torch.Tensor):
+    if not isinstance(given, Real | torch.Tensor):
         raise ConfigError(
             f"loss_scale={given!r}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
         )
@@ -228,10 +234,7 @@ def apply_level(
                 else:
                     masters[index] = MasterWeights(optimizer, list(models), initial=originals)
     except Exception:
-        for one in masters.values():
-            one.revert()
-        for conversion in conversions:
-            conversion.revert()
+        take_back(conversions, masters)
         raise
     for conversion in conversions:
         conversion.forget_originals()
@@ -240,6 +243,40 @@ def apply_level(
         if getattr(optimizer, "one_pass", False):
             optimizer.init_states()  # pyright: ignore[reportAttributeAccessIssue]
     return conversions, masters
+
+
+def take_back(conversions: Sequence[Conversion], masters: Mapping[int, MasterWeights]) -> None:
+    """Undo a conversion under way; the originals are still there, so the weights are what they were."""
+    for conversion in conversions:
+        conversion.revert()
+    for one in masters.values():
+        one.revert()
+
+
+def warn_of_lost_masters(
+    level: Level,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    compute: torch.dtype,
+) -> None:
+    """Warn where a checkpoint was loaded before `prepare`, which dropped the masters it held.
+
+    An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
+    """
+    torchs = [o for o in optimizers if not getattr(o, "one_pass", False) and len(o.state)]
+    if not level.masters or not torchs:
+        return
+    weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
+    if sum(p.numel() for p in weights) >= 32 and all(
+        bool((p.detach().to(compute).float() == p.detach()).all()) for p in weights
+    ):
+        warnings.warn(
+            f"{type(torchs[0]).__name__} has taken steps, but the weights hold only {dtype_name(compute)} "
+            "values: a checkpoint of this level that is loaded before prepare() loses its fp32 masters. "
+            "Call prepare() first, then load_state_dict() of model, optimizer and session",
+            HalfstepWarning,
+            stacklevel=3,
+        )
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
@@ -323,28 +360,21 @@ def prepare(
     scale = loss_scale_of(loss_scale, row, compute)
     skips = skips_of(on_nonfinite, skip_nonfinite, not isinstance(scale, NoLossScale))
     table = same_on_all_ranks(table_of(kernels), device, compute)
+    counts = SkipCount(limit=max_skips)
+    warn_of_lost_masters(row, models, optimizers, compute)
     relayout = Relayout(models if layout == "channels_last" else ())
+    conversions: list[Conversion] = []
+    masters: dict[int, MasterWeights] = {}
     try:
         conversions, masters = apply_level(row, models, optimizers, plan, compute)
+        settings = (row, chosen, scale, device, skips, counts)
+        session = Session(models, optimizers, *settings, conversions, masters, table, on_nonfinite)
     except Exception:
+        take_back(conversions, masters)
         relayout.revert()
         raise
-    counts = SkipCount(limit=max_skips)
-    session = Session(
-        models,
-        optimizers,
-        row,
-        chosen,
-        scale,
-        device,
-        skips,
-        counts,
-        conversions,
-        masters,
-        table,
-        on_nonfinite,
-    )
     session.layout = relayout
+    session.settle()
     return session
 
 

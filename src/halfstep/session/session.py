@@ -7,6 +7,7 @@ and tells what each step did. It decides nothing about formats and holds no nume
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,26 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.autocast import kernel_choice
 from halfstep.autocast.context import autocast
+from halfstep.autocast.dynamo import never_compiled
 from halfstep.autocast.kernel_choice import KernelTable
-from halfstep.autocast.kernel_probes import measurements
-from halfstep.autocast.kernel_verdict import does_not_pay
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError
-from halfstep.formats import dtype_name
+from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError, UnsupportedError
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import LOW_DTYPES, Level
+from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import saving
+from halfstep.session import registry, saving
+from halfstep.session.checks import check_clip, check_scheduler, read_state
+from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import Pending, changed, marks
 from halfstep.session.guards import (
     CHANGED,
@@ -76,6 +76,9 @@ WATCHED_STEPS = 20
 HISTORY = 10_000
 
 
+_FIXED = frozenset({"level", "device", "model", "models", "optimizers"})
+
+
 class Session:
     """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
 
@@ -108,6 +111,7 @@ class Session:
         self.tuning: Tuning | None = None
         """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
         self.steps = 0
+        self._stepping = False
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -132,19 +136,53 @@ class Session:
         free = isinstance(loss_scale, NoLossScale)
         self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
 
+    def settle(self) -> None:
+        """Once everything is prepared: copies of the models get the masters, and the session can be found."""
+        if self.level.masters:
+            exact = weakref.WeakMethod(self._exact)
+            for conversion in self.conversions:
+                conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
+        self._handles = [*self._handles, *registry.remember(self)]
+        self._settled = True
+
+    def _exact(self) -> dict[Tensor, Tensor]:
+        """The fp32 value of every weight that has a master."""
+        found: dict[Tensor, Tensor] = {}
+        for values in one_pass_masters(self.level, self.optimizers).values():
+            found.update(values)
+        for masters in self.masters.values():
+            masters.link.sync()
+            found.update((weight, master.detach()) for weight, master in masters.pairs())
+        return found
+
+    def stop_watching(self) -> None:
+        """Another session prepared the same optimizer: it alone looks after direct steps now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def __str__(self) -> str:
-        """Level, policy, device, scale, layout; what "auto" measured, or that the level does not pay."""
-        words = f"{self.level.name} ({self.level.summary}): {self.policy} on {self.device}"
-        lines = [f"{words}, {type(self.loss_scale).__name__}"]
-        if self.layout:
-            lines.append("convolution weights in channels_last")
-        low = self.policy.compute_dtype in LOW_DTYPES and self.device.type == "cpu"
-        if self.tuning is not None:
-            lines.append(self.tuning.reason)
-        elif low and self.kernels.measures:
-            name = dtype_name(self.policy.compute_dtype)
-            lines.append(does_not_pay(measurements.known(), name, torch.get_num_threads()) or "")
-        return "\n".join(line for line in lines if line)
+        """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
+        return in_words(self)
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and getattr(self, "_settled", False):
+            raise ConfigError(
+                f"Session.{name} cannot be set: it has no effect any more. revert() and prepare() again with "
+                "what you want"
+            )
+        if getattr(self, "_settled", False) and not hasattr(self, name):
+            raise ConfigError(f"Session has no setting {name!r}: it would have no effect")
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a Session cannot be pickled or copied: save state_dict() of model, optimizer and session, then "
+            "prepare() and load them"
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -161,6 +199,7 @@ class Session:
             return self._region[2]
         return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
+    @never_compiled
     def backward(
         self, loss: Tensor, optimizer: Optimizers = None, *, more: bool = False, **kwargs: Any
     ) -> None:
@@ -208,6 +247,7 @@ class Session:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
         return self.loss_scale.scale(tree)
 
+    @never_compiled
     def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Divide the loss scale out of the gradients now, to look at or change them before `step`.
 
@@ -223,10 +263,13 @@ class Session:
             found = self._steppers[index].unscale(pending.scale.inverse(self.device))
             pending.finite = not found if self.device.type == "cpu" else ~found
 
-    def _carried(self, index: int) -> float:
-        """The scale that an optimizer's gradients carry; 1 where none."""
+    def _carried(self, index: int) -> float | None:
+        """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
         pending = self._pending.get(index)
-        return 1.0 if pending is None or isinstance(pending.carried, NoLossScale) else pending.scale.read()
+        carried = self._kept.get(index) if pending is None else pending.carried
+        if self._stepping or isinstance(carried, NoLossScale):
+            return 1.0
+        return None if carried is None else carried.read()
 
     def _indices(self, optimizer: Optimizers) -> list[int]:
         if optimizer is None:
@@ -236,6 +279,10 @@ class Session:
 
     def _index(self, optimizer: torch.optim.Optimizer | None) -> int:
         if optimizer is None:
+            if not self.optimizers:
+                raise ConfigError(
+                    "this session has no optimizer, it only evaluates: give prepare(model, optimizer) one"
+                )
             if len(self.optimizers) != 1:
                 raise ConfigError(f"this session has {len(self.optimizers)} optimizers: name the one to step")
             return 0
@@ -262,6 +309,7 @@ class Session:
             factor = self.loss_scale.tensor(home) * old.inverse(home)
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
+    @never_compiled
     def step(
         self,
         optimizer: torch.optim.Optimizer | None = None,
@@ -297,16 +345,12 @@ class Session:
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
         inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
-        first, wants_max = pending.found_inf is None, self.loss_scale.needs_max_abs
-        if clip_norm is None and not self.skip_nonfinite:
-            measured = stepper.look_and_update(inv_scale, wants_max)
-            found = self._found_inf(index, pending, measured.finite)
-        else:
-            measured = stepper.measure(inv_scale, wants_max)
-            found = self._found_inf(index, pending, measured.finite)
-            self.found_inf = found
-            stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
-            self.found_inf = None
+        first = pending.found_inf is None
+        self._stepping = True
+        try:
+            measured, found = self._update(index, pending, inv_scale, clip_norm)
+        finally:
+            self._stepping = False
         self._nonfinite.look(self.optimizers[index], found)
         if first:
             self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
@@ -317,6 +361,20 @@ class Session:
         self.steps += 1
         partly = found is True and self.skip_nonfinite and stepper.releases
         return self._tell(pending, measured, found, PARTLY if partly else None, scheduler)
+
+    def _update(
+        self, index: int, pending: Pending, inv_scale: Tensor | None, clip_norm: float | None
+    ) -> tuple[Measured, bool | Tensor]:
+        """Look at the gradients and update or skip; what was measured, and whether to count it as inf."""
+        stepper, wants_max = self._steppers[index], self.loss_scale.needs_max_abs
+        if clip_norm is None and not self.skip_nonfinite:
+            measured = stepper.look_and_update(inv_scale, wants_max)
+            return measured, self._found_inf(index, pending, measured.finite)
+        measured = stepper.measure(inv_scale, wants_max)
+        self.found_inf = found = self._found_inf(index, pending, measured.finite)
+        stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
+        self.found_inf = None
+        return measured, found
 
     def _tell(
         self,
@@ -417,7 +475,7 @@ class Session:
     def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
         modes = [(m, m.training) for model in self.models for m in model.modules()]
-        with ExitStack() as stack, torch.inference_mode():
+        with ExitStack() as stack, torch.no_grad():
             for masters in self.masters.values():
                 stack.enter_context(masters.swap())
             for conversion in self.conversions if self.level.masters else ():
@@ -509,48 +567,9 @@ class Session:
         self.layout.revert()
         for handle in self._handles:
             handle.remove()
+        registry.forget(self.models, self.optimizers)
         self.conversions, self.masters, self._handles = [], {}, []
 
 
 def _inverse(flag: bool | Tensor) -> bool | Tensor:
     return ~flag if isinstance(flag, Tensor) else not flag
-
-
-def check_clip(clip_norm: float | None) -> None:
-    """Raise ConfigError unless it is None or a number of at least 0."""
-    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm >= 0):
-        raise ConfigError(f"clip_norm={clip_norm!r}: expected a number of at least 0, or None")
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ConfigError for what cannot be advanced by `step()` alone."""
-    if scheduler is None:
-        return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
-            "call scheduler.step(metric) yourself, after an evaluation"
-        )
-    if not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
-        )
-
-
-def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
-    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
-    if not isinstance(state, Mapping) or state.get("format") != 1:
-        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
-    for what, own in (("level", level.name), ("policy", str(policy))):
-        if state.get(what) != own:
-            raise CheckpointError(
-                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
-                f"prepare with that {what} to resume"
-            )
-    try:
-        scale = LossScale.from_state(state["loss_scale"])
-        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
-    return scale, steps, in_row, total

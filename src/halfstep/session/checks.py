@@ -1,0 +1,54 @@
+"""What a step and a saved state are checked for, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.policy.levels import Level
+from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import LossScale
+
+
+def check_clip(clip_norm: float | None) -> None:
+    """Raise ConfigError unless it is None or a number of at least 0."""
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) >= 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}: expected a number of at least 0, or None")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise ConfigError for what cannot be advanced by `step()` alone."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
+            "call scheduler.step(metric) yourself, after an evaluation"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
+        )
+
+
+def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
+    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
+    if not isinstance(state, Mapping) or state.get("format") != 1:
+        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
+    for what, own in (("level", level.name), ("policy", str(policy))):
+        if state.get(what) != own:
+            raise CheckpointError(
+                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
+                f"prepare with that {what} to resume"
+            )
+    try:
+        scale = LossScale.from_state(state["loss_scale"])
+        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+    return scale, steps, in_row, total

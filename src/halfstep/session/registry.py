@@ -1,0 +1,86 @@
+"""Which session a model was prepared by: for `revert(model)`, and for preparing it again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import ConfigError
+from halfstep.names import unwrap
+
+if TYPE_CHECKING:
+    from halfstep.session.session import Session
+
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Session]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Prepared:
+    """A hook that does no work, by which a converted model keeps the session that can undo it."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = session
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        """Do nothing; torch calls it at the end of `load_state_dict`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        return Prepared()
+
+    def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
+        return Prepared, ()
+
+
+def remember(session: Session) -> list[Any]:
+    """Note what a session prepared; an earlier one of the same optimizer no longer watches it.
+
+    Returns the handles of hooks on converted models, for `revert` to remove.
+    """
+    for optimizer in session.optimizers:
+        earlier = _optimizers.get(optimizer)
+        before = None if earlier is None else earlier()
+        if before is not None and before is not session:
+            before.stop_watching()
+        _optimizers[optimizer] = weakref.ref(session)
+    for model in session.models:
+        _models[unwrap(model)] = weakref.ref(session)
+    changed = [c.model for c in session.conversions if c.changes]
+    return [model.register_load_state_dict_post_hook(Prepared(session)) for model in changed]
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session that prepared this model last, None where there is none or it is gone."""
+    inner = unwrap(model)
+    held = [h.session for h in inner._load_state_dict_post_hooks.values() if isinstance(h, Prepared)]
+    found = next((session for session in reversed(held) if session is not None), None)
+    known = _models.get(inner)
+    return found or (None if known is None else known())
+
+
+def forget(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Drop what was noted of them."""
+    for model in models:
+        _models.pop(unwrap(model), None)
+    for optimizer in optimizers:
+        _optimizers.pop(optimizer, None)
+
+
+def revert(model: nn.Module) -> None:
+    """Undo `prepare` for a model whose session is not at hand: weights, optimizers and hooks as before.
+
+    ConfigError for a model that was not prepared, or that nothing is left to undo for.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"revert takes the model that was prepared, not {type(model).__name__}")
+    session = session_of(model)
+    if session is None:
+        raise ConfigError(
+            f"this {type(model).__name__} is not prepared: revert takes the model that was given to prepare()"
+        )
+    session.revert()
