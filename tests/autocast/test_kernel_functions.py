@@ -194,3 +194,15 @@ def test_empty_sparse_and_wide_inputs_go_the_common_way() -> None:
         assert (
             torch.zeros(2, 2, dtype=torch.complex64) @ torch.zeros(2, 2, dtype=torch.complex64)
         ).is_complex()
+
+
+@pytest.mark.parametrize("how", ["native", "rounded", "measured"])
+def test_a_boolean_mask_is_taken_as_torch_takes_it(how):
+    """The flash kernels themselves only add masks; a boolean one was refused in the middle of a step."""
+    q, k, v = torch.randn(3, 4, 2, 6, 4).requires_grad_().unbind()
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with autocast("cpu", torch.bfloat16, kernels=how):
+        got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        got.float().sum().backward()
+    torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)

@@ -219,13 +219,24 @@ def attend(
     how: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any
 ) -> tuple[Tensor, Tensor]:
     """Torch's flash attention and the logarithms of its sums; with `rounded` in fp32 and rounded once."""
-    if how == "native":
-        return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    wide = None if mask is None or mask.dtype is torch.bool else mask.to(_F32)
+    dtype = q.dtype if how == "native" else _F32
     out, sums = _flash(
-        q.to(_F32), k.to(_F32), v.to(_F32), 0.0, causal, attn_mask=mask if wide is None else wide, scale=scale
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        0.0,
+        causal,
+        attn_mask=_added(mask, dtype),
+        scale=scale,
     )
     return out.to(q.dtype), sums
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the flash kernels add it to the scores: in their dtype, -inf where a boolean one is off."""
+    if mask is None or mask.dtype is not torch.bool:
+        return None if mask is None else mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def attend_backward(
@@ -235,9 +246,8 @@ def attend_backward(
     *low, sums = saved
     dtype = low[0].dtype
     given = [grad, *low] if how == "native" else [t.to(_F32) for t in (grad, *low)]
-    if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.to(given[0].dtype)
-    found = _flash_backward(*given, sums, 0.0, causal, attn_mask=mask, scale=scale)
+    added = _added(mask, given[0].dtype)
+    found = _flash_backward(*given, sums, 0.0, causal, attn_mask=added, scale=scale)
     return tuple(g.to(dtype) for g in found)
 
 
