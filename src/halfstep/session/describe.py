@@ -28,9 +28,10 @@ def in_words(session: Session) -> str:
     """The same for people, with the layout, and what "auto" measured or that the level does not pay."""
     level, policy = session.level, session.policy
     kinds = ", ".join(type(one).__name__ for one in session.optimizers) or "no optimizer"
+    scale = session.loss_scale.read()
     lines = [
         f"{level.name} ({level.summary}): {policy} on {session.device}, {type(session.loss_scale).__name__}",
-        f"{kinds}: {session.steps} steps, {session.skips.total} skipped, loss scale {session.loss_scale.read():g}",
+        f"{kinds}: {session.steps} steps, {session.skips.total} skipped, loss scale {scale:g}",
     ]
     if session.layout:
         lines.append("convolution weights in channels_last")
