@@ -15,6 +15,7 @@ import tyro
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
+from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -44,6 +45,8 @@ def run(
 ) -> None:
     """Train a recipe at several precisions and compare them. Lists are separated by commas.
 
+    Under torchrun the ranks share each batch (DistributedDataParallel), and the first one reports.
+
     Args:
         recipe: digits-mlp, digits-cnn, text-gpt, digits-faint, several separated by commas, or demo (all).
         level: Levels to compare, O0 to O3, words such as bf16-mixed, or auto: what trains the recipe fastest
@@ -66,6 +69,8 @@ def run(
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
     limit = _time_limit(time_limit, order.demo)
+    if started_by_torchrun() > 1:
+        limit = _time_limit_over_ranks(time_limit)
     check_report(report)
     if threads is not None:
         torch.set_num_threads(_threads(threads))
@@ -73,8 +78,12 @@ def run(
     kept = where.type == "cpu" and devices.keep_freed_memory()
     jobs = [_job(one, order, where, data) for one in order.recipes]
     budget = TimeBudget(limit, sum(len(job.settings) * job.seeds for job in jobs))
-    with progress("training", sum(job.total for job in jobs), quiet=json) as on_step:
-        results = [_train(job, where, data, on_step, budget) for job in jobs]
+    with joined(where):
+        quiet = json or rank() != 0
+        with progress("training", sum(job.total for job in jobs), quiet=quiet) as on_step:
+            results = [_train(job, where, data, on_step, budget) for job in jobs]
+        if rank() != 0:
+            return None
     document = {"machine": _machine(where, kept), "recipes": results}
     if report is not None:
         from halfstep.report import write_report
@@ -183,6 +192,12 @@ def _threads(count: int) -> int:
 
 
 _DEMO_SECONDS = 240.0
+
+
+def _time_limit_over_ranks(asked: float | None) -> None:
+    """Ranks would run out of time at different steps and wait for each other: none has a limit."""
+    if asked is not None:
+        raise ConfigError(f"--time-limit {asked:g} under torchrun: ranks stop together, drop it")
 
 
 def _time_limit(seconds: float | None, demo: bool) -> float | None:

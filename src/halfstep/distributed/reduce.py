@@ -6,7 +6,9 @@ but `gather` reads a value back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -26,6 +28,24 @@ def world_size(group: Group | None = None) -> int:
 def rank() -> int:
     """Return this process's rank, 0 without an initialised process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def started_by_torchrun() -> int:
+    """How many ranks torchrun has started, 1 where it has not started this process."""
+    return int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
+
+
+@contextmanager
+def joined(device: torch.device) -> Generator[None]:
+    """Within, the ranks that torchrun started are one process group; with one rank nothing happens."""
+    if started_by_torchrun() == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:

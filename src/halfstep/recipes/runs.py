@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from halfstep.distributed import rank, world_size
 from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.numerics.op_times import StepTimes, costliest, step_times
 from halfstep.policy.levels import LEVELS
@@ -28,6 +29,23 @@ from halfstep.session.prepare import prepare
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
 from halfstep.tuning.search import Tuning
+
+
+class ShareOfBatches:
+    """Of every batch this rank's share: every so many-th example. All of it on one rank."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        ranks, own = world_size(), rank()
+        for x, y in self._batches:
+            yield x[own::ranks], y[own::ranks]
+
 
 OnStep = Callable[[str], None]
 """Told, after every step of every run, the name of the run."""
@@ -225,11 +243,12 @@ def train_once(
         metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
         callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}", share, steps)],
         progress=False,
+        wrap=nn.parallel.DistributedDataParallel if world_size() > 1 else None,
         **setting.prepare_options(),
     )
     with _our_warnings(run.warnings):
         try:
-            trainer.fit(task.train(seed), steps=steps)
+            trainer.fit(ShareOfBatches(task.train(seed)), steps=steps)
             run.test = trainer.evaluate(task.test)
         except OutOfTime as error:
             run.stopped = str(error)

@@ -5,7 +5,6 @@ A rank's own part is its random generators and its place in its loader; all else
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halfstep.checkpoint import CheckpointFolder
-from halfstep.distributed import gather, global_max, is_sharded, rank, world_size
+from halfstep.distributed import gather, global_max, is_sharded, rank, started_by_torchrun, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 
 OWN = ("random", "position")
@@ -23,7 +22,7 @@ OWN = ("random", "position")
 
 def check_parallel(model: nn.Module, wrapped: bool) -> None:
     """Raise ConfigError where several ranks would each train a model of their own."""
-    started = int(os.environ.get("WORLD_SIZE", "1") or 1) if "LOCAL_RANK" in os.environ else 1
+    started = started_by_torchrun()
     if world_size() == 1 and started > 1 and not dist.is_initialized():
         raise ConfigError(
             f"torchrun started {started} ranks and torch.distributed is not initialised, so that each would "

@@ -1,0 +1,45 @@
+"""The command line and the documented three lines under torchrun, as users start them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*arguments, ranks=2, folder=ROOT):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_halfstep_train_shares_batches_and_reports_once():
+    done = torchrun(
+        "-m", "halfstep_command", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(done.stdout)
+    (row,) = document["recipes"][0]["rows"]
+    assert row["failed"] is None
+    assert len(row["runs"][0]["losses"]) == 4
+
+
+PAGE = (ROOT / "docs" / "many-ranks.md").read_text()
+DDP, SHARDS, STEPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("way", [DDP, SHARDS], ids=["ddp", "fully_shard"])
+def test_the_lines_of_the_page(tmp_path, way):
+    (tmp_path / "train.py").write_text(way + STEPS)
+    done = torchrun("train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = sorted(p.name for p in (tmp_path / "runs/step-3").iterdir())
+    assert names == ["manifest.json", *(f"rank-0000{r}-of-00002.safetensors" for r in (0, 1))]
