@@ -352,7 +352,7 @@ def test_a_device_is_not_compared_with_itself(dtype):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ({"only": ["speed"]}, "unknown group speed; expected one of casting, models"),
+        ({"only": ["speed"]}, "unknown group speed; expected one of casting, numbers"),
         ({"dtypes": ["fp32"]}, "checks bf16 and fp16, was asked for fp32"),
         ({"levels": ["O7"]}, "unknown level 'O7'"),
     ],
