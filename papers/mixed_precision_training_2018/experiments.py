@@ -17,7 +17,8 @@ from torch import nn
 from halfstep.numerics.histogram import Counts, count, what_if
 from halfstep.recipes import RECIPES
 
-from .tasks import SETTINGS, TASKS, Detector, Run, detection_loss, load, take
+from . import rescue
+from .tasks import SETTINGS, TASKS, Detector, Run, dense_detector, detection_loss, load, take
 
 
 def run_task(index: int, setting: str, seed: int, effort: float) -> Run:
@@ -47,8 +48,61 @@ def parity(pool: Executor, seeds: int, effort: float) -> list[dict[str, Any]]:
                 "skipped": sum(run.skipped for run in runs),
                 "diverged": sum(not math.isfinite(score) for score in scores),
             }
-        rows.append({"task": task.name, "score": task.score, "more": task.more_is_better, "cells": cells})
+        about = {"task": task.name, "score": task.score, "more": task.more_is_better}
+        rows.append({**about, "nothing": task.nothing, "paper": task.paper, "cells": cells})
     return rows
+
+
+def pictures(pool: Executor, effort: float) -> dict[str, Any]:
+    """Figure 6 and table 2, to look at: what the GAN draws and the detector finds, in fp32 and mixed."""
+    columns = ("fp32", "mixed, dynamic scale")
+    wanted = {"DCGAN": "generated", "detection": "found"}
+    jobs = {
+        (kind, setting): pool.submit(run_task, index, setting, 0, effort)
+        for index, task in enumerate(TASKS)
+        for word, kind in wanted.items()
+        if word in task.name
+        for setting in columns
+    }
+    return {kind: {s: jobs[kind, s].result().shown for s in columns} for kind in wanted.values()}
+
+
+def language_model(pool: Executor, effort: float) -> dict[str, Any]:
+    """Section 4.4 and figure 5: an LSTM language model at several loss scales."""
+    steps = max(8, int(64 * effort))
+    jobs = {name: pool.submit(rescue.language_model, name, steps) for name in rescue.RESCUES}
+    runs = {name: job.result() for name, job in jobs.items()}
+    return {
+        "curves": {name: rescue.smooth(run["losses"]) for name, run in runs.items()},
+        "final": {name: run["final"] for name, run in runs.items()},
+        "flushed": {name: run["flushed"] for name, run in runs.items()},
+        "micro_batches": rescue.MICRO_BATCHES,
+    }
+
+
+def rescued_detector(pool: Executor, effort: float) -> dict[str, Any]:
+    """Section 4.2: a detector that falls behind without a scale."""
+    steps = max(8, int(96 * effort))
+    jobs = {name: pool.submit(dense_detector, how, steps) for name, how in rescue.RESCUES.items()}
+    runs = {name: job.result() for name, job in jobs.items()}
+    return {
+        "curves": {name: rescue.smooth(run["losses"], 24) for name, run in runs.items()},
+        "final": {name: statistics.fmean(run["losses"][-8:]) for name, run in runs.items()},
+        "score": {name: run["score"] for name, run in runs.items()},
+    }
+
+
+def sums_in_training(pool: Executor, effort: float) -> dict[str, Any]:
+    """Section 3.3, in training: products that sum in fp16; and the machine's fp16 beside rounded fp32."""
+    steps = max(8, int(120 * effort))
+    jobs = {name: pool.submit(rescue.train_with_sums, name, steps) for name in rescue.SUMS}
+    apart = pool.submit(rescue.native_and_pseudo, steps)
+    runs = {name: job.result() for name, job in jobs.items()}
+    return {
+        "curves": {name: rescue.smooth(run["losses"]) for name, run in runs.items()},
+        "accuracy": {name: run["accuracy"] for name, run in runs.items()},
+        "native and pseudo": apart.result(),
+    }
 
 
 def masters(pool: Executor, seeds: int, effort: float) -> dict[str, Any]:

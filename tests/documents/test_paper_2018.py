@@ -3,9 +3,11 @@
 import json
 import sys
 from concurrent.futures import Executor, Future
+from pathlib import Path
 
 import pytest
-from papers.mixed_precision_training_2018 import experiments, page, run
+import torch
+from papers.mixed_precision_training_2018 import experiments, page, rescue, run
 
 
 class Here(Executor):
@@ -50,6 +52,45 @@ def test_activation_gradients_leave_most_of_the_range_unused():
     assert result["overflow_by_scale"]["1024"] == 0.0
 
 
+def test_fp16_sums_stall_and_fp32_sums_do_not():
+    ones, small = torch.ones(1, 4096), torch.full((4096, 1), 0.75)
+    assert rescue.summed_in_fp32(ones, small).item() == 3072
+    assert rescue.summed_in_fp16(ones, small).item() == 2048  # 2048 + 0.75 rounds to 2048
+
+
+def test_the_page_from_recorded_numbers(tmp_path):
+    results = json.loads((Path(run.__file__).parent / "results.json").read_text())
+    page.write_page(results, tmp_path / "paper.html")
+    html = (tmp_path / "paper.html").read_text()
+    assert html.count("<h2>") == 11
+    assert "nan" not in html.lower().replace("finance", "")
+    for named in ("table 1", "table 2", "figure 5", "figure 6", "15.82"):
+        assert named in html
+    final = results["language_model"]["final"]
+    learned = {name: value - final["fp32"] for name, value in final.items()}
+    assert learned["mixed, scale 1"] > 0.3
+    assert max(learned["mixed, scale 128"], learned["mixed, dynamic scale"]) < 0.1
+    scores = results["detector"]["score"]
+    assert scores["mixed, scale 1"] < 0.5 * scores["fp32"]
+    assert scores["mixed, scale 8"] > 0.7 * scores["fp32"]
+
+
+def test_equal_scores_of_models_that_learned_nothing_are_no_parity():
+    def row(mean, more=True, nothing=0.0):
+        cell = {"mean": mean, "spread": 0.0, "skipped": 0, "diverged": 0}
+        return {"more": more, "nothing": nothing, "cells": {"fp32": cell, "mixed": cell}}
+
+    assert page._kept([row(0.0), row(10.0, nothing=10.0), row(2.3, more=False, nothing=2.3)], "mixed") == 0
+    assert page._kept([row(80.0), row(90.0, nothing=10.0), row(0.5, more=False, nothing=2.3)], "mixed") == 3
+
+
+@pytest.mark.exhaustive
+def test_a_language_model_needs_a_scale_of_128():
+    final = {name: rescue.language_model(name, 64)["final"] for name in rescue.RESCUES}
+    assert final["mixed, scale 1"] > final["fp32"] + 0.3
+    assert final["mixed, scale 128"] < final["fp32"] + 0.1
+
+
 @pytest.mark.exhaustive
 def test_masters_and_scale_both_matter_where_gradients_are_faint():
     curves = experiments.masters(Here(), 1, 1.0)
@@ -63,7 +104,7 @@ def test_the_page_is_written_from_the_numbers_alone(tmp_path):
     results = run.run(seeds=1, effort=0.05, workers=2)
     page.write_page(json.loads(json.dumps(results)), tmp_path / "paper.html")
     html = (tmp_path / "paper.html").read_text()
-    assert html.count("<h2>") == 7
+    assert html.count("<h2>") == 11
     assert "http" not in html.replace("http://www.w3.org", "")
     for row in results["parity"]:
         assert row["task"] in html
