@@ -347,3 +347,25 @@ def test_steps_out_of_order_are_errors():
         amp.step()
     with pytest.raises(ConfigError, match="requires_grad"):
         amp.backward(torch.tensor(1.0))
+
+
+def test_several_losses_at_once_are_differentiated_in_one_pass():
+    def gradients(losses_of):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), level="O2", dtype="bf16")
+        with amp.autocast():
+            y = model(torch.ones(4, 3))
+            one, two = y.float().square().mean(), y.float().abs().sum()
+        losses_of(amp, one, two)
+        found = amp.step(zero_grad=False)
+        assert found.taken
+        return [p.grad.clone() for p in amp.masters[0].params()]
+
+    together = gradients(lambda amp, one, two: amp.backward([one, two]))
+    summed = gradients(lambda amp, one, two: amp.backward(one + two))
+    assert all(torch.equal(a, b) for a, b in zip(together, summed, strict=True))
+    model = nn.Linear(3, 2)
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="bf16")
+    with pytest.raises(hs.ConfigError, match=r"got 2 losses, those at \[1\] are no scalar tensors"):
+        amp.backward([torch.ones(()), "loss"])

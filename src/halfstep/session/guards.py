@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import HalfstepWarning, ScalerStateError
+from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.formats import FP16
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import Stepper, parameters_of
@@ -106,3 +106,16 @@ def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collectio
     finally:
         for w, grad in before:
             w.grad = grad
+
+
+def one_loss(loss: Any) -> Any:
+    """A loss as it is, or the sum in fp32 of several; ConfigError for a list that holds anything else."""
+    if not isinstance(loss, list | tuple):
+        return loss
+    wrong = [i for i, one in enumerate(loss) if not isinstance(one, Tensor) or one.numel() != 1]
+    if wrong or not loss:
+        raise ConfigError(
+            f"backward got {len(loss)} losses, those at {wrong} are no scalar tensors: give at least one, "
+            "each reduced to one number"
+        )
+    return torch.stack([one.float().reshape(()) for one in loss]).sum()

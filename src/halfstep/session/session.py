@@ -42,6 +42,7 @@ from halfstep.session.guards import (
     CHANGED,
     check_gradients,
     kept_gradients,
+    one_loss,
     refuse_direct_steps,
 )
 from halfstep.session.nonfinite import NonFinite
@@ -201,12 +202,18 @@ class Session:
 
     @never_compiled
     def backward(
-        self, loss: Tensor, optimizer: Optimizers = None, *, more: bool = False, **kwargs: Any
+        self,
+        loss: Tensor | Sequence[Tensor],
+        optimizer: Optimizers = None,
+        *,
+        more: bool = False,
+        **kwargs: Any,
     ) -> None:
         """Scale the loss and run backward; call it several times before a step to accumulate.
 
         Args:
-            loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled.
+            loss: a scalar tensor (or any, with `gradient=` in kwargs), not scaled; or several scalar losses,
+                whose sum, taken in fp32, is differentiated in one pass.
             optimizer: the optimizers whose parameters this loss trains; None means all. Gradients of the
                 others stay as they are. An inf found in the gradients of one skips those of the same loss.
             more: further backward passes follow before the step; needed only with released gradients, which
@@ -216,6 +223,7 @@ class Session:
         Raises:
             ConfigError: a loss without a graph or of several numbers, or an optimizer not of this session.
         """
+        loss = one_loss(loss)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ConfigError(
                 "backward got a loss that no parameter can learn from (requires_grad is False): "
