@@ -23,7 +23,7 @@ CLASSES = {
 STYLE = """
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }
 .said { border-left: 3px solid var(--rule); padding-left: .9rem; color: var(--quiet); }
-.key span { margin-right: 1.2rem; } .key i { display: inline-block; width: 1.4em; height: .55em; background: var(--c);
+.key span { margin-right: 1.2rem; white-space: nowrap; } .key i { display: inline-block; width: 1.4em; height: .55em; background: var(--c);
   margin-right: .4em; border-radius: 2px; }
 .below svg, svg .curve.below { stroke-width: 5; opacity: .4; } svg .curve.above { stroke-dasharray: 7 4; }
 .scale-128 { --c: var(--good, #2a8); } svg .curve.dotted { stroke-dasharray: 2 3; }
@@ -218,7 +218,7 @@ def _histogram(
     if not shown:
         return "<p class='quiet'>no finite values</p>"
     first, last = min(shown[0][0], threshold) - 1, max(shown[-1][0], 15) + 1
-    width, height, left = (WIDTH - 70) / (last - first + 1), HEIGHT - 60, 60
+    width, height, left = (WIDTH - 84) / (last - first + 1), HEIGHT - 60, 74
     decades = 8
 
     def across(exponent: float) -> float:
