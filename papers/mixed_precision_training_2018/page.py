@@ -118,8 +118,8 @@ def _language_model(result: Mapping[str, Any]) -> str:
         "only pulled up, and the loss rises."
     )
     paper = (
-        "Section 4.5, figure 5: the bigLSTM language model (vocabulary 793 thousand) follows fp32 with a loss scale "
-        "of 128 and falls behind it without one. Section 4.2: Multibox SSD diverges without a scale, and 8 rescues it."
+        "Figure 5: the bigLSTM language model (vocabulary 793 thousand) follows fp32 with a loss scale "
+        "of 128 and falls behind it without one."
     )
     return _section(
         "A language model that needs its scale (figure 5)", paper, ours, _curves(result["curves"])
@@ -379,7 +379,7 @@ def _kept(rows: Sequence[Mapping[str, Any]], setting: str) -> int:
         mine, fp32 = row["cells"][setting], row["cells"]["fp32"]
         sign = 1 if row["more"] else -1
         learned, worse = sign * (fp32["mean"] - row["nothing"]), sign * (fp32["mean"] - mine["mean"])
-        if not (math.isfinite(learned) and learned > 0.1 * max(abs(row["nothing"]), 1.0)):
+        if not (math.isfinite(learned) and learned > (0.1 * abs(row["nothing"]) or 1.0)):
             continue  # where fp32 learns nothing, nothing is shown by equal scores
         kept += math.isfinite(worse) and worse <= max(2 * fp32["spread"], 0.02 * learned)
     return kept

@@ -66,6 +66,8 @@ def test_the_page_from_recorded_numbers(tmp_path):
     assert "nan" not in html.lower().replace("finance", "")
     for named in ("table 1", "table 2", "figure 5", "figure 6", "15.82"):
         assert named in html
+    assert page._kept(results["parity"], "mixed, dynamic scale") == 6
+    assert page._kept(results["parity"], "mixed, no scale") == 5  # faint gradients need one
     final = results["language_model"]["final"]
     learned = {name: value - final["fp32"] for name, value in final.items()}
     assert learned["mixed, scale 1"] > 0.3
