@@ -183,12 +183,13 @@ def test_an_unsupported_dtype_on_this_device_is_told(capsys, monkeypatch):
 
 
 def test_a_slow_dtype_is_told_in_the_table(capsys, monkeypatch):
+    from halfstep import devices
     from halfstep.devices import capabilities
 
     slow = capabilities.Capability("cpu", torch.bfloat16, "slow", "no bf16 arithmetic", 3.0)
     real = capabilities.capability
     monkeypatch.setattr(
-        capabilities,
+        devices,
         "capability",
         lambda d, t: slow if capabilities.parse_dtype(t) == torch.bfloat16 else real(d, t),
     )

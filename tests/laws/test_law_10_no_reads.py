@@ -20,8 +20,8 @@ import json
 import torch
 from torch import nn
 import halfstep as hs
-from halfstep import outcome
-from halfstep.optim import launch
+from halfstep.scaling import outcome
+from halfstep.optim import backends
 from tests import python_device
 
 
@@ -37,7 +37,7 @@ class Late:
         return python_device.to_host(self.tensor).clone()
 
 
-outcome.send_to_host = launch.send_to_host = Late
+outcome.send_to_host = backends.send_to_host = Late
 
 
 def reads(kind, level, dtype):

@@ -18,12 +18,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from halfstep import devices
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import table_of
 from halfstep.compat.apex._functions import CASTS, wrapped
+from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
 from halfstep.compat.apex._ledger import Ledger
 from halfstep.compat.apex._options import AmpError, Properties, properties
 from halfstep.convert.conversion import Conversion, convert
@@ -253,7 +253,7 @@ def _apply(
             record.forget_originals()
             state.conversions.append(record)
             state.handles.append(
-                model.register_forward_pre_hook(_CastBatches(dtype), prepend=True, with_kwargs=True)
+                model.register_forward_pre_hook(CastBatches(dtype), prepend=True, with_kwargs=True)
             )
             state.handles += _spare_slow_kernels(model, dtype, state.device)
         if isinstance(dtype, torch.dtype) or outputs is not None:
@@ -266,7 +266,7 @@ def _apply(
             optimizer.load_state_dict(optimizer.state_dict())
     if dtype not in (None, False, torch.float32):
         for model in models:
-            hook = _CheckpointInFp32([weakref.ref(ledger) for ledger in state.ledgers.values()])
+            hook = CheckpointInFp32([weakref.ref(ledger) for ledger in state.ledgers.values()])
             state.handles.append(model.register_state_dict_post_hook(hook))
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
@@ -291,49 +291,6 @@ def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
         kept = PlanRule("type:_BatchNorm", dtype=torch.float32, reason="keep_batchnorm_fp32", required=False)
         rules.append(kept)
     return Plan(tuple(rules))
-
-
-class _CastBatches:
-    """Forward pre-hook (with kwargs): batches of the user's own class are cast by their own `to(dtype)`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return pytree.tree_map(self._cast, (args, kwargs))
-
-    def _cast(self, leaf: Any) -> Any:
-        own = not isinstance(leaf, Tensor | nn.Module) and callable(getattr(leaf, "to", None))
-        return leaf.to(self.dtype) if own else leaf
-
-
-class _CheckpointInFp32:
-    """Module hook: `state_dict()` gives fp32 tensors, the masters where there are any."""
-
-    def __init__(self, ledgers: list[weakref.ref[Ledger]] | None = None) -> None:
-        self._ledgers = ledgers or []
-
-    def __reduce__(self) -> tuple[type[_CheckpointInFp32], tuple[()]]:
-        return _CheckpointInFp32, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointInFp32:
-        return _CheckpointInFp32()
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        live = [
-            ledger for ref in self._ledgers if (ledger := ref()) is not None and ledger.masters is not None
-        ]
-        masters = {id(w): m for ledger in live for w, m in cast(MasterWeights, ledger.masters).pairs()}
-        exact = {
-            prefix + name: masters.get(id(p)) for name, p in module.named_parameters(remove_duplicate=False)
-        }
-        for key, value in state.items():
-            if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                master = exact.get(key)
-                if master is not None:
-                    state[key] = master.detach()
-                elif value.dtype in (torch.float16, torch.bfloat16):
-                    state[key] = value.float()
 
 
 @contextmanager
