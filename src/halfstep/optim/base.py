@@ -353,7 +353,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
                 self._shards.show()
             return loss
         self._late.check()
-        if not found_inf and self._planned():
+        if self._plan is not None and not found_inf and self._planned():  # plans are of CPUs alone
             scale = backends.number(inv_scale)
             backends.check_range(self._run_plan(scale, scale * backends.number(clip_coef), look))
             return loss
