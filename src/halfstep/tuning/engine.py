@@ -84,6 +84,9 @@ class Bench:
 
     def first(self, choice: Choice) -> Trial:
         """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
+        return together(gather(self._first(choice)))
+
+    def _first(self, choice: Choice) -> Trial:
         try:
             with self.entered(choice) as run:
                 began = time.perf_counter()
@@ -146,6 +149,7 @@ class Bench:
                     times[index] += [self._timed(run) for _ in range(steps)]
             if self.left() <= 0:
                 break
+        times = agreed(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: Choice) -> StepTimes:
@@ -174,6 +178,19 @@ class _Run:
 
     def __call__(self) -> Any:
         return self.step(self.session, *self.batch)
+
+
+def together(trials: Sequence[Trial]) -> Trial:
+    """One trial for all ranks: rank 0's times, the largest distances, and failed where any rank failed."""
+    failed = next((t.failed for t in trials if t.failed is not None), None)
+    loss, gradient = _worst([t.loss_error for t in trials]), _worst([t.gradient_error for t in trials])
+    return replace(trials[0], failed=failed, loss_error=loss, gradient_error=gradient)
+
+
+def _worst(errors: Sequence[float | None]) -> float | None:
+    """The largest, with NaN above all."""
+    known = [e for e in errors if e is not None]
+    return max(known, key=lambda e: float("inf") if e != e else e, default=None)
 
 
 def agreed(value: Any) -> Any:
