@@ -60,7 +60,7 @@ class Bench:
         self._start = Snapshot(Actors(step, [*models, *optimizers]))
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
-        self._until = time.perf_counter() + seconds
+        self._seconds, self._until = seconds, time.perf_counter() + seconds
         self._clock = _clock(self._device)
         self._base: Seen | None = None
         self._best: float | None = None
@@ -101,6 +101,7 @@ class Bench:
             return Trial(choice, failed="one step takes longer than what is left to measure")
         if self._base is None:
             self._base = seen
+            self._until = time.perf_counter() + self._seconds  # kernels that compile are not measuring
         base = self._base
         mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
         return Trial(choice, taken, *distance(seen.loss, mine, base.loss, theirs))
@@ -108,8 +109,9 @@ class Bench:
     def _settled(self, run: Callable[[], Any]) -> float:
         """A step's seconds; one that seems hopeless is taken again, since the first ones may compile."""
         taken = self._timed(run)
-        hopeless = self._best is not None and taken > HOPELESS * self._best and taken < self.left()
-        if agreed(hopeless):
+        first = self._best is None
+        hopeless = self._best is not None and HOPELESS * self._best < taken < self.left()
+        if first or agreed(hopeless):
             taken = min(taken, self._timed(run))
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
