@@ -1,15 +1,17 @@
 """Each script of the zoo gets its verdict (step, phase, module, op, line, cause, cure): no false alarm."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
+from halfstep.doctor.order import Order
 from halfstep.doctor.script import examine_script
-from tests.doctor import zoo_healthy, zoo_quiet, zoo_range, zoo_taken
+from tests.doctor import zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_taken
 
-FAULTS = [*zoo_taken.SCRIPTS, *zoo_range.SCRIPTS, *zoo_quiet.SCRIPTS]
+FAULTS = [*zoo_taken.SCRIPTS, *zoo_range.SCRIPTS, *zoo_quiet.SCRIPTS, *zoo_more.SCRIPTS]
 HEALTHY = zoo_healthy.SCRIPTS
 #: Enough of each kind for every day; the rest belongs to the exhaustive runs.
 DAILY = {
@@ -71,3 +73,31 @@ def test_there_are_enough_scripts():
     assert len(FAULTS) >= 30
     assert len(HEALTHY) >= 15
     assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
+
+
+CURED = [
+    s
+    for s in (*zoo_taken.SCRIPTS, *zoo_range.SCRIPTS)
+    if s.cure in ("clamp", "full") and s.name != "gradient_penalty"  # a step there is two of optimizers
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script", CURED, ids=lambda s: s.name)
+def test_helps_and_does_not_help_hold_in_fresh_runs(script, tmp_path, monkeypatch):
+    """Each cure that was tried in a copy, tried again by a run from the start with it and one without."""
+    document = examine(script, tmp_path, monkeypatch)
+    fault = document.faults[0]
+    path = str(tmp_path / f"{script.name}.py")
+    index = document.faults[0].step
+    steps = min(index + 4, document.steps)
+    for cure in fault.cures:
+        if cure.status == "untried":
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            order = Order(path, (), steps, 0, cure=tuple(cure.specs[0]), cure_at=index, copies=False)
+            cured, plain = run_order(order), run_order(replace(order, cure=None))
+        assert cured.applied
+        assert plain.first_bad == index
+        assert (cured.first_bad is None) == (cure.status == "works"), cure.text

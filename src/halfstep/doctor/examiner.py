@@ -167,12 +167,14 @@ class Examiner:
         if self.done == 0:
             self._moments.at_start()
 
-    def on_sign(self, module: nn.Module | None = None) -> None:
-        """A step shows that it has begun: a region opens or a model is called."""
+    def on_sign(self, module: nn.Module | None = None) -> bool:
+        """A step shows that it has begun: a region opens or a model is called; whether a tape knows of it."""
         if module is not None:
             self.cast.meet(module)
-        if self._moments.on_sign() and module is not None and self.taping is not None:
+        armed = self._moments.on_sign() and module is not None and self.taping is not None
+        if armed and module is not None and self.taping is not None:
             self.taping.tape.enter_module(module)
+        return armed
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
@@ -204,6 +206,12 @@ class Examiner:
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
+        self.on_gradients(updated)
+        self._before = [p.detach().clone() for p in updated]
+
+    def on_gradients(self, updated: list[Tensor]) -> None:
+        """What the gradients of these parameters are as the update begins."""
+        now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         found = tops([p.grad for p in learning if p.grad is not None])
         now.gradients |= {self.cast.name_of(p): top for p, top in zip(learning, found)}
@@ -213,7 +221,6 @@ class Examiner:
             self.ledger.blame("gradient")
         if any(top == 0.0 for top in found):
             now.silent = now.silent or "a gradient"
-        self._before = [p.detach().clone() for p in updated]
 
     def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated."""
@@ -326,8 +333,10 @@ class Examiner:
 
     def cure_from_start(self) -> None:
         """Put the cure in place that the whole run is to try: before the taped step, else after the first."""
-        spec, at = self.order.cure, self.order.armed if self.order.armed is not None else 1
-        if spec is None or spec[0] == "bf16" or self.cured or self.done < at or not self.cast.models:
+        spec = self.order.cure
+        if spec is None or spec[0] == "bf16" or self.cured or self.done < self.order.cure_at:
+            return
+        if not self.cast.models and not self.cast.optimizers:
             return
         self.cured = True
         self.traced.applied = put_in_place(spec, self.cast.actors(), self.around)

@@ -38,6 +38,7 @@ class Hooks:
         self._stack = stack
         self._depth = 0
         self._updated = False
+        self._by_hand = False
         self._root: nn.Module | None = None
 
     def install(self) -> None:
@@ -86,8 +87,17 @@ class Hooks:
                 with _disable_current_modes():
                     self._examiner.on_loss(loss)
             backward(loss, *args, **kwargs)
+            cast = self._examiner.cast
+            self._by_hand = not cast.optimizers and cast.session is None and cast.scaler is None
 
         return noted
+
+    def _end_by_hand(self) -> None:
+        """A forward after a backward, where no optimizer is: the step before it was made by hand."""
+        self._by_hand = False
+        with _disable_current_modes():
+            self._examiner.on_gradients(list(self._examiner.cast.named().values()))
+        self._examiner.on_step(self, skipped=False, finite=True)
 
     def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A step of a session or scaler is one boundary, whether or not the optimizer inside is stepped."""
@@ -118,7 +128,13 @@ class Hooks:
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
             return
-        self._examiner.on_sign(module)
+        before = self._examiner.taping
+        if self._by_hand:
+            self._end_by_hand()
+        entered = self._examiner.on_sign(module)
+        taping = self._examiner.taping
+        if taping is not None and taping is not before and not entered:
+            taping.tape.enter_module(module)
         if self._root is None and any(module is m for m in self._examiner.cast.models):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]

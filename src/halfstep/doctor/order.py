@@ -10,8 +10,8 @@ from halfstep.doctor.document import Document, Fault
 
 @dataclass(frozen=True)
 class Order:
-    """`armed`: the step (an index) to tape, where the run cannot be copied; `cure`: the spec of one to try
-    from the start; `copies`: whether the run may be copied; `result`: the file for what was found."""
+    """`armed`: the step (an index) to tape, where the run cannot be copied; `cure`: the spec of one to try,
+    from step `cure_at` on; `copies`: whether the run may be copied; `result`: the file for what was found."""
 
     script: str
     args: tuple[str, ...]
@@ -19,6 +19,7 @@ class Order:
     seed: int
     armed: int | None = None
     cure: tuple[Any, ...] | None = None
+    cure_at: int = 1
     copies: bool = True
     result: str = ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,7 @@ def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
     document.bad = [*traced.document.bad, *document.bad]
     for fault in traced.document.bad:
         for cure in fault.cures:
-            _try_from_start(order, found, cure, index)
+            _try_from_start(order, found, fault, cure, index)
 
 
 def _try_untried(order: Order, found: Found, fault: Fault) -> None:
@@ -83,16 +84,22 @@ def _try_untried(order: Order, found: Found, fault: Fault) -> None:
     index = found.first_bad if found.first_bad is not None else min(4, found.steps - 1)
     for cure in fault.cures:
         if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters"):
-            _try_from_start(order, found, cure, max(index, fault.step))
+            _try_from_start(order, found, fault, cure, max(index, fault.step))
 
 
-def _try_from_start(order: Order, found: Found, cure: CureFound, index: int) -> None:
+def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, index: int) -> None:
     """Runs the script with each dose of a cure in place, and writes down whether it helped."""
     quiet = found.first_bad is None
     steps = found.steps if quiet else min(index + 4, found.steps)
     for spec in cure.specs:
-        armed = None if quiet or spec[0] == "bf16" else index
-        cured = _child(dataclasses.replace(order, steps=steps, armed=armed, cure=spec, copies=False))
+        taped = fault.underflow or bool(fault.hidden)
+        steps = index + 1 if taped else steps
+        armed = index if taped else None
+        cured = _child(
+            dataclasses.replace(
+                order, steps=steps, armed=armed, cure=spec, cure_at=1 if quiet else index, copies=False
+            )
+        )
         if not cured.applied:
             continue
         faults = [f for f in cured.document.bad if not _is_harmless(f, cured)]
@@ -131,4 +138,5 @@ def _child(order: Order) -> Found:
 def _warnings(text: str) -> list[str]:
     """The script's own warnings on standard error, each once."""
     lines = [line.strip() for line in text.splitlines() if "Warning" in line or "WARNING" in line]
+    lines = [re.sub(r"^\S*/(?:in_script\.py:\d+: |(?=[^/\s]+:\d+: ))", "", line) for line in lines]
     return [line[:300] for line in dict.fromkeys(lines)][:_WARNINGS]

@@ -65,18 +65,19 @@ def _sources(node: Node, depth: int = 24) -> list[Tensor]:
     return found
 
 
-def outlying_weight(node: Node, parameters: list[tuple[str, Tensor]]) -> Outlier | None:
+def outlying_weight(
+    node: Node, parameters: list[tuple[str, Tensor]], originals: Mapping[Any, Tensor]
+) -> Outlier | None:
     """The parameter behind the op's inputs of which one row is far larger than the others, if any."""
     read = {t.untyped_storage().data_ptr() for t in _sources(node) if t.layout == torch.strided and t.numel()}
     worst: tuple[float, Outlier] | None = None
     for name, p in parameters:
         if p.layout != torch.strided or not p.numel() or p.untyped_storage().data_ptr() not in read:
             continue
-        rows = (
-            p.detach().float().reshape(p.shape[0], -1).abs().amax(1) if p.dim() else p.detach().abs().view(1)
-        )
+        p = originals.get(key_of(p), p).detach()  # as it was before the update
+        rows = p.float().reshape(p.shape[0], -1).abs().amax(1) if p.dim() else p.abs().view(1)
         usual, top = float(rows.median()), float(rows.max())
-        if rows.numel() < 4 or top < 100 * usual or top < 100:
+        if rows.numel() < 4 or not (top >= 100 * usual and top >= 100):
             continue
         text = f"row {int(rows.argmax())} of {name} holds {top:.3g}, the others about {usual:.2g}"
         if worst is None or top > worst[0]:

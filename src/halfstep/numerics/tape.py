@@ -41,6 +41,8 @@ _UNWRITTEN = frozenset(
 _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_"])
 # They show memory that was filled elsewhere: by a worker, by numpy, by a file.
 _ARRIVES = frozenset(["set_", "lift_fresh", "from_file", "_pin_memory", "_reinterpret_tensor", "frombuffer"])
+# They only move values: what was not finite before the step is named where it is first used.
+_MOVES = frozenset(["copy_", "clone", "stack", "cat", "index", "index_select", "index_copy_", "fill_"])
 # Beside the result they return the logarithm of a sum, -inf for a row without terms.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _NO_SEQUENCE = 1 << 62
@@ -401,6 +403,8 @@ class Tape:
         known = [self._bad.get(_storage(t)) for t in culprits]
         node.outside = [t for t, k in zip(culprits, known) if k is None]
         node.origins = frozenset().union(*(k[0] for k in known if k is not None))
+        if node.outside and not node.origins and node.base in _MOVES and node.phase == "forward":
+            return False
         fresh_nan = _has_nan(wrong) and not any(_has_nan([copies.get(id(t), t)]) for t in culprits)
         masks = all(self.candidates[i].intended for i in node.origins)
         if not culprits or node.outside or (masks and fresh_nan):

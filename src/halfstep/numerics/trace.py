@@ -381,10 +381,8 @@ def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
     cause = explain(node, tape.originals)
     if cause.kind != "range":
         return cause
-    named = {id(p): n for kind, n, p in _named_values(actors) if kind == "parameter"}
-    outlier = outlying_weight(
-        node, [(named[id(p)], p) for _, _, p in _named_values(actors) if id(p) in named]
-    )
+    named = {id(p): (n, p) for kind, n, p in _named_values(actors) if kind == "parameter"}
+    outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
         return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name)
     large = {n: float(max_abs(t)) for n, t in node.names.items() if t.is_floating_point()}
