@@ -514,3 +514,49 @@ DynamicLossScaler
 
 def test_fp16_utils_has_apex_names():
     assert set(APEX_NAMES.split()) == set(fp16_utils.__all__)
+
+
+def test_fused_adagrad_is_torchs():
+    torch.manual_seed(0)
+    one, two = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
+    ours = optimizers.FusedAdagrad([one], lr=0.1, weight_decay=0.01)
+    theirs = torch.optim.Adagrad([two], lr=0.1, weight_decay=0.01)
+    for _ in range(4):
+        one.grad = torch.randn(6)
+        two.grad = one.grad.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_fused_novograd_follows_its_formula(inside):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.linspace(-1, 1, 6))
+    optimizer = optimizers.FusedNovoGrad(
+        [weight], lr=0.1, betas=(0.9, 0.5), weight_decay=0.01, reg_inside_moment=inside, init_zero=True
+    )
+    value, moment, square = weight.detach().double(), torch.zeros(6, dtype=torch.float64), 0.0
+    for step in range(1, 5):
+        weight.grad = torch.randn(6)
+        grad = weight.grad.double()
+        optimizer.step()
+        square = 0.5 * square + 0.5 * float(grad.square().sum())
+        below = (square / (1 - 0.5**step)) ** 0.5 + 1e-8
+        moment = 0.9 * moment + 0.1 * (grad / below + 0.01 * value if inside else grad)
+        update = moment / (1 - 0.9**step)
+        value = value - 0.1 * (update if inside else update / below + 0.01 * value)
+    torch.testing.assert_close(weight.detach().double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_mixed_precision_lamb_keeps_what_fp16_loses():
+    half, full = nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(4))
+    options = {"lr": 1e-5, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    ours = optimizers.FusedMixedPrecisionLamb([half], **options)
+    theirs = optimizers.FusedLAMB([full], **options)
+    for _ in range(100):
+        half.grad, full.grad = torch.ones(4).half(), torch.ones(4)
+        ours.step()
+        theirs.step()
+    assert torch.equal(half.detach(), full.detach().half())
+    assert half[0] < 1

@@ -13,6 +13,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor
 
+from halfstep.compat.apex._rare_optimizers import FusedAdagrad, FusedNovoGrad
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
@@ -20,7 +21,14 @@ from halfstep.optim.optimizers import Keeping
 
 _torch: Any = torch  # its stubs lack the foreach functions
 
-__all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]
 
 
 def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
@@ -203,7 +211,7 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         limit, decay = group["max_grad_norm"], group["weight_decay"]
         clip = 1.0 if limit is None or limit <= 0 else torch.clamp(norm / limit, min=1.0)
-        weights = [p.float() for p in params]
+        weights = self._wide(params)
         grads = [p.grad.float() / clip for p in params]
         if not self.adam_w_mode and decay:
             _torch._foreach_add_(grads, weights, alpha=decay)
@@ -227,11 +235,24 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         _torch._foreach_add_(weights, updates, alpha=-group["lr"])
         _torch._foreach_copy_(params, weights)
 
+    def _wide(self, params: list[Tensor]) -> list[Tensor]:
+        """The weights in fp32, to be changed in place."""
+        return [p.float() for p in params]
+
     def _moments(self, params: list[Tensor], key: str) -> list[Tensor]:
         for p in params:
             if key not in self.state[p]:
                 self.state[p][key] = torch.zeros_like(p, dtype=torch.float32)
         return [self.state[p][key] for p in params]
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """FusedLAMB with fp32 masters of its 16-bit weights, in its state."""
+
+    takes_masters = False
+
+    def _wide(self, params: list[Tensor]) -> list[Tensor]:
+        return [self.state[p].setdefault("master", p.detach().float().clone()) for p in params]
 
 
 def _trust(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
