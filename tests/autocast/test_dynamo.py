@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat import torch_amp
+from halfstep.errors import HalfstepWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -336,3 +337,17 @@ def test_fp16_arithmetic_of_ours_is_never_compiled():
         for rows in (1024, 1025, 1026):
             assert compiled(torch.randn(rows, 1024)).dtype == FP16
     assert len(compiled_frames) == 3  # `step`, once a shape
+
+
+class Inside(nn.Module):
+    def forward(self, x):
+        return inside(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_says_that_it_keeps_no_region(strict):
+    with pytest.warns(HalfstepWarning, match=r"torch\.export keeps no region"):
+        exported = torch.export.export(Inside(), (X,), strict=strict)
+    assert exported.module()(X)[0].dtype == torch.float32
+    with hs.autocast("cpu", BF16):
+        assert (X @ W).dtype == BF16

@@ -296,3 +296,14 @@ def test_a_session_state_of_something_else_is_refused():
     _, amp = prepared()
     with pytest.raises(CheckpointError):
         amp.load_state_dict({"format": 2})
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_orthogonal_parametrization_is_not_made_in_16_bits(level):
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"'0' has an orthogonal parametrization.*by a plan"):
+        hs.prepare(model, optimizer, level=level, dtype="bf16")
+    assert {p.dtype for p in model.parameters()} == {F32}
+    amp = hs.prepare(model, optimizer, level="O1", dtype="bf16")
+    train(model, amp, 2)

@@ -62,7 +62,9 @@ def put_back_when_broken(device_types: Sequence[str]) -> None:
         for kind, dtype in before:
             torch.set_autocast_dtype(kind, dtype)
 
-    translator.InstructionTranslator.current_tx().output.add_cleanup_hook(put_back)
+    tracing = getattr(translator.tls, "current_tx", None)
+    if tracing is not None:  # export that traces without Dynamo has none
+        tracing.output.add_cleanup_hook(put_back)
 
 
 def traced_from_outside(kind: type) -> None:

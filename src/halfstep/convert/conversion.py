@@ -311,6 +311,7 @@ class _Job:
                     target = _Target(tensor.dtype, "to_float casts it in use")
                 if target is None:
                     continue
+                _refuse_orthogonal(self.names[path], module, target.dtype)
                 name = f"{self.names[path]}.{key}".lstrip(".")
                 before = wanted.setdefault(id(tensor), (tensor, target.dtype))
                 if before[1] != target.dtype:
@@ -406,6 +407,18 @@ class _Job:
         if edge and outer is not None and dtype not in (None, outer):
             self._cast_outputs(path, module, outer, f"the module above computes in {dtype_name(outer)}")
         return bool(path)
+
+
+def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError where a weight would be made orthogonal in 16 bits."""
+    kinds = {type(child).__name__ for child in module.children()}
+    if dtype != torch.float32 and "_Orthogonal" in kinds:
+        layer = path.partition(".parametrizations")[0]
+        raise UnsupportedError(
+            f"{layer!r} has an orthogonal parametrization, whose matrix exponential or Householder products "
+            f"have no {dtype_name(dtype)} arithmetic: keep the layer in fp32 by a plan (pattern = {layer!r}), "
+            "or use O1"
+        )
 
 
 def _has_casts(module: nn.Module) -> bool:
