@@ -416,7 +416,7 @@ def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None
         layer = path.partition(".parametrizations")[0]
         raise UnsupportedError(
             f"{layer!r} has an orthogonal parametrization, whose products of reflections "
-            f"have no {dtype_name(dtype)} arithmetic: keep the layer in fp32 by a plan (pattern = {layer!r}), "
+            f"have no {dtype_name(dtype)} arithmetic: keep the layer in fp32 by a plan (pattern={layer!r}), "
             "or use O1"
         )
 
