@@ -109,22 +109,11 @@ def _deep(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-# What a halfstep Session counts up during a step.
-_SESSION = ("loss_scale", "steps", "skips", "_pending", "_kept", "_queue", "history", "_warned", "policy")
-
-
 class _SessionState:
-    def __init__(self, session: Any, history: bool) -> None:
-        self._session = session
-        kept = [k for k in _SESSION if k in session.__dict__ and (history or k != "history")]
-        self._saved = {k: copy.copy(session.__dict__[k]) for k in kept}
-        # A stepper knows whether backward has updated weights already.
-        self._steppers = [(s, dict(vars(s))) for s in getattr(session, "_steppers", ())]
+    """All that a step changes in a session, as the session itself tells it."""
 
-    def restore(self) -> None:
-        self._session.__dict__.update({k: copy.copy(v) for k, v in self._saved.items()})
-        for stepper, saved in self._steppers:
-            vars(stepper).update(saved)
+    def __init__(self, session: Any, history: bool) -> None:
+        self.restore: Callable[[], None] = session.remember(history)
 
 
 class _Released:

@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import LossScale
 
 
 def check_clip(clip_norm: float | None) -> None:
@@ -35,8 +34,8 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int, int, int]:
-    """Return loss scale, steps, skips in a row and skips of a saved session; else CheckpointError."""
+def check_state(state: Any, level: Level, policy: Policy) -> None:
+    """Raise CheckpointError unless it is the state of a session of this level and policy."""
     if not isinstance(state, Mapping) or state.get("format") != 1:
         given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
@@ -46,9 +45,3 @@ def read_state(state: Any, level: Level, policy: Policy) -> tuple[LossScale, int
                 f"this state was saved with {what} {state.get(what)}, the session has {own}: "
                 f"prepare with that {what} to resume"
             )
-    try:
-        scale = LossScale.from_state(state["loss_scale"])
-        steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
-    return scale, steps, in_row, total

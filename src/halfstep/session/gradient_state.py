@@ -1,37 +1,129 @@
-"""What backward left with an optimizer's gradients: which scale they carry, who shares their loss."""
+"""What a session remembers between calls, as one frozen value: loss scale, counts, what gradients carry.
+
+event             from                    to
+backward(loss)    any                     Scaled; gradients that carry another scale are brought to it
+unscale           Scaled                  Unscaled, or an error without gradients of ours under a scale
+                  Unscaled                itself
+step              Scaled, Unscaled        Empty, or Kept with zero_grad=False
+                  Empty, Kept             an error under a scale; without one as after a backward
+optimizer.step()  Empty, Unscaled, Kept(1) allowed; refused where gradients carry a scale
+load_state_dict, revert   any             Empty
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.errors import CheckpointError
 from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.scaling.skips import SkipCount
 from halfstep.session.steppers import parameters_of
 
 #: One gradient as it was: which tensor, its dtype, how often it was changed in place.
 Mark = tuple[int, torch.dtype, int]
 
 
-@dataclass
-class Pending:
-    """What backward left behind for one optimizer: the scale its gradients carry, who shares its loss."""
+@dataclass(frozen=True)
+class Empty:
+    """No gradients of ours."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Gradients of a backward: they carry `scale`; the optimizers in `group` share a loss."""
 
     scale: LossScale
     group: frozenset[int]
-    found_inf: bool | Tensor | None = None
-    finite: bool | Tensor | None = None
-    """Whether they were finite when `unscale` divided the scale out; None where they still carry it."""
-    marks: list[Mark] = field(default_factory=list[Mark])
+    marks: tuple[Mark, ...] = ()
+    found: bool | Tensor | None = None
+    """Whether inf or NaN was found by an optimizer of the same loss that stepped before; None if none did."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unscaled:
+    """The same after `unscale`: `finite` is what dividing `scale` out found."""
+
+    scale: LossScale
+    group: frozenset[int]
+    finite: bool | Tensor
     edited: bool = False
+    found: bool | Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Gradients left by `step(zero_grad=False)`, which carry `scale`."""
+
+    scale: LossScale
+
+
+Carried = Empty | Scaled | Unscaled | Kept
+"""What the gradients of one optimizer carry."""
+
+
+def scale_of(carried: Carried) -> LossScale | None:
+    """The scale that gradients carry now; None where there are none."""
+    if isinstance(carried, Empty):
+        return None
+    return NoLossScale() if isinstance(carried, Unscaled) else carried.scale
+
+
+def opened(before: Carried, scale: LossScale, group: frozenset[int]) -> Scaled:
+    """What backward at `scale` makes of it; who shared a loss before the step still does."""
+    shared = before.group if isinstance(before, Scaled | Unscaled) else frozenset[int]()
+    return Scaled(scale, group | shared)
+
+
+@dataclass(frozen=True, eq=False)
+class StepState:
+    """All that a session remembers from one call to the next; each call replaces it."""
+
+    loss_scale: LossScale
+    skips: SkipCount
+    carried: tuple[Carried, ...]
+    """One an optimizer."""
+    steps: int = 0
+    told: frozenset[str] = frozenset()
+    """What was said once."""
 
     @property
-    def carried(self) -> LossScale:
-        """The scale that the gradients carry now."""
-        return self.scale if self.finite is None else NoLossScale()
+    def awaits_step(self) -> bool:
+        """Whether an optimizer has gradients of a backward that no step has used."""
+        return any(isinstance(carried, Scaled | Unscaled) for carried in self.carried)
+
+    def carrying(self, index: int, value: Carried) -> StepState:
+        """The state in which optimizer `index` carries `value`."""
+        kept = self.carried
+        return replace(self, carried=(*kept[:index], value, *kept[index + 1 :]))
+
+    def emptied(self) -> StepState:
+        """The state in which no optimizer has gradients of ours."""
+        return replace(self, carried=tuple(Empty() for _ in self.carried))
+
+    def saved(self) -> dict[str, Any]:
+        """As plain values; gradients are not part of it."""
+        return {
+            "loss_scale": self.loss_scale.state_dict(),
+            "steps": self.steps,
+            "skips_in_row": self.skips.in_row,
+            "skips": self.skips.total,
+        }
+
+    def restored(self, state: Mapping[str, Any]) -> StepState:
+        """The state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
+        try:
+            scale = LossScale.from_state(state["loss_scale"])
+            steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+        skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
+        return replace(self.emptied(), loss_scale=scale, skips=skips, steps=steps)
 
 
 def marks(optimizer: torch.optim.Optimizer) -> list[Mark]:

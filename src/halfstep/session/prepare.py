@@ -34,7 +34,8 @@ from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.session.steppers import fit_states, parameters_of
+from halfstep.session.steppers import parameters_of
+from halfstep.session.weights import fit_states
 from halfstep.tuning.search import Tuning
 
 

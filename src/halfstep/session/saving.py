@@ -173,7 +173,7 @@ def save(
     keep_last: int | None = None,
 ) -> Path:
     """`Session.save`."""
-    if session._pending:
+    if session.state.awaits_step:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
     path = Path(path)
     _reshard(session)

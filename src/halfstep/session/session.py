@@ -6,6 +6,7 @@ and tells what each step did. It decides nothing about formats and holds no nume
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections import deque
@@ -35,9 +36,19 @@ from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import registry, saving
-from halfstep.session.checks import check_clip, check_scheduler, read_state
+from halfstep.session.checks import check_clip, check_scheduler, check_state
 from halfstep.session.describe import in_words, one_line
-from halfstep.session.gradient_state import Pending, changed, marks
+from halfstep.session.gradient_state import (
+    Empty,
+    Kept,
+    Scaled,
+    StepState,
+    Unscaled,
+    changed,
+    marks,
+    opened,
+    scale_of,
+)
 from halfstep.session.guards import (
     CHANGED,
     check_gradients,
@@ -47,15 +58,8 @@ from halfstep.session.guards import (
 )
 from halfstep.session.nonfinite import NonFinite
 from halfstep.session.ranks import RankGuard
-from halfstep.session.steppers import (
-    Measured,
-    OnePassStepper,
-    Stepper,
-    TorchStepper,
-    fill_stand_ins,
-    fit_states,
-    one_pass_masters,
-)
+from halfstep.session.steppers import Measured, OnePassStepper, Stepper, TorchStepper
+from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
 from halfstep.trees import all_finite
 from halfstep.tuning.search import Tuning
 
@@ -105,21 +109,18 @@ class Session:
     ) -> None:
         self.models, self.optimizers = models, optimizers
         self.level, self.policy, self.device = level, policy, device
-        self.loss_scale, self.skip_nonfinite, self.skips = loss_scale, skip_nonfinite, skips
+        self.skip_nonfinite = skip_nonfinite
+        self.state = StepState(loss_scale, skips, tuple(Empty() for _ in optimizers))
         self.conversions, self.masters, self.kernels = conversions, masters, kernels
         self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
         self.layout = Relayout(())
         self.tuning: Tuning | None = None
         """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
-        self.steps = 0
         self._stepping = False
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
-        self._pending: dict[int, Pending] = {}
-        self._kept: dict[int, LossScale] = {}
         self._queue = OutcomeQueue()
-        self._warned_of_change = False
         self._nonfinite = NonFinite(
             on_nonfinite, models, optimizers, not isinstance(loss_scale, NoLossScale | StaticLossScale)
         )
@@ -190,6 +191,25 @@ class Session:
         """The first (usually the only) model."""
         return self.models[0]
 
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale that the next backward multiplies by."""
+        return self.state.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: LossScale) -> None:
+        self.state = replace(self.state, loss_scale=scale)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, taken or skipped."""
+        return self.state.steps
+
+    @property
+    def skips(self) -> SkipCount:
+        """How many steps were skipped, in a row and in all."""
+        return self.state.skips
+
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
         if enabled and not torch.compiler.is_compiling():
@@ -249,7 +269,9 @@ class Session:
             self.loss_scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
             for index in indices:
-                self._pending[index].marks = marks(self.optimizers[index])
+                seen, here = self.state.carried[index], tuple(marks(self.optimizers[index]))
+                if isinstance(seen, Scaled):
+                    self.state = self.state.carrying(index, replace(seen, marks=here))
 
     def scale(self, tree: Any) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
@@ -264,20 +286,33 @@ class Session:
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
         index = self._index(optimizer)
-        check_gradients(self._steppers[index], index in self._pending)
-        pending = self._pending.setdefault(index, self._pending.get(index) or self._unscaled_gradients(index))
-        if not isinstance(pending.carried, NoLossScale):
-            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
-            found = self._steppers[index].unscale(pending.scale.inverse(self.device))
-            pending.finite = not found if self.device.type == "cpu" else ~found
+        carried = self._ours(index)
+        if isinstance(carried, Scaled) and not isinstance(carried.scale, NoLossScale):
+            edited = changed(carried.marks, marks(self.optimizers[index]))
+            found = self._steppers[index].unscale(carried.scale.inverse(self.device))
+            finite = not found if self.device.type == "cpu" else ~found
+            carried = Unscaled(carried.scale, carried.group, finite, edited, carried.found)
+        self.state = self.state.carrying(index, carried)
+
+    def _ours(self, index: int) -> Scaled | Unscaled:
+        """What an optimizer's gradients carry; ScalerStateError where there are none, or none of ours."""
+        carried, stepper = self.state.carried[index], self._steppers[index]
+        backward = isinstance(carried, Scaled | Unscaled)
+        check_gradients(stepper, backward)
+        if backward:
+            return carried
+        if not isinstance(self.loss_scale, NoLossScale):
+            raise ScalerStateError(
+                "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
+            )
+        return Scaled(self.loss_scale, frozenset({index}))
 
     def _carried(self, index: int) -> float | None:
         """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
-        pending = self._pending.get(index)
-        carried = self._kept.get(index) if pending is None else pending.carried
-        if self._stepping or isinstance(carried, NoLossScale):
+        scale = scale_of(self.state.carried[index])
+        if self._stepping or isinstance(scale, NoLossScale):
             return 1.0
-        return None if carried is None else carried.read()
+        return None if scale is None else scale.read()
 
     def _indices(self, optimizer: Optimizers) -> list[int]:
         if optimizer is None:
@@ -303,12 +338,11 @@ class Session:
         """Note which scale the coming gradients carry; bring older ones to it."""
         group = frozenset(indices)
         for index in indices:
-            before = self._pending.get(index)
-            carried = self._kept.pop(index, None) if before is None else before.carried
+            before = self.state.carried[index]
+            carried = scale_of(before)
             if carried is not None and carried is not self.loss_scale:
                 self._rescale(index, carried)
-            others = frozenset[int]() if before is None else before.group
-            self._pending[index] = Pending(self.loss_scale, group | others)
+            self.state = self.state.carrying(index, opened(before, self.loss_scale, group))
 
     def _rescale(self, index: int, old: LossScale) -> None:
         gradients = self._steppers[index].gradients()
@@ -345,15 +379,17 @@ class Session:
         check_scheduler(scheduler)
         self._ranks.check(self.skip_nonfinite)
         stepper = self._steppers[index]
-        check_gradients(stepper, index in self._pending)
-        pending = self._pending.pop(index, None) or self._unscaled_gradients(index)
-        carried = pending.carried
-        if pending.marks and pending.finite is None:
-            pending.edited = changed(pending.marks, marks(self.optimizers[index]))
+        pending = self._ours(index)
+        self.state = self.state.carrying(index, Empty())
+        carried = scale_of(pending)
+        if isinstance(pending, Unscaled):
+            edited = pending.edited
+        else:
+            edited = bool(pending.marks) and changed(pending.marks, marks(self.optimizers[index]))
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
-        inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
-        first = pending.found_inf is None
+        inv_scale = None if isinstance(carried, NoLossScale | None) else carried.inverse(self.device)
+        first = pending.found is None
         self._stepping = True
         try:
             measured, found = self._update(index, pending, inv_scale, clip_norm)
@@ -365,13 +401,14 @@ class Session:
         if zero_grad:
             stepper.clear()
         else:
-            self._kept[index] = NoLossScale() if stepper.unscaled else carried
-        self.steps += 1
+            kept = Kept(NoLossScale() if stepper.unscaled or carried is None else carried)
+            self.state = self.state.carrying(index, kept)
+        self._count()
         partly = found is True and self.skip_nonfinite and stepper.releases
-        return self._tell(pending, measured, found, PARTLY if partly else None, scheduler)
+        return self._tell(pending.scale, edited, measured, found, PARTLY if partly else None, scheduler)
 
     def _update(
-        self, index: int, pending: Pending, inv_scale: Tensor | None, clip_norm: float | None
+        self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
     ) -> tuple[Measured, bool | Tensor]:
         """Look at the gradients and update or skip; what was measured, and whether to count it as inf."""
         stepper, wants_max = self._steppers[index], self.loss_scale.needs_max_abs
@@ -386,7 +423,8 @@ class Session:
 
     def _tell(
         self,
-        pending: Pending,
+        scale: LossScale,
+        edited: bool,
         measured: Measured,
         found: bool | Tensor,
         reason: str | None,
@@ -397,17 +435,17 @@ class Session:
         outcome = Outcome(
             taken=_inverse(found) if self.skip_nonfinite else True,
             finite=_inverse(found),
-            scale=pending.scale.value,
+            scale=scale.value,
             grad_norm=measured.norm,
             max_abs=measured.max_abs,
             step=self.steps,
             reason=reason,
-            on_read=None if here else partial(self._arrived_late, scheduler, pending.edited),
+            on_read=None if here else partial(self._arrived_late, scheduler, edited),
         )
         self.history.append(outcome)
         if here:
             taken = not (found and self.skip_nonfinite)
-            self._arrived(scheduler, taken, not found, pending.scale, self.steps, pending.edited)
+            self._arrived(scheduler, taken, not found, scale, self.steps, edited)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
@@ -416,37 +454,33 @@ class Session:
 
     def step_without_batch(self) -> None:
         """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""
+        self._count()
         if not self.skip_nonfinite:
-            self.steps += 1
             return
         flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device))
         found = bool(flag) if self.device.type == "cpu" else flag
         scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(_inverse(found), None)
-        self.steps += 1
         if isinstance(found, bool):
-            self.skips = self.skips.after(not found, scale=scale.read())
+            self.state = replace(self.state, skips=self.skips.after(not found, scale=scale.read()))
 
-    def _unscaled_gradients(self, index: int) -> Pending:
-        if not isinstance(self.loss_scale, NoLossScale):
-            raise ScalerStateError(
-                "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
-            )
-        return Pending(self.loss_scale, frozenset({index}))
+    def _count(self) -> None:
+        self.state = replace(self.state, steps=self.state.steps + 1)
 
-    def _found_inf(self, index: int, pending: Pending, finite: bool | Tensor) -> bool | Tensor:
+    def _found_inf(self, index: int, pending: Scaled | Unscaled, finite: bool | Tensor) -> bool | Tensor:
         """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
-        found = _inverse(finite if pending.finite is None else pending.finite & finite)
-        if pending.found_inf is not None:
-            return found | pending.found_inf
-        siblings = [j for j in pending.group if j != index and j in self._pending]
+        found = _inverse(pending.finite & finite if isinstance(pending, Unscaled) else finite)
+        if pending.found is not None:
+            return found | pending.found
+        held = {j: self.state.carried[j] for j in pending.group if j != index}
+        siblings = {j: c for j, c in held.items() if isinstance(c, Scaled | Unscaled)}
         for other in siblings:
-            theirs = ~all_finite(self._steppers[other].gradients())
-            found = found | (theirs.to(self.device) if isinstance(found, Tensor) else bool(theirs))
+            bad = ~all_finite(self._steppers[other].gradients())
+            found = found | (bad.to(self.device) if isinstance(found, Tensor) else bool(bad))
         if self.skip_nonfinite and world_size() > 1:
             everywhere = all_ranks(torch.as_tensor(found, device=self.device))
             found = everywhere if isinstance(found, Tensor) else bool(everywhere)
-        for other in siblings:
-            self._pending[other].found_inf = found
+        for other, theirs in siblings.items():
+            self.state = self.state.carrying(other, replace(theirs, found=found))
         return found
 
     def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
@@ -460,11 +494,12 @@ class Session:
         if scheduler is not None and taken:
             scheduler.step()
         self._nonfinite.tell(step, taken, finite)
-        if edited and finite and not self._warned_of_change:
-            self._warned_of_change = True
+        if edited and finite and CHANGED not in self.state.told:
+            self.state = replace(self.state, told=self.state.told | {CHANGED})
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
-            self.skips = self.skips.after(taken, scale=None if taken else scale.read())
+            after = self.skips.after(taken, scale=None if taken else scale.read())
+            self.state = replace(self.state, skips=after)
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
@@ -482,20 +517,10 @@ class Session:
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
-        modes = [(m, m.training) for model in self.models for m in model.modules()]
-        with ExitStack() as stack, torch.no_grad():
-            for masters in self.masters.values():
-                stack.enter_context(masters.swap())
-            for conversion in self.conversions if self.level.masters else ():
-                stack.enter_context(conversion.suspended())
-            fill_stand_ins(self.models, one_pass_masters(self.level, self.optimizers))
-            for model in self.models:
-                model.eval()
-            try:
-                yield
-            finally:
-                for module, training in modes:
-                    module.training = training
+        held = one_pass_masters(self.level, self.optimizers)
+        suspended = self.conversions if self.level.masters else []
+        with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and kernels as plain values; models and optimizers save themselves."""
@@ -504,10 +529,7 @@ class Session:
             "format": 1,
             "level": self.level.name,
             "policy": str(self.policy),
-            "loss_scale": self.loss_scale.state_dict(),
-            "steps": self.steps,
-            "skips_in_row": self.skips.in_row,
-            "skips": self.skips.total,
+            **self.state.saved(),
             "kernels": kernel_choice.saved(self.kernels),
         }
 
@@ -517,11 +539,26 @@ class Session:
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
-        scale, steps, in_row, total = read_state(state, self.level, self.policy)
+        check_state(state, self.level, self.policy)
+        remembered = self.state.restored(state)
         if "kernels" in state:
             self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
-        self.loss_scale, self.steps = scale, steps
-        self.skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
+        self.state = remembered
+
+    def remember(self, history: bool = True) -> Callable[[], None]:
+        """Note all that a step changes in the session; the result puts it back, any number of times."""
+        state, policy, queue = self.state, self.policy, copy.copy(self._queue)
+        past = copy.copy(self.history) if history else None
+        steppers = [(stepper, dict(vars(stepper))) for stepper in self._steppers]
+
+        def restore() -> None:
+            self.state, self.policy, self._queue = state, policy, copy.copy(queue)
+            if past is not None:
+                self.history = copy.copy(past)
+            for stepper, saved in steppers:
+                vars(stepper).update(saved)
+
+        return restore
 
     def save(
         self,
@@ -577,6 +614,7 @@ class Session:
             handle.remove()
         registry.forget(self.models, self.optimizers)
         self.conversions, self.masters, self._handles = [], {}, []
+        self.state = self.state.emptied()
 
 
 def _inverse(flag: bool | Tensor) -> bool | Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -20,9 +19,8 @@ from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import measure, measure_shards
 from halfstep.gradients.unscale import unscale_
 from halfstep.gradients.widen import Widened
-from halfstep.optim.master_link import narrow_state
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import LOW_DTYPES, Level
+from halfstep.policy.levels import LOW_DTYPES
 
 
 class Measured(NamedTuple):
@@ -277,31 +275,3 @@ def _on_host_if_cpu(stats: Any) -> Measured:
     if stats.norm.device.type != "cpu":
         return Measured(stats.finite, stats.norm, stats.max_abs)
     return Measured(bool(stats.finite), float(stats.norm), float(stats.max_abs))
-
-
-def fit_states(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
-    if level.masters or level.param_role == "full":
-        return
-    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
-        for p, state in optimizer.state.items():
-            if isinstance(p, Tensor) and p.is_floating_point():
-                optimizer.state[p] = narrow_state(state, p.dtype)
-
-
-def one_pass_masters(
-    level: Level, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[Any, dict[Tensor, Tensor]]:
-    """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
-    if not level.masters:
-        return {}
-    return {o: o.masters() for o in optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
-
-
-def fill_stand_ins(models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]) -> None:
-    """Give the widened copies of a suspended conversion the masters' values."""
-    exact = {p: value for masters in held.values() for p, value in masters.items()}
-    for parameter in (p for model in models for p in model.parameters()):
-        original: Tensor | None = getattr(parameter, "_stands_for", None)
-        if original is not None and original in exact:
-            parameter.data.copy_(exact[original])
