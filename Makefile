@@ -4,11 +4,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all check machines bench gpu paper clean
+.PHONY: demo test test-all check docs machines bench gpu paper clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
-	$(PIP) --editable '.[recipes,report,safetensors]'
+	$(PIP) --editable '.[recipes]'
 	touch $@
 
 .venv/dev.stamp: .venv/demo.stamp
@@ -30,6 +30,9 @@ test: check  ## everything but the exhaustive runs
 test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
 	$(PYTEST) -m exhaustive
 	OMP_NUM_THREADS=1 $(BIN)/python tests/laws/break_laws.py
+
+docs: .venv/dev.stamp  ## the site, offline, warnings as errors; open build/site/index.html
+	$(BIN)/python docs/build.py build/site
 
 machines: .venv/dev.stamp  ## both commands under every instruction set that this processor can show
 	$(BIN)/python .ci/machines.py
