@@ -2,7 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
+PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile docs README.md  # a page runs in order
 
 .PHONY: demo test test-all check docs machines bench gpu paper clean
 
@@ -26,6 +27,7 @@ check: .venv/dev.stamp  ## formatting, lint, types, layers
 
 test: check  ## everything but the exhaustive runs
 	$(PYTEST) -m 'not exhaustive'
+	$(PAGES)
 
 test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
 	$(PYTEST) -m exhaustive

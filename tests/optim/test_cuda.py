@@ -51,7 +51,8 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from halfstep.optim import _layout as L, _triton_kernels as K
+from halfstep.kernels import codes as L
+from halfstep.kernels.cuda import update as K
 
 def ptx(kernel, signature, constants):
     names = kernel.arg_names

@@ -210,7 +210,7 @@ class Tape:
         self._busy = False
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._devices = ("cpu",) if here is None else ("cpu", here.type)
-        self.calls: list[tuple[Any, int]] = []
+        self.calls: list[tuple[Any, int, bool]] = []
         self.call_count = 0
         self._modules = ModuleStack(model, self._adopt)
         self._handles: list[Any] = []
@@ -294,8 +294,7 @@ class Tape:
         found, file, line = look()
         phase = self._phase(found)
         sequence = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
-        function, call = self.calls[-1] if self.calls else (None, 0)
-        region = self._region()
+        function, call, region = self.calls[-1] if self.calls else (None, 0, False)
         site = Site(self._modules.path, self._modules.kind, function, file, line, "", call, region)
         if phase != "backward":
             if not file:
@@ -320,7 +319,8 @@ class Tape:
         matching = (s for base, s in reversed(known) if base.replace("_", "") in name)
         site = next(matching, known[-1][1])
         if here.file:
-            return replace(here, module=site.module, module_class=site.module_class, node=node.name())
+            module, kind, region = site.module, site.module_class, site.in_region
+            return replace(here, module=module, module_class=kind, node=node.name(), in_region=region)
         return replace(site, node=node.name())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -358,7 +358,8 @@ class Tape:
         self._keep(node, bad)
         return out
 
-    def _region(self) -> bool:
+    def region(self) -> bool:
+        """Whether autocast is on. Told by the user's call: below it, where kernels run, torch hides autocast."""
         return any(torch.is_autocast_enabled(kind) for kind in self._devices)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -507,7 +508,7 @@ class _Calls(TorchFunctionMode):
                 self._tape.look_at_root(args[0])
             return run_backward(self, func, args, kwargs)
         self._tape.call_count += 1
-        self._tape.calls.append((func, self._tape.call_count))
+        self._tape.calls.append((func, self._tape.call_count, self._tape.region()))
         try:
             return func(*args, **kwargs)
         finally:
