@@ -359,7 +359,7 @@ class Tape:
         return out
 
     def region(self) -> bool:
-        """Whether autocast is on. Told by the user's call: below it, where kernels run, torch hides autocast."""
+        """Whether autocast is on, as the user's call sees it: where kernels run torch hides autocast."""
         return any(torch.is_autocast_enabled(kind) for kind in self._devices)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
