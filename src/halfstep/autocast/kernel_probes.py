@@ -297,9 +297,9 @@ def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_
     return found
 
 
-def _clock() -> Callable[[], float]:
-    # One thread's own CPU time does not count the time that other processes held the core.
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+#: The caller's own processor time does not count while other processes hold the core. Of an op on several threads
+#: the caller does its share and then waits actively, so that it stands for the whole.
+_CLOCK = time.thread_time
 
 
 def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
@@ -308,7 +308,7 @@ def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, 
         if cls.dtype == "fp32":  # what others are compared with
             candidates = {"native": candidates["native"]}
         alive = {name: call for name, call in candidates.items() if name not in skip}
-        found = race(alive, _clock())
+        found = race(alive, _CLOCK)
     return {name: found.get(name) for name in candidates}
 
 
@@ -323,7 +323,7 @@ def _run_overhead() -> float:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
 
-    found = race({"torch": torchs, "ours": ours}, _clock())
+    found = race({"torch": torchs, "ours": ours}, _CLOCK)
     return max(1e-6, found["ours"] - found["torch"])
 
 
@@ -457,7 +457,7 @@ def write_rows(file: Path, rows: Mapping[str, Times]) -> None:
 def cache_file() -> Path:
     """Where this machine's times are kept; another CPU, instruction set or torch has another file."""
     found = devices.cache_file("cpu")
-    return found.with_name(found.name.replace("devices-", "kernels-", 1))
+    return found.with_name(found.name.replace("devices-", "kernel-times-", 1))
 
 
 measurements = Measurements(cache_file)
