@@ -297,8 +297,8 @@ def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_
     return found
 
 
-#: The caller's own processor time does not count while other processes hold the core. Of an op on several threads
-#: the caller does its share and then waits actively, so that it stands for the whole.
+#: The caller's own processor time does not count while other processes hold the core. Of an op on several
+#: threads the caller does its share and then waits actively, so that it stands for the whole.
 _CLOCK = time.thread_time
 
 
