@@ -1,5 +1,6 @@
 """One rank of a run by two processes on the Python device; `compat/test_device_module.py` starts it twice."""
 
+import gc
 import os
 import sys
 
@@ -36,6 +37,7 @@ def main() -> None:
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
     line = f"rank {rank} {taken} {weights.sum().item():.6f} {hook.traffic.share:.2f}\n"
     os.write(1, line.encode())  # in one piece: the ranks share a pipe
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Runs a function on several ranks joined by gloo; they fork from a server that imported torch once."""
 
+import gc
 import multiprocessing as mp
 import tempfile
 import time
@@ -74,6 +75,7 @@ def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args
         meet = f"file://{folder}/meet"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
         torch.save(function(rank, *args), f"{folder}/result{rank}")
+        gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
         dist.destroy_process_group()
     except BaseException:
         Path(f"{folder}/trace{rank}").write_text(f"rank {rank}\n{traceback.format_exc()}")

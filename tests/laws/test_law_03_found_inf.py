@@ -1,5 +1,6 @@
 """Law 3: found-inf is an OR over tensors, devices, optimizers of the same loss and ranks. Never a sum."""
 
+import gc
 import math
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def worker(rank, folder):
         net.zero_grad()
     assert scaler.get_scale() == 32.0
     (Path(folder) / f"rank{rank}").write_text(str(scaler.get_scale()))
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
     dist.destroy_process_group()
 
 

@@ -1,5 +1,7 @@
 """Two processes under DDP: each watches its own share, and the worst rank is reported."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -42,6 +44,7 @@ def work(rank, folder):
     told = (headrooms, worst, verdict, found, replay._replays, weights, len(amp.history))
     torch.save(told, f"{folder}/rank{rank}")
     seen.close()
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
     dist.destroy_process_group()
 
 

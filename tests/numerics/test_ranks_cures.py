@@ -1,5 +1,6 @@
 """Two processes under DDP try the cures of each other's bad ops, together."""
 
+import gc
 import os
 from datetime import timedelta
 
@@ -164,6 +165,7 @@ def work(rank, folder):
         "several": several_causes(rank),
     }
     torch.save(found, f"{folder}/rank{rank}")
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Over ranks one choice is made: rank 0's times, the largest distance of any rank, a failure of any rank."""
 
+import gc
 import math
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def worker(rank: int, folder: str) -> None:
 
     found = hs.tune(model, optimizer, step, x, y, seconds=2.0)
     torch.save((found.to_toml(), found.trials), f"{folder}/{rank}.pt")
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
     dist.destroy_process_group()
 
 

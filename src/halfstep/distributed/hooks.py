@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,6 +36,12 @@ class Traffic:
         return self.sent_bytes / self.fp32_bytes if self.fp32_bytes else 1.0
 
 
+@functools.cache
+def _collect_at_exit() -> None:
+    """A DDP model with a Python hook that outlives the interpreter aborts: gloo's threads want its lock."""
+    atexit.register(gc.collect)
+
+
 def compress_hook(dtype: str | torch.dtype, group: Group | None = None) -> Hook:
     """Return a DDP communication hook that averages gradients in `dtype` ("bf16" or "fp16").
 
@@ -47,6 +56,7 @@ def compress_hook(dtype: str | torch.dtype, group: Group | None = None) -> Hook:
     if low not in (torch.float16, torch.bfloat16):
         raise ConfigError(f"compress_hook takes 'bf16' or 'fp16', got {dtype_name(low)}")
     traffic = Traffic()
+    _collect_at_exit()
 
     def average(state: object, bucket: Any) -> Any:
         ranks = world_size(group)
@@ -72,6 +82,7 @@ def ordered_hook(group: Group | None = None) -> Hook:
     micro-batches one after the other, bit for bit. Each rank sends as many bytes as an all-reduce: its parts
     to their owners, who add, and the owner's sum to all.
     """
+    _collect_at_exit()
 
     def average(state: object, bucket: Any) -> Any:
         buffer: Tensor = bucket.buffer()
