@@ -18,3 +18,10 @@ def _seeded_and_left_clean():
     torch.manual_seed(0)
     yield
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast enabled on the CPU"
+
+
+@pytest.fixture
+def no_limits(monkeypatch):
+    """The environment hides no instruction set."""
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)

@@ -185,7 +185,7 @@ def test_the_second_process_measures_nothing(tmp_path) -> None:
     assert counts[1] == 0
 
 
-def test_other_instruction_sets_have_other_files(monkeypatch) -> None:
+def test_other_instruction_sets_have_other_files(monkeypatch, no_limits) -> None:
     files = {probes.cache_file()}
     for variable in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
         monkeypatch.setenv(variable, "AVX2")

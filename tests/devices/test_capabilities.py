@@ -96,7 +96,7 @@ def test_nothing_half_written_is_left_when_the_move_fails(fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
-def test_a_limit_on_the_instruction_set_has_its_own_cache(fresh, monkeypatch, limit):
+def test_a_limit_on_the_instruction_set_has_its_own_cache(fresh, monkeypatch, limit, no_limits):
     free = capabilities.cache_file(CPU)
     monkeypatch.setenv(limit, "AVX2")
     assert capabilities.cache_file(CPU) != free
@@ -131,7 +131,7 @@ def test_bf16_is_native_with_avx512_and_slow_without(tmp_path):
     assert python(code, ONEDNN_MAX_CPU_ISA="AVX2", **env) == "slow torch.bfloat16"
 
 
-def test_the_reason_names_the_limit(fresh, monkeypatch):
+def test_the_reason_names_the_limit(fresh, monkeypatch, no_limits):
     monkeypatch.setattr(capabilities, "_cpu_facts", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(capabilities.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
