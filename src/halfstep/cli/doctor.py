@@ -13,6 +13,7 @@ from halfstep.cli._output import clean, console, print_json, table
 from halfstep.doctor.document import Document
 from halfstep.doctor.recipe import examine_recipe
 from halfstep.errors import ConfigError
+from halfstep.recipes import recipe_of
 
 FAULT = 1
 
@@ -54,7 +55,7 @@ def run(
         if args:
             raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
         where = computing_device(device)
-        document = examine_recipe(target, level, dtype, loss_scale, steps, seed, where)
+        document = examine_recipe(recipe_of(target), level, dtype, loss_scale, steps, seed, where)
     if report is not None:
         from halfstep.report.doctor import write_doctor
 

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, add_watched, counts_of, fault_of, findings_of
 
 
+class Training(Protocol):
+    """What is asked of a recipe: a fresh model with its optimizer, batches by seed, the loss of an output."""
+
+    @property
+    def name(self) -> str:
+        """What the document calls it."""
+        ...
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of (output, target)."""
+        ...
+
+    def build(self, seed: int, level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Model and optimizer for a level."""
+        ...
+
+    def batches(self, seed: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Inputs and targets of one pass over the data."""
+        ...
+
+
 def examine_recipe(
-    name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, where: torch.device
+    recipe: Training,
+    level: str,
+    dtype: str | None,
+    scale: str | None,
+    steps: int,
+    seed: int,
+    where: torch.device,
 ) -> Document:
     """Train the recipe for `steps` under watch on device `where`; the document of what was found."""
     from halfstep.numerics.lint import LintProbe, lint
@@ -19,17 +49,15 @@ def examine_recipe(
     from halfstep.numerics.trace import trace_step
     from halfstep.numerics.watch import watch
     from halfstep.policy.levels import level_of
-    from halfstep.recipes import recipe_of
     from halfstep.session.prepare import prepare
 
-    recipe = recipe_of(name)
     torch.manual_seed(seed)
     model, optimizer = recipe.build(seed, level)
     model.to(where)
     amp = prepare(model, optimizer, level=level, dtype=dtype, loss_scale=scale)
-    batches = itertools.chain.from_iterable(itertools.repeat(recipe.task().train(seed)))
+    batches = itertools.chain.from_iterable(itertools.repeat(recipe.batches(seed)))
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def step(x: Tensor, y: Tensor) -> Tensor:
         with amp.autocast():
             loss = recipe.loss(model(x), y)
         amp.backward(loss)
@@ -54,7 +82,7 @@ def examine_recipe(
     ready.settle()
     seen.close()
     row = level_of(level)[0]
-    label = f"{name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
+    label = f"{recipe.name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
     traces = [(0, trace), *((number - 1, found) for number, found in ready.traces)]
     document = Document(label, len(losses), losses, error, lint=findings_of(findings))
     document.counts = counts_of(trace.counts)

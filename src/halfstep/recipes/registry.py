@@ -64,6 +64,10 @@ class Recipe:
         """The data, from `folder` (MNIST's IDX files) where the recipe can use one."""
         return self.data(self.batch_size, folder)
 
+    def batches(self, seed: int) -> _data.Batches:
+        """The training batches, in the order of `seed`."""
+        return self.task().train(seed)
+
 
 def _in_batches(x: Tensor, y: Tensor, size: int) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(zip(x.split(size), y.split(size)))
