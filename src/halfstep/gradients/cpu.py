@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepWarning
+from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
 from halfstep.kernels.pool import run_ranges
 
@@ -44,10 +45,6 @@ def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
     return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
 
 
-Look = tuple[bool, float, float]
-"""Finite flag, norm and largest magnitude, of gradients that were multiplied by the inverse scale."""
-
-
 class WorkItems:
     """Work items, with room for what measuring each one finds."""
 
@@ -73,7 +70,7 @@ class WorkItems:
         return total, math.nan if math.isnan(total) else max(peaks.tolist(), default=0.0)
 
 
-def measure(grads: Sequence[Tensor], inv_scale: float) -> Look:
+def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
     """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each.
 
     Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
@@ -99,9 +96,10 @@ def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float
     return work.totals(GRADS[dtype], addresses)
 
 
-def combined(found: list[tuple[float, float]], inv_scale: float) -> Look:
+def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
     """The answer for several sets of gradients; NaN wins over inf."""
     total, top = found[0] if found else (0.0, 0.0)
     for squares, peak in found[1:]:
         total, top = total + squares, float(np.maximum(top, peak))
-    return math.isfinite(top), c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value
+    norm, max_abs = c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value
+    return GradStats(math.isfinite(top), norm, max_abs)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from halfstep import distributed
 from halfstep.gradients.unscale import unscale_
 from halfstep.trees import dense_values, home_device
 
 __all__ = [
+    "AnyStats",
     "GradStats",
+    "HostStats",
     "combine",
     "finite_and_norm",
     "measure",
@@ -30,17 +32,30 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class GradStats:
-    """0-d tensors on one device: `finite` (bool), `norm` (2-norm) and `max_abs` (largest magnitude).
+_Flag = TypeVar("_Flag", covariant=True, default=Tensor)
+_Norm = TypeVar("_Norm", covariant=True, default=Tensor)
+_Peak = TypeVar("_Peak", covariant=True, default=Tensor)
+
+
+class GradStats(NamedTuple, Generic[_Flag, _Norm, _Peak]):
+    """What one look at gradients found: 0-d tensors on one device, unless `HostStats` or `AnyStats` is said.
 
     `norm` and `max_abs` are float32 (float64 if any gradient is) and describe the unscaled gradients. Where
     `finite` is false they are inf or NaN.
     """
 
-    finite: Tensor
-    norm: Tensor
-    max_abs: Tensor
+    finite: _Flag
+    norm: _Norm
+    """2-norm."""
+    max_abs: _Peak
+    """Largest magnitude."""
+
+
+HostStats = GradStats[bool, float, float]
+"""The same as Python values, which are cheaper on a CPU."""
+
+AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
+"""Either; `max_abs` is None where nobody asked for it."""
 
 
 #: Below this many elements one call costs more than a copy: such tensors are joined first.
@@ -82,7 +97,7 @@ def measure(
 @torch.no_grad()
 def finite_and_norm(
     grads: Sequence[Tensor], inv_scale: float | Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> GradStats[Tensor, Tensor, Tensor | None]:
     """Return `measure`'s finite flag and norm; largest magnitude only where it came at no further cost.
 
     On a CPU a finite norm proves finite gradients, so that a second look is needed only after a bad one.
@@ -92,9 +107,8 @@ def finite_and_norm(
         norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
         finite = torch.isfinite(norm)
         if bool(finite):
-            return finite, norm if inv_scale is None else norm * inv_scale, None
-    stats = measure(tensors, inv_scale)
-    return stats.finite, stats.norm, stats.max_abs
+            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
+    return measure(tensors, inv_scale)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items
+from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels.pool import run_ranges
 
 foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
@@ -25,21 +25,8 @@ foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(
 LEAST = 1 << 18
 
 
-@dataclass(frozen=True)
-class Widened:
-    """fp32 gradients that are all finite, their sum of squares and largest magnitude."""
-
-    grads: list[Tensor]
-    squares: float
-    max_abs: float
-
-    def norm_with(self, rest_norm: float) -> float:
-        """The 2-norm of these gradients and of others whose norm is given."""
-        return math.hypot(math.sqrt(self.squares), rest_norm)
-
-
 @torch.no_grad()
-def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], Widened | None]:
+def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
     """Return fp32 copies of dense 16-bit gradients, in order, and their measurements where those are sound.
 
     Measurements are missing where torch's copy ran, where a value is not finite, and where fp32 squares may
@@ -56,7 +43,7 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], Widened | None]:
         squares, peak = _run(kernels.measurer(GRADS[dtype], kernels.WIDEN), pairs)
         total, top = total + squares, float(np.maximum(top, peak))
     sound = top == 0 or TINY < top < HUGE
-    return wide, Widened(wide, total, top) if sound else None
+    return wide, GradStats(True, math.sqrt(total), top) if sound else None
 
 
 def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:

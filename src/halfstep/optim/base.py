@@ -20,7 +20,7 @@ from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import GradStats
+from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, backends, checkpoints, cuda, entries, storage
 from halfstep.optim.algorithms import Algorithm
@@ -85,7 +85,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._plan: HostPlan | None = None
         self._check: PlanCheck | None = None
         self._checks: dict[Tensor, PlanCheck] = {}
-        self.looked: tuple[bool, float, float] | None = None
+        self.looked: HostStats | None = None
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
@@ -239,7 +239,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         assert self.release is not None
         return self.release.stats(rest) or seen
 
-    def measure_on_host(self, inv_scale: Scalar = None) -> tuple[bool, float, float] | None:
+    def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
         if self._shards is not None:
             return self._shards.measure_on_host(inv_scale)
@@ -285,7 +285,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """The gradient of `p` as the kernels read it, or None."""
         return None if p.grad is None else dense_grad(p, lambda: self._name(group, place))
 
-    def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> tuple[bool, float, float] | None:
+    def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> HostStats | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
             return cpus_.measure(grads, backends.number(inv_scale))
         return None
@@ -294,8 +294,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         known = self._by_kernels(grads, inv_scale)
         if known is None:
             return backends.measure_all(grads, inv_scale, self.backend, self._plans)
-        finite, norm, max_abs = known
-        return GradStats(torch.tensor(finite), torch.tensor(norm), torch.tensor(max_abs))
+        return GradStats(*map(torch.tensor, known))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.cpu import Look
+from halfstep.gradients.stats import HostStats
 from halfstep.optim import cpu
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.arguments import numbers_of
@@ -93,13 +93,13 @@ class HostPlan:
             first = last
         return all(p.grad is None for p in self._bare)
 
-    def measure(self, inv_scale: float) -> Look:
+    def measure(self, inv_scale: float) -> HostStats:
         """Finite flag, norm and largest magnitude of all gradients, times `inv_scale`."""
         for part in self._parts:
             part.table.measure()
         return self._seen(inv_scale)
 
-    def update(self, factor: float, inv_scale: float | None) -> tuple[bool, Look | None]:
+    def update(self, factor: float, inv_scale: float | None) -> tuple[bool, HostStats | None]:
         """Update all; with `inv_scale`, measure on the way. True where a weight left its master's range."""
         same = cpu.count_steps(self._counts, self._steps)
         steps = self._steps.tolist()
@@ -111,5 +111,5 @@ class HostPlan:
         increment_version(self._changed)
         return over, None if inv_scale is None else self._seen(inv_scale)
 
-    def _seen(self, inv_scale: float) -> Look:
+    def _seen(self, inv_scale: float) -> HostStats:
         return cpus_.combined([part.table.totals() for part in self._parts], inv_scale)

@@ -14,7 +14,8 @@ from torch.utils import _foreach_utils
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.gradients.widen import Widened, foreach_copy_, widen
+from halfstep.gradients.stats import HostStats
+from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.names import canonical, named_parameters
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
@@ -197,10 +198,10 @@ class Link:
         return [name or here[id(m)] for name, m in zip(self._named, self.masters)]
 
     @torch.no_grad()
-    def widen(self) -> Widened | None:
+    def widen(self) -> tuple[list[Tensor], HostStats | None]:
         """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor.
 
-        Returns the measurements of those that were widened now, where widening gave any.
+        Returns those that were widened now, and what they hold where widening measured them.
         """
         finish, self.finish = self.finish, None
         if finish is not None:
@@ -214,7 +215,7 @@ class Link:
             grad = cast(Tensor, w.grad)
             if grad.is_sparse:
                 w.grad = grad.to(torch.float32)
-        return measured
+        return wide, measured
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.gradients.stats import GradStats
+from halfstep.gradients.stats import GradStats, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -100,13 +100,7 @@ class GradientRelease:
     def stats(self, rest: GradStats | None) -> GradStats | None:
         """What was seen since the last step and in `rest`, together; None where nothing was."""
         parts = [*self._seen, *([rest] if rest is not None else [])]
-        if not parts:
-            return None
-        home = parts[0].norm.device
-        norms = torch.stack([s.norm.to(home) for s in parts])
-        peaks = torch.stack([s.max_abs.to(home) for s in parts])
-        finite = torch.stack([s.finite.to(home) for s in parts]).all()
-        return GradStats(finite, torch.linalg.vector_norm(norms), peaks.amax())
+        return combine(parts) if parts else None
 
     def finish(self) -> None:
         """End the step: remember its norm for the next one's clipping."""

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from halfstep.distributed import first_element, local_of, shard_groups, sums_over
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import GradStats, measure_shards
+from halfstep.gradients.stats import GradStats, HostStats, measure_shards
 from halfstep.optim import backends
 from halfstep.optim.backends import Scalar
 from halfstep.optim.rounding import WEYL, WORD
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
-
-Look = tuple[bool, float, float]
 
 
 def any_shard(params: list[Tensor]) -> bool:
@@ -126,7 +124,7 @@ class Shards:
         params = [p for group in self._outer.param_groups for p in group["params"]]
         return measure_shards([p.grad for p in params], inv_scale, self._groups)
 
-    def measure_on_host(self, inv_scale: Scalar) -> Look | None:
+    def measure_on_host(self, inv_scale: Scalar) -> HostStats | None:
         """The same as Python numbers, by the CPU kernels; None where they do not run."""
         twin = self.enter()
         sets: dict[tuple[Any, ...], list[Tensor]] = {groups: [] for groups in self._groups}
@@ -139,14 +137,14 @@ class Shards:
         found = [_over(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
         return cpus_.combined(found, backends.number(inv_scale))
 
-    def over_shards(self, look: Look | None) -> Look | None:
+    def over_shards(self, look: HostStats | None) -> HostStats | None:
         """What the twin saw in an update, over all shards; the norm is as exact as an fp32 one."""
         if look is None or self._groups == [()]:
             return look
         if len(self._groups) > 1:
             return None
-        squares, amax = _over(self._groups[0], look[1] ** 2, look[2])
-        return math.isfinite(amax), math.sqrt(squares) if squares >= 0 else math.nan, amax
+        squares, amax = _over(self._groups[0], look.norm**2, look.max_abs)
+        return GradStats(math.isfinite(amax), math.sqrt(squares) if squares >= 0 else math.nan, amax)
 
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """`OnePassOptimizer.seed_masters` of whole or sharded fp32 values."""

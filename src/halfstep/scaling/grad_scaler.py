@@ -26,7 +26,7 @@ from halfstep.errors import (
     ScalerStateError,
     UnsupportedError,
 )
-from halfstep.gradients.stats import finite_and_norm, measure, measure_shards, measure_whole
+from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
@@ -275,15 +275,13 @@ class GradScaler(TorchNames):
 
     def _look(
         self, grads: list[Tensor], inv_scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> GradStats[Tensor, Tensor, Tensor | None]:
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
         if any(distributed.local_of(g) is not g for g in grads):
-            stats = measure_shards(grads, inv_scale)
-            return stats.finite, stats.norm, stats.max_abs
+            return measure_shards(grads, inv_scale)
         if not self._loss_scale.needs_max_abs:
             return finite_and_norm(grads, inv_scale)
-        stats = measure(grads, inv_scale)
-        return stats.finite, stats.norm, stats.max_abs
+        return measure(grads, inv_scale)
 
     def _one_pass_step(
         self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -28,6 +28,7 @@ from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError, UnsupportedError
+from halfstep.gradients.stats import AnyStats
 from halfstep.numerics.replayable import Replayable
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level
@@ -58,7 +59,7 @@ from halfstep.session.guards import (
 )
 from halfstep.session.nonfinite import NonFinite
 from halfstep.session.ranks import RankGuard
-from halfstep.session.steppers import Measured, OnePassStepper, Stepper, TorchStepper
+from halfstep.session.steppers import OnePassStepper, Stepper, TorchStepper
 from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
 from halfstep.trees import all_finite
 from halfstep.tuning.search import Tuning
@@ -409,7 +410,7 @@ class Session:
 
     def _update(
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
-    ) -> tuple[Measured, bool | Tensor]:
+    ) -> tuple[AnyStats, bool | Tensor]:
         """Look at the gradients and update or skip; what was measured, and whether to count it as inf."""
         stepper, wants_max = self._steppers[index], self.loss_scale.needs_max_abs
         if clip_norm is None and not self.skip_nonfinite:
@@ -425,7 +426,7 @@ class Session:
         self,
         scale: LossScale,
         edited: bool,
-        measured: Measured,
+        measured: AnyStats,
         found: bool | Tensor,
         reason: str | None,
         scheduler: Any,

@@ -9,29 +9,17 @@ from __future__ import annotations
 import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import local_of
 from halfstep.errors import ScalerStateError, UnsupportedError
-from halfstep.gradients.stats import measure, measure_shards
+from halfstep.gradients.stats import AnyStats, GradStats, HostStats, measure, measure_shards
 from halfstep.gradients.unscale import unscale_
-from halfstep.gradients.widen import Widened
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import LOW_DTYPES
-
-
-class Measured(NamedTuple):
-    """What one look at the unscaled gradients gave: Python values on a CPU, 0-d tensors elsewhere.
-
-    `max_abs` is None where nobody asked for it.
-    """
-
-    finite: bool | Tensor
-    norm: float | Tensor
-    max_abs: float | Tensor | None
 
 
 class Stepper(Protocol):
@@ -46,15 +34,15 @@ class Stepper(Protocol):
         """The gradients as backward left them."""
         ...
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
         ...
 
-    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale, clip and update, or skip where `found_inf` is set."""
         ...
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
         ...
 
@@ -105,22 +93,22 @@ class OnePassStepper:
         """The gradients as backward left them."""
         return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
         known = self.optimizer.measure_on_host(inv_scale)
         if known is not None:
-            return Measured(*known)
+            return known
         return _on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
-    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
         clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
         if self.releases:
             self.optimizer.release.clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one."""
         if not self.optimizer.planned:
             measured = self.measure(inv_scale, needs_max_abs)
@@ -128,7 +116,7 @@ class OnePassStepper:
             return measured
         self.optimizer.step(inv_scale=inv_scale, look=True)
         looked = self.optimizer.looked
-        return self.measure(inv_scale, needs_max_abs) if looked is None else Measured(*looked)
+        return self.measure(inv_scale, needs_max_abs) if looked is None else looked
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -165,7 +153,7 @@ class TorchStepper:
         """The gradients as backward left them; those of masters widened to fp32."""
         return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """Read the gradients once, twice where the largest magnitude is asked for.
 
         Where widening them for masters has measured them already, only the others are read.
@@ -176,13 +164,13 @@ class TorchStepper:
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
         self._inv_scale = inv_scale
-        widened = None if self._masters is None else self._masters.link.widen()
+        wide, known = ([], None) if self._masters is None else self._masters.link.widen()
         gradients = self.gradients()
-        if widened is not None:
-            return _complete(widened, gradients, inv_scale, needs_max_abs)
+        if known is not None:
+            return _complete(wide, known, gradients, inv_scale, needs_max_abs)
         return _look(gradients, inv_scale, needs_max_abs)
 
-    def update(self, measured: Measured, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
         self.unscaled = False
         if found_inf:
@@ -194,7 +182,7 @@ class TorchStepper:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """`measure`, then `update`."""
         measured = self.measure(inv_scale, needs_max_abs)
         self.update(measured, None, False)
@@ -232,28 +220,32 @@ def _clear(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> Measured:
+def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
     if any(local_of(g) is not g for g in gradients):
         return _on_host_if_cpu(measure_shards(gradients, inv_scale))
     if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
         norm = _fp32_norm(gradients)
         if math.isfinite(norm):
-            return Measured(True, norm if inv_scale is None else norm * float(inv_scale), None)
+            return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
     return _on_host_if_cpu(measure(gradients, inv_scale))
 
 
 def _complete(
-    widened: Widened, gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool
-) -> Measured:
+    wide: list[Tensor],
+    known: HostStats,
+    gradients: list[Tensor],
+    inv_scale: Tensor | None,
+    needs_max_abs: bool,
+) -> AnyStats:
     """Add the gradients that widening did not measure; read all where these are not finite."""
-    seen = {id(g) for g in widened.grads}
+    seen = {id(g) for g in wide}
     rest = _look([g for g in gradients if id(g) not in seen], None, needs_max_abs)
     if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.max_abs, Tensor):
         return _look(gradients, inv_scale, needs_max_abs)
     factor = 1.0 if inv_scale is None else float(inv_scale)
-    max_abs = max(widened.max_abs, rest.max_abs or 0.0) * factor if needs_max_abs else None
-    return Measured(True, widened.norm_with(rest.norm) * factor, max_abs)
+    max_abs = max(known.max_abs, rest.max_abs or 0.0) * factor if needs_max_abs else None
+    return GradStats(True, math.hypot(known.norm, rest.norm) * factor, max_abs)
 
 
 def _fp32_norm(gradients: list[Tensor]) -> float:
@@ -270,8 +262,8 @@ def _clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
     return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
 
 
-def _on_host_if_cpu(stats: Any) -> Measured:
+def _on_host_if_cpu(stats: GradStats) -> AnyStats:
     """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
     if stats.norm.device.type != "cpu":
-        return Measured(stats.finite, stats.norm, stats.max_abs)
-    return Measured(bool(stats.finite), float(stats.norm), float(stats.max_abs))
+        return stats
+    return GradStats(bool(stats.finite), float(stats.norm), float(stats.max_abs))
