@@ -112,6 +112,57 @@ def test_callbacks_and_loggers_hear_in_order():
     assert log.lines == [(s, ["loss", "scale", "skipped"]) for s in (3, 6, 7)] + [(7, ["test loss"])]
 
 
+class NoLength:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize(("count", "accumulate", "steps"), [(4, 1, 8), (5, 2, 5), (3, 2, 3), (1, 2, 1)])
+def test_every_pass_of_epochs_is_told_the_last_too(count, accumulate, steps):
+    heard = Recorder()
+    trainer = make(callbacks=[heard], accumulate=accumulate)
+    trainer.fit([(X, Y)] * count, epochs=2)
+    assert [value for event, value in heard.events if event == "epoch"] == [1, 2]
+    assert heard.events[-1] == ("end", steps)
+
+
+def test_batches_too_few_for_a_step_end_the_last_pass():
+    heard = Recorder()
+    make(callbacks=[heard], accumulate=2).fit([(X, Y)] * 3, epochs=1)
+    assert [event for event in heard.events if event[0] != "read"] == [("start", 1), ("epoch", 1), ("end", 1)]
+
+
+class StopAtPass(Callback):
+    def on_epoch_end(self, trainer):
+        trainer.stop("one pass")
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_stop_at_the_end_of_a_pass_trains_no_step_more(sized, trace):
+    loader = [(X, Y)] * 3
+    trainer = make(callbacks=[StopAtPass()], trace=trace)
+    history = trainer.fit(loader if sized else NoLength(loader), steps=10)
+    assert (len(history.steps), history.stopped, trainer.epoch) == (3, "one pass", 1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("saved_at", [3, 4, 5])
+def test_a_resumed_run_tells_each_end_once(tmp_path, own, saved_at):
+    def loader():
+        return batches() if own else [(X, Y)] * 4
+
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    make(callbacks=[whole]).fit(loader(), steps=9)
+    make(callbacks=[first], checkpoints=tmp_path, checkpoint_every=saved_at).fit(loader(), steps=saved_at)
+    make(callbacks=[second], checkpoints=tmp_path).fit(loader(), steps=9, resume=True)
+    epochs = [[e for e in heard.events if e[0] == "epoch"] for heard in (whole, first, second)]
+    assert epochs[0] == epochs[1] + epochs[2] == [("epoch", 1), ("epoch", 2)]
+
+
 def test_on_fit_end_is_told_of_an_error_too():
     heard = Recorder()
     trainer = make(callbacks=[heard])

@@ -35,6 +35,10 @@ from halfstep.trainer.stopping import Terminated
 _PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
 
 
+class _StopBetweenSteps(Exception):
+    """A callback stopped the training when no further batch of a pass came, before the next step."""
+
+
 class _Step:
     """One step of a Trainer: forward and backward of each of its batches, then the update."""
 
@@ -136,10 +140,14 @@ class Trainer:
         self._replayable = Replayable(self.amp, others=others) if trace else None
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
-        self._terminated, self._stop = Terminated(), ""
+        self._terminated, self._stop, self._between = Terminated(), "", False
 
     def stop(self, reason: str = "stopped by a callback") -> None:
-        """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks."""
+        """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks.
+
+        Asked at the end of a pass, no further step is trained; over ranks one more is, where the loader has
+        no length.
+        """
         self._stop = reason
 
     @property
@@ -173,25 +181,30 @@ class Trainer:
         elif self.folder is not None:
             saving.on_rank_0(self.folder.claim)
         with self._terminated.watched(self.folder is not None):
-            self._fit(last)
+            self._fit(last, epochs or 0)
         if self._terminated.arrived:
             sys.exit(0)
         return self.history
 
-    def _fit(self, last: int) -> None:
+    def _fit(self, last: int, epochs: int) -> None:
         started = time.perf_counter()
         self._tell("on_fit_start", last)
         try:
             self.model.train()
             batches = iter(cast(Position, self._position))
             while self.step < last and not self._stopped():
-                self._train_step(batches)
+                try:
+                    self._train_step(batches)
+                except _StopBetweenSteps:
+                    continue
                 if len(self._pending) >= self.read_every:
                     self._read()
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()
             if self._replayable is not None:
                 self._replayable.settle()
+            if self.epoch < epochs and not self.history.stopped:
+                cast(Position, self._position).end()  # fewer batches are left than make a step
             self._read()
         except HalfstepError:
             with suppress(HalfstepError):
@@ -308,7 +321,7 @@ class Trainer:
         if steps is not None:
             last = steps
         elif hasattr(loader, "__len__"):
-            last = int(epochs or 0) * (len(loader) // self.accumulate)  # type: ignore[arg-type]
+            last = int(epochs or 0) * len(loader) // self.accumulate  # type: ignore[arg-type]
         else:
             raise ConfigError(f"a {type(loader).__name__} has no length; give steps= instead of epochs=")
         if last < 1:
@@ -316,8 +329,12 @@ class Trainer:
         return last
 
     def _train_step(self, batches: Iterator[Any]) -> None:
+        self._between = True
+
         def fetch() -> tuple[Any, Any]:
-            return self._move(next(batches))
+            batch = next(batches)
+            self._between = False
+            return self._move(batch)
 
         if self._replayable is None:
             total, outcome = self._step(fetch() for _ in range(self.accumulate))
@@ -327,6 +344,7 @@ class Trainer:
         self.step += 1
         self._pending.append((self.step, total, outcome))
         self._tell("on_step_end")
+        cast(Position, self._position).settle()
 
     def _move(self, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -366,6 +384,8 @@ class Trainer:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._tell("on_epoch_end")
+        if self._stop and self._between and world_size() == 1:
+            raise _StopBetweenSteps
 
     def _log(self, values: Mapping[str, float], prefix: str = "") -> None:
         for logger in self.loggers:
