@@ -32,6 +32,36 @@ def test_halfstep_train_shares_batches_and_reports_once():
     assert len(row["runs"][0]["losses"]) == 4
 
 
+SICK = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import halfstep as hs
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 2)
+amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16", on_nonfinite="skip")
+ddp = DDP(model)
+for step in range(3):
+    x = torch.ones(4, 8)
+    if step == 1 and dist.get_rank() == 1:
+        x[0, 0] = float("inf")
+    with amp.autocast():
+        loss = ddp(x).square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+def test_the_doctor_gives_one_verdict_over_all_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(SICK)
+    done = torchrun("-m", "halfstep_command", "doctor", "train.py", "--steps", "3", "--json", folder=tmp_path)
+    assert done.returncode == 1, done.stderr[-2000:]
+    document = json.loads(done.stdout)
+    (fault,) = document["bad"]
+    assert (fault["step"], fault["rank"], fault["phase"], fault["cause"]["kind"]) == (1, 1, "forward", "data")
+    assert "step 2, rank 1" in document["headline"]
+
+
 PAGE = (ROOT / "docs" / "many-ranks.md").read_text()
 DDP, SHARDS, STEPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

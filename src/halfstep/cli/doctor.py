@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import clean, console, print_json, table
+from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.doctor.document import Document
 from halfstep.doctor.recipe import examine_recipe
 from halfstep.errors import ConfigError
@@ -32,6 +34,8 @@ def run(
 ) -> int:
     """Run some steps under watch and name what goes wrong: exit code 0 when nothing does, else 1.
 
+    Under torchrun a script is examined on all ranks together, and the first one gives the one verdict.
+
     Args:
         target: A recipe (digits-mlp, text-gpt ...) or a training script ending in .py.
         args: The script's own arguments, after `--`.
@@ -48,10 +52,12 @@ def run(
         raise ConfigError(f"--steps {steps}: expected 1 or more")
     check_report(report)
     if target.endswith(".py"):
-        from halfstep.doctor.script import examine_script
-
-        document = examine_script(Path(target), args, steps, seed)
+        document = _examine_script(Path(target), args, steps, seed)
+        if document is None:
+            return 0
     else:
+        if started_by_torchrun() > 1:
+            raise ConfigError(f"{target} is a recipe, which one process examines: start it without torchrun")
         if args:
             raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
         where = computing_device(device)
@@ -65,6 +71,20 @@ def run(
     else:
         _print(document, report)
     return 0 if document.healthy else FAULT
+
+
+def _examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> Document | None:
+    """What all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
+    from halfstep.doctor.script import examine_script
+
+    with joined(torch.device("cpu")):
+        try:
+            document = examine_script(path, args, steps, seed)
+        except ConfigError:
+            if rank() == 0:
+                raise
+            return None
+        return document if rank() == 0 else None
 
 
 def _print(document: Document, report: Path | None) -> None:

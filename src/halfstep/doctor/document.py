@@ -83,13 +83,15 @@ class Fault:
     reached: list[str] = field(default_factory=list[str])
     passed_on: list[str] = field(default_factory=list[str])
     weight: str = ""
+    rank: int | None = None
 
     @property
     def place(self) -> str:
-        """Module and source line in one phrase."""
+        """Rank (of several), module and source line in one phrase."""
+        rank = "" if self.rank is None else f"rank {self.rank}"
         kind = f" ({self.module_class})" if self.module_class else ""
         module = f"{self.module}{kind}" if self.module else ""
-        return ", ".join(part for part in (module, self.where) if part) or "the script"
+        return ", ".join(part for part in (rank, module, self.where) if part) or "the script"
 
     @property
     def best(self) -> CureFound | None:
@@ -191,7 +193,7 @@ def _known(cure: CureFound) -> str:
 
 
 def _told(fault: Fault) -> str:
-    number = f"step {fault.step + 1}"
+    number = f"step {fault.step + 1}" + ("" if fault.rank is None else f", rank {fault.rank}")
     if fault.harmless:
         place = fault.module or "the root module"
         return f"{number} skipped: {fault.op} in {place} overflowed in backward; harmless"

@@ -8,17 +8,18 @@ bad step, and again with each cure.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from halfstep.distributed import world_size
 from halfstep.doctor.document import CureFound, Document, Fault, findings_of
 from halfstep.doctor.order import Found, Order
+from halfstep.doctor.ranks import agreed, meeting_place
 from halfstep.errors import ConfigError
 
 #: Lines of a script's warnings that are shown.
@@ -29,6 +30,8 @@ def examine_script(
     path: Path, args: Sequence[str] = (), steps: int = 40, seed: int = 0, copies: bool = True
 ) -> Document:
     """Runs the script and returns what was found; without `copies` each look is a run of its own.
+
+    Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 
     Raises:
         ConfigError: no such script, it is not Python, it fails before its first step, or never trains.
@@ -41,7 +44,7 @@ def examine_script(
         findings = lint_source(path.read_text(encoding="utf-8"), path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
-    order = Order(str(path), tuple(args), steps, seed, copies=copies)
+    order = Order(str(path), tuple(args), steps, seed, copies=copies and world_size() == 1)
     found = _child(order)
     if found.steps == 0 and not found.document.bad:
         why = found.error or "it ended without stepping an optimizer, GradScaler or Session"
@@ -118,18 +121,23 @@ def _is_harmless(fault: Fault, found: Found) -> bool:
 
 
 def _child(order: Order) -> Found:
-    """One run of the script in a process of its own; what it found comes back through a file."""
+    """One run of the script, on every rank in a process of its own; what all found, as one."""
+    return agreed(_own_child(order, meeting_place()))
+
+
+def _own_child(order: Order, environment: Mapping[str, str]) -> Found | str:
+    """This rank's run; what it found comes back through a file. A str says why there is nothing."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "found"
         orders = Path(folder) / "orders"
         orders.write_bytes(pickle.dumps(dataclasses.replace(order, result=str(result))))
         command = [sys.executable, "-m", "halfstep.doctor.in_script", str(orders)]
         done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ, text=True
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
         )
         if not result.exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(f"{order.script} could not be run: {last}")
+            return f"{order.script} could not be run: {last}"
         found: Found = pickle.loads(result.read_bytes())
         found.document.warnings = _warnings(done.stderr)
         return found

@@ -1,0 +1,117 @@
+"""One verdict over the ranks of torchrun: each rank's process runs the script, what all found is made one.
+
+The processes that torchrun started join each other; the script's own processes meet apart from them, at a
+port that is chosen anew for each run. All ranks get the same findings, so all decide the same next run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from halfstep.distributed import gather, rank, world_size
+from halfstep.doctor.document import Document, Fault
+from halfstep.doctor.order import Found
+from halfstep.errors import ConfigError
+
+_PHASES = ("prepare", "forward", "backward", "optimizer")
+#: What a rank says whose partner is gone: it is not where things went wrong.
+_LEFT_ALONE = re.compile(
+    r"gloo|nccl|DistBackendError|DistNetworkError|[Cc]onnection|peer|process group", re.I
+)
+
+
+def meeting_place() -> dict[str, str]:
+    """The environment in which the script's processes find each other, the same on all ranks."""
+    if world_size() == 1:
+        return dict(os.environ)
+    told: list[Any] = [None]
+    if rank() == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            told = [free.getsockname()[1]]
+    dist.broadcast_object_list(told, src=0)
+    return {**os.environ, "MASTER_PORT": str(told[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def agreed(found: Found | str) -> Found:
+    """What all ranks found, as one and the same on each; ConfigError where one could not be run (a str)."""
+    everyone: list[Found | str] = gather(found)
+    wrong = {number: one for number, one in enumerate(everyone) if isinstance(one, str)}
+    if wrong:
+        first = min(wrong, key=lambda number: (_is_left_alone(wrong[number]), number))
+        raise ConfigError(_by_rank(first, wrong[first]))
+    return _one([one for one in everyone if isinstance(one, Found)])
+
+
+def _one(everyone: Sequence[Found]) -> Found:
+    if len(everyone) == 1:
+        return everyone[0]
+    bad = [one.first_bad for one in everyone if one.first_bad is not None]
+    errors = [(_is_left_alone(f.error), f.steps, r, f.error) for r, f in enumerate(everyone) if f.error]
+    error = _by_rank(min(errors)[2], min(errors)[3]) if errors else None
+    document = _document([one.document for one in everyone], error)
+    return replace(
+        everyone[0],
+        document=document,
+        steps=document.steps,
+        first_bad=min(bad, default=None),
+        applied=all(one.applied for one in everyone),
+        traced=all(one.traced for one in everyone),
+        settled=all(one.settled for one in everyone),
+        error=error,
+    )
+
+
+def _document(everyone: Sequence[Document], error: str | None) -> Document:
+    """Rank 0's numbers with the faults of all, each where it began, and the mean of the losses."""
+    first = everyone[0]
+    first.error = error
+    first.steps = min(one.steps for one in everyone)
+    first.losses = [sum(losses) / len(everyone) for losses in zip(*(one.losses for one in everyone))]
+    first.bad = _origins([list(one.bad) for one in everyone])
+    first.lint = list(dict.fromkeys(finding for one in everyone for finding in one.lint))
+    first.notes = list(dict.fromkeys(note for one in everyone for note in one.notes))
+    first.warnings = list(dict.fromkeys(text for one in everyone for text in one.warnings))
+    first.lost = [row for one in everyone for row in one.lost]
+    where = {fault.rank for fault in first.bad[:1]} - {None}
+    first.beside = everyone[where.pop() or 0].beside if where else first.beside
+    return first
+
+
+def _origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
+    """The faults of each step where they came first: a gradient that others sent is bad on every rank."""
+    kept: list[Fault] = []
+    steps = sorted({fault.step for faults in by_rank for fault in faults})
+    for step in steps:
+        here = [(r, f) for r, faults in enumerate(by_rank) for f in faults if f.step == step]
+        earliest = min(_order(fault) for _, fault in here)
+        for number, fault in here:
+            if _order(fault) != earliest and not fault.behind:
+                continue
+            twin = next((f for f in kept if f.step == step and f.same_as(fault)), None)
+            if twin is None:
+                fault.rank = number
+                kept.append(fault)
+            elif twin.rank != number:
+                twin.rank = None  # of more ranks than one
+    return kept
+
+
+def _order(fault: Fault) -> tuple[int, bool]:
+    phase = _PHASES.index(fault.phase) if fault.phase in _PHASES else len(_PHASES)
+    return phase, not fault.origin
+
+
+def _is_left_alone(error: str | None) -> bool:
+    return bool(_LEFT_ALONE.search(error or ""))
+
+
+def _by_rank(number: int, text: str | None) -> str:
+    return f"rank {number}: {text}" if world_size() > 1 else str(text)
