@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from halfstep import optim as hs_optim
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.snapshot import Snapshot
 from halfstep.numerics.trace import trace_step
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
@@ -71,6 +72,21 @@ def test_a_bad_step_is_replayed_and_the_run_goes_on_as_if_not(skip):
     assert (bad.phase, bad.module, bad.op) == ("forward", "", "mul")
     kinds = [trace.bad.cause.kind for _, trace in replay.traces]
     assert kinds[1:] == ([] if skip else ["weights"])
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.filterwarnings("ignore:step 3")
+def test_a_replay_makes_no_copy_of_the_weights_but_the_traces_own_and_that_of_an_update_gone_wrong(
+    skip, monkeypatch
+):
+    copies, keep = [], Snapshot._keep_weights
+    monkeypatch.setattr(Snapshot, "_keep_weights", lambda *args: (copies.append(args), keep(*args)))
+    _, amp, step = make(skip)
+    replay = Replayable(amp, warn=False)
+    for batch in batches(bad_at=2, n=3):
+        replay.run(step, *batch)
+    assert len(replay.traces) == 1
+    assert len(copies) == (1 if skip else 2)
 
 
 def release_run(trace):

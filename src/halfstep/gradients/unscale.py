@@ -51,11 +51,6 @@ def register_kernels(
     _KERNELS[device_type] = Kernels(check_and_unscale, update_scale)
 
 
-def unregister_kernels(device_type: str) -> None:
-    """Forget a vendor's kernels; unknown types are left as they are."""
-    _KERNELS.pop(device_type, None)
-
-
 def kernels_of(device_type: str) -> Kernels:
     """Return the kernels registered for a device type (none by default)."""
     return _KERNELS.get(device_type, Kernels())

@@ -176,16 +176,18 @@ class Replayable:
         if actors.session is not None:
             actors.session.sync()
         self._replays += 1
-        after = Snapshot(actors)
+        after = ran.early or Snapshot(actors, weights=False)
         if ran.early is not None:
-            ran.early.restore()
-        with torch.no_grad():
-            for parameter in actors.parameters():
-                parameter.grad = None
+            after.exchange()
+        gradients = [(p, p.grad) for p in actors.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
         ran.before.restore()
-        try:
+        try:  # a trace leaves weights and states as it found them
             return trace_step(ran.step, *ran.batch, others=[*self._given, *actors.others])
         finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             after.restore()
 
 

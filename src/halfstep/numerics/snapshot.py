@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,25 +142,43 @@ class Snapshot:
 
     def __init__(self, actors: Actors, weights: bool = True) -> None:
         self._random = rewinder()
-        self._parts: list[Any] = [_Buffers(actors.modules)]
+        self._parts: list[tuple[Callable[[], Any], Any]] = []
+        self._keep(_Buffers, actors.modules)
         if weights:
-            self.hold_weights(actors)
+            self._keep_weights(actors)
         if actors.session is not None:
-            self._parts.append(_SessionState(actors.session, history=weights))
-        self._parts += [_Released(r) for o in actors.optimizers if (r := getattr(o, "release", None))]
+            self._keep(_SessionState, actors.session, weights)
+        for optimizer in actors.optimizers:
+            if release := getattr(optimizer, "release", None):
+                self._keep(_Released, release)
 
-    def hold_weights(self, actors: Actors) -> None:
-        """Copies weights, gradients and optimizer state too (no part of a snapshot taken for every step)."""
-        self._parts.append(_Tensors(actors.parameters()))
+    def _keep(self, kind: Callable[..., Any], *of: Any) -> None:
+        take = partial(kind, *of)
+        self._parts.append((take, take()))
+
+    def _keep_weights(self, actors: Actors) -> None:
+        for parameter in actors.parameters():
+            self._keep(_Tensors, [parameter])
         for optimizer in actors.optimizers:
             # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
             own = getattr(optimizer, "one_pass", False)
-            self._parts.append(_ByStateDict(optimizer) if own else _OptimizerState(optimizer))
-        self._parts += [_ByStateDict(t) for t in actors.others]
+            self._keep(_ByStateDict if own else _OptimizerState, optimizer)
+        for thing in actors.others:
+            self._keep(_ByStateDict, thing)
 
     def restore(self) -> None:
         """Writes every value back and sets the random generators."""
         with torch.no_grad():
-            for part in self._parts:
+            for _, part in self._parts:
                 part.restore()
         self._random()
+
+    def exchange(self) -> None:
+        """Restores, and keeps what was there until now instead; never a second copy of everything."""
+        random = rewinder()
+        with torch.no_grad():
+            for place, (take, part) in enumerate(self._parts):
+                self._parts[place] = take, take()
+                part.restore()
+        self._random()
+        self._random = random

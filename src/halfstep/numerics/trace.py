@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,8 +169,6 @@ class Trace:
     ops: int
     seconds: float
     error: BaseException | None = None
-    flushed: tuple[Flushed, ...] = ()
-    notes: tuple[str, ...] = field(default=())
     collectives: tuple[str, ...] = ()
 
 
@@ -270,7 +268,7 @@ def finish(
     if bad is None and flushed:
         bad = _underflow(flushed[0], actors, spoiled)
     return Trace(
-        bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error, flushed,
+        bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
         collectives=tuple(tape.collectives),
     )  # fmt: skip
 

@@ -1,4 +1,3 @@
-# pyright: basic
 """Fills the CPU kernels' tables from slots and runs them: one call a variant and thread for all weights."""
 
 from collections.abc import Sequence

@@ -1,4 +1,3 @@
-# pyright: basic
 """Runs the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
 
 Tables are made anew when addresses change, by an asynchronous copy from pinned memory, and kept while they
