@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.autocast import autocast
-from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, Row
+from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
+from halfstep.autocast.kernel_probes import PROBES, geometries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Unit roundoff: half the distance of neighbouring values just above 1.
@@ -35,7 +36,22 @@ CASES = {
     "grouped": (lambda x, w: F.conv2d(x, w, groups=2), (2, 8, 7, 7), (6, 4, 3, 3)),
     "depthwise": (lambda x, w: F.conv2d(x, w, groups=8), (2, 8, 7, 7), (8, 1, 3, 3)),
     "transposed": (lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1), (2, 8, 4, 4), (8, 6, 4, 4)),
-    "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), (1, 4, 5, 5, 5), (6, 4, 3, 3, 3)),
+    "thin": (lambda x, w: F.linear(x, w), (3, 16), (8, 16)),
+    "large bmm": (lambda x, w: torch.bmm(x, w), (2, 72, 64), (2, 64, 72)),
+    "stem": (lambda x, w: F.conv2d(x, w, stride=2), (2, 3, 9, 9), (8, 3, 3, 3)),
+    "wide pointwise": (lambda x, w: F.conv2d(x, w), (1, 72, 4, 4), (72, 72, 1, 1)),
+    "strided depthwise": (lambda x, w: F.conv2d(x, w, None, 2, 1, 1, 8), (2, 8, 9, 9), (8, 1, 3, 3)),
+    "conv1d pointwise": (lambda x, w: F.conv1d(x, w), (1, 72, 9), (72, 72, 1)),
+    "conv1d depthwise": (lambda x, w: F.conv1d(x, w, groups=8), (2, 8, 9), (8, 1, 3)),
+    "conv1d strided depthwise": (lambda x, w: F.conv1d(x, w, None, 2, 1, 1, 8), (2, 8, 9), (8, 1, 3)),
+    "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), (1, 8, 5, 5, 5), (6, 8, 3, 3, 3)),
+    "conv3d pointwise": (lambda x, w: F.conv3d(x, w), (1, 72, 2, 3, 3), (72, 72, 1, 1, 1)),
+    "conv3d strided depthwise": (
+        lambda x, w: F.conv3d(x, w, None, 2, 1, 1, 8),
+        (1, 8, 5, 5, 5),
+        (8, 1, 3, 3, 3),
+    ),
+    "conv_transpose3d": (lambda x, w: F.conv_transpose3d(x, w, stride=2), (1, 8, 3, 3, 3), (8, 6, 2, 2, 2)),
     "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), (2, 8, 6), (8, 6, 4)),
     "attention": (lambda x, w: F.scaled_dot_product_attention(x, w, w), (2, 2, 9, 8), (2, 2, 9, 8)),
     "causal": (
@@ -63,6 +79,24 @@ def table(how: str) -> KernelTable:
     return KernelTable([Row(Choice(how, how, how))])
 
 
+def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Both inputs of a case; images in channels_last where the name ends so."""
+    _, *shapes = CASES[name.removesuffix(" last")]
+    made = [seeded(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    last = torch.channels_last if name.endswith(" last") else torch.contiguous_format
+    return [t.contiguous(memory_format=last) for t in made]
+
+
+def called(name: str):
+    return CASES[name.removesuffix(" last")][0]
+
+
+IMAGES = [
+    name for name, (_, *shapes) in CASES.items() if all(len(s) == 4 for s in shapes) and "conv3d" not in name
+]
+LAST = [f"{name} last" for name in IMAGES if name not in (*SUMS, "broadcast")]
+
+
 def run(call, x: Tensor, w: Tensor, region) -> tuple[Tensor, ...]:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     with region:
@@ -72,10 +106,10 @@ def run(call, x: Tensor, w: Tensor, region) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *LAST])
 def test_values_and_gradients_are_within_a_rounding_of_fp32(name: str, dtype: torch.dtype) -> None:
-    call, *shapes = CASES[name]
-    x, w = (seeded(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+    call = called(name)
+    x, w = inputs(name, dtype)
     exact = run(call, x.float(), w.float(), autocast("cpu", enabled=False))
     for how in IMPLEMENTATIONS:
         got = run(call, x, w, autocast("cpu", dtype, kernels=table(how)))
@@ -85,6 +119,87 @@ def test_values_and_gradients_are_within_a_rounding_of_fp32(name: str, dtype: to
             assert mine.is_contiguous() == right.is_contiguous(), how
             bound = ROUNDOFF[dtype] * roundings(name, how) * right.abs().max().clamp(min=1e-3)
             assert (mine.float() - right).abs().max() <= bound, (how, name)
+
+
+def class_of_call(call, *tensors: Tensor) -> tuple[str, str] | None:
+    """Op and geometry of the class that a call's choice is asked for."""
+    asked: list[OpClass] = []
+
+    def measure(cls: OpClass, direction: str) -> dict[str, float | None]:
+        asked.append(cls)
+        return {"native": 1.0}
+
+    with autocast("cpu", BF16, kernels=KernelTable((), measure)):
+        call(*tensors)
+    return (asked[0].op, asked[0].geometry) if asked else None
+
+
+def test_the_cases_reach_every_class_there_is() -> None:
+    reached = {class_of_call(called(name), *inputs(name, FP32)) for name in (*CASES, *LAST)}
+    reached |= {class_of_call(recurrent(name), *recurrent_inputs(name, FP32)) for name in GATES}
+    wanted = {(op, geometry) for op in PROBES for geometry in geometries(op)}
+    assert wanted - reached == set()
+
+
+#: Rows of the weights as multiples of the width.
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
+
+
+def recurrent(name: str):
+    """A layer over a sequence, as a function of input, state and weights."""
+
+    def call(x: Tensor, state: Tensor, *weights: Tensor) -> Tensor:
+        initial = (state, state.detach()) if name == "lstm" else state
+        return getattr(torch, name)(x, initial, weights, True, 1, 0.0, True, False, False)[0]
+
+    return call
+
+
+def recurrent_inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
+    sides = ((5, 3, 8), (1, 3, 8), *[(GATES[name] * 8, 8)] * 2, *[(GATES[name] * 8,)] * 2)
+    return [(seeded(*side, seed=i) / 3).to(dtype) for i, side in enumerate(sides)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", GATES)
+def test_recurrent_layers_too(name: str, dtype: torch.dtype) -> None:
+    """Rounded: one rounding of the whole layer. Native rounds every step's state, and the steps add up."""
+    given = [t.requires_grad_() for t in recurrent_inputs(name, dtype)]
+    wide = [t.detach().float().requires_grad_() for t in given]
+
+    def results(tensors: list[Tensor], region) -> tuple[Tensor, ...]:
+        with region:
+            out = recurrent(name)(*tensors)
+        return (out, *torch.autograd.grad(out, tensors, seeded(*out.shape, seed=9).to(BF16).to(out.dtype)))
+
+    exact = results(wide, autocast("cpu", enabled=False))
+    for how, most in (("rounded", 1.01), ("native", 16.0)):
+        for mine, right in zip(results(given, autocast("cpu", dtype, kernels=how)), exact, strict=True):
+            assert mine.dtype is dtype, how
+            bound = ROUNDOFF[dtype] * most * right.abs().max()
+            assert (mine.float() - right).abs().max() <= bound, how
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "transposed"])
+def test_the_bias_too(name: str, dtype: torch.dtype) -> None:
+    x, w = inputs(name, dtype)
+    bias = seeded(w.shape[1 if name == "transposed" else 0], seed=4).to(dtype)
+    call = {"linear": F.linear, "conv2d": F.conv2d, "transposed": F.conv_transpose2d}[name]
+
+    def gradient(region, wide: torch.dtype) -> Tensor:
+        leaf = bias.to(wide).requires_grad_()
+        with region:
+            out = call(x.to(wide), w.to(wide), leaf)
+        grad = seeded(*out.shape, seed=3).to(BF16).to(out.dtype)
+        return torch.autograd.grad(out, leaf, grad)[0]
+
+    exact = gradient(autocast("cpu", enabled=False), FP32)
+    for how in IMPLEMENTATIONS:
+        mine = gradient(autocast("cpu", dtype, kernels=table(how)), dtype)
+        assert mine.dtype is dtype
+        bound = ROUNDOFF[dtype] * roundings(name, how) * exact.abs().max()
+        assert (mine.float() - exact).abs().max() <= bound, how
 
 
 @pytest.mark.parametrize("name", ["linear", "bmm", "conv2d", "transposed", "attention"])

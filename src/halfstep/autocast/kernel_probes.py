@@ -83,6 +83,10 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     )
 
 
+#: Channels of a convolution's probe as a multiple of the base's, where they are not the base's.
+_WIDER = {"pointwise": 3, "narrow-pointwise": 2, "depthwise": 2, "strided-depthwise": 2, "grouped": 2}
+
+
 class ConvolutionProbe(NamedTuple):
     """Tensors of one convolution."""
 
@@ -97,14 +101,15 @@ def convolution_probe(cls: OpClass) -> ConvolutionProbe:
     kind, shape, *layout = cls.geometry.split()
     dims, dtype, base = int(kind[0]), parse_dtype(cls.dtype), _BASES[cls.size]
     extent = max(4, round(base.positions ** (1 / dims)))
-    transposed = shape == "transposed"
-    kernel = 1 if shape == "pointwise" else 4 if transposed else 3
-    wide = {"pointwise": 3, "depthwise": 2, "grouped": 2}.get(shape, 1) * base.channels
-    groups = {"depthwise": wide, "grouped": 4}.get(shape, 1)
-    into = 3 if shape == "stem" else wide
-    stride, padding = (2, 1) if transposed else (1, kernel // 2)
+    transposed, narrow = shape == "transposed", shape == "narrow-pointwise"
+    kernel = 1 if shape.endswith("pointwise") else 4 if transposed else 3
+    wide = _WIDER.get(shape, 1) * base.channels
+    groups = {"depthwise": wide, "strided-depthwise": wide, "grouped": 4}.get(shape, 1)
+    into = 3 if shape == "stem" else base.channels // 2 if narrow else wide
+    stride = 2 if transposed or shape.startswith("strided") else 1
+    padding = 1 if transposed else kernel // 2
     geometry = Geometry((stride,) * dims, (padding,) * dims, (1,) * dims, transposed, (0,) * dims, groups)
-    x = _values((base.batch, into, *(extent,) * dims), dtype, 1)
+    x = _values((base.batch * (4 if narrow else 1), into, *(extent,) * dims), dtype, 1)
     weight = _values((wide, into // groups, *(kernel,) * dims), dtype, 2)
     if layout:
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
@@ -217,9 +222,18 @@ PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
 #: One backward kernel gives the gradients of all inputs: the direction `weight` is that of `input`.
 ONE_BACKWARD = frozenset({"attention", "lstm", "gru", "rnn_tanh"})
 _SHAPES = {
-    "1d": ("dense", "pointwise", "depthwise", "transposed"),
-    "2d": ("dense", "pointwise", "stem", "grouped", "depthwise", "transposed"),
-    "3d": ("dense", "pointwise", "transposed"),
+    "1d": ("dense", "pointwise", "depthwise", "strided-depthwise", "transposed"),
+    "2d": (
+        "dense",
+        "pointwise",
+        "narrow-pointwise",
+        "stem",
+        "grouped",
+        "depthwise",
+        "strided-depthwise",
+        "transposed",
+    ),
+    "3d": ("dense", "pointwise", "strided-depthwise", "transposed"),
 }
 
 

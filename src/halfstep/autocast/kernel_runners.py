@@ -209,22 +209,32 @@ def _convolution(
         positions = x.numel() / x.shape[0 if single else 1]
         work = positions * weight.numel() / (1 if geometry.transposed else math.prod(geometry.stride))
         shape = _shape_of(weight, geometry)
-        shape = shape if f"{dims}d {shape}" in geometries("convolution") else "dense"
-        if shape == "depthwise":
+        if f"{dims}d {shape}" not in geometries("convolution"):
+            shape = "pointwise" if shape == "narrow-pointwise" else "dense"
+        if shape.endswith("depthwise"):
             work *= 16  # bound by memory, not by products
         return Site("convolution", f"{dims}d {shape}{_layout(x)}", work, _needs(x, weight), run)
 
     return site
 
 
+#: Products for each value read or written below which a pointwise convolution is bound by memory.
+_NARROW = 32
+
+
 def _shape_of(weight: Tensor, geometry: Geometry) -> str:
     if geometry.transposed:
         return "transposed"
     if geometry.groups > 1:
-        return "depthwise" if weight.shape[1] == 1 else "grouped"
+        if weight.shape[1] > 1:
+            return "grouped"
+        return "strided-depthwise" if max(geometry.stride) > 1 else "depthwise"
     if weight.shape[1] <= 4:
         return "stem"
-    return "pointwise" if all(k == 1 for k in weight.shape[2:]) else "dense"
+    if any(k > 1 for k in weight.shape[2:]):
+        return "dense"
+    out, into = weight.shape[:2]
+    return "narrow-pointwise" if out * into < _NARROW * (out + into) else "pointwise"
 
 
 def _layout(x: Tensor) -> str:
