@@ -83,15 +83,19 @@ def run(
         with progress("training", sum(job.total for job in jobs), quiet=quiet) as on_step:
             results = [_train(job, where, data, on_step, budget) for job in jobs]
         if rank() != 0:
-            return None
-    document = {"machine": _machine(where, kept), "recipes": results}
+            return
+    _show({"machine": _machine(where, kept), "recipes": results}, report, json)
+
+
+def _show(document: dict[str, Any], report: Path | None, json: bool) -> None:
     if report is not None:
         from halfstep.report import write_report
 
         write_report(document, report)
     if json:
-        return print_json(document)
-    return _print(document, report)
+        print_json(document)
+    else:
+        _print(document, report)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +26,7 @@ from halfstep.errors import (
 )
 from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
+from halfstep.scaling.checked import Checked, PerOptimizer, Stage
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
@@ -43,57 +42,6 @@ from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OURS = "halfstep"
-
-
-class Stage(Enum):
-    """Where an optimizer stands within one iteration."""
-
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What the gradients of one optimizer were found to be in this iteration."""
-
-    stage: Stage
-    found_inf: Tensor
-    norm: Tensor
-    max_abs: Tensor | None
-
-
-class _PerOptimizer:
-    """Entries of one iteration, weakly tied to optimizer objects; copies follow copied optimizers."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[weakref.ref[Any], _Checked]] = []
-
-    def get(self, optimizer: Any) -> _Checked | None:
-        return next((entry for ref, entry in self._entries if ref() is optimizer), None)
-
-    def put(self, optimizer: Any, entry: _Checked) -> None:
-        others = [(ref, e) for ref, e in self._entries if ref() is not optimizer]
-        self._entries = [*others, (weakref.ref(optimizer), entry)]
-
-    def __iter__(self) -> Iterator[_Checked]:
-        return (entry for _, entry in self._entries)
-
-    def items(self) -> Iterator[tuple[Any, _Checked]]:
-        return ((optimizer, entry) for ref, entry in self._entries if (optimizer := ref()) is not None)
-
-    def entry_of(self, found_inf: Tensor) -> _Checked:
-        """The entry of gradients of which only this flag is known; they count as unscaled."""
-        return _Checked(Stage.UNSCALED, found_inf, torch.full((), torch.nan), None)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PerOptimizer:
-        twin = _PerOptimizer()
-        for ref, entry in self._entries:
-            if (optimizer := ref()) is not None:
-                twin.put(memo.get(id(optimizer), optimizer), entry)
-        return twin
 
 
 class GradScaler(TorchNames):
@@ -142,7 +90,7 @@ class GradScaler(TorchNames):
         self._across_ranks = across_ranks
         self._has_scaled = False
         self._warned = False
-        self._checked = _PerOptimizer()
+        self._checked = PerOptimizer()
         self._queue = OutcomeQueue()
 
     @property
@@ -190,7 +138,7 @@ class GradScaler(TorchNames):
         inv_scale = self._loss_scale.inverse(_home(grads))
         found = self._over_ranks(unscale_(grads, inv_scale))
         _, norm, max_abs = self._look(grads)
-        self._checked.put(optimizer, _Checked(Stage.UNSCALED, found, norm, max_abs))
+        self._checked.put(optimizer, Checked(Stage.UNSCALED, found, norm, max_abs))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
         """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
@@ -229,7 +177,7 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return
         self._require_scaled("update")
-        checked, self._checked = list(self._checked), _PerOptimizer()
+        checked, self._checked = list(self._checked), PerOptimizer()
         if new_scale is not None:
             self._loss_scale = self._loss_scale.with_value(new_scale)
             return
@@ -284,26 +232,26 @@ class GradScaler(TorchNames):
         return measure(grads, inv_scale)
 
     def _one_pass_step(
-        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Checked, Any]:
+        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Checked, Any]:
         inv_scale = None
         if entry is None:
             inv_scale = self._loss_scale.inverse(_home(_gradients(optimizer)))
             stats = optimizer.measure(inv_scale=inv_scale)
             found = self._over_ranks(~stats.finite)
-            entry = _Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs)
+            entry = Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs)
         return entry, optimizer.step(*args, inv_scale=inv_scale, found_inf=entry.found_inf, **kwargs)
 
     def _fused_step(
-        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Checked, Any]:
+        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Checked, Any]:
         """Hand scale and flag to torch's fused kernels, which look for them on the optimizer."""
         scale = None
         if entry is None:
             grads = _gradients(optimizer)
             scale = self._loss_scale.tensor(_home(grads))
             finite, norm, max_abs = self._look(grads, self._loss_scale.inverse(_home(grads)))
-            entry = _Checked(Stage.UNSCALED, self._over_ranks(~finite), norm, max_abs)
+            entry = Checked(Stage.UNSCALED, self._over_ranks(~finite), norm, max_abs)
         before = {
             name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
         }
@@ -315,14 +263,14 @@ class GradScaler(TorchNames):
             vars(optimizer).update(before)
 
     def _checked_step(
-        self, optimizer: Any, entry: _Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Checked, Any]:
+        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Checked, Any]:
         if entry is None:
             self.unscale_(optimizer)
-            entry = cast(_Checked, self._checked.get(optimizer))
+            entry = cast(Checked, self._checked.get(optimizer))
         return entry, None if bool(entry.found_inf) else optimizer.step(*args, **kwargs)
 
-    def _outcome(self, entry: _Checked, result: Any) -> Outcome:
+    def _outcome(self, entry: Checked, result: Any) -> Outcome:
         finite = ~entry.found_inf
         return Outcome(
             taken=finite,
@@ -467,7 +415,7 @@ class GradScaler(TorchNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._checked, self._queue = _PerOptimizer(), OutcomeQueue()
+        self._checked, self._queue = PerOptimizer(), OutcomeQueue()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
         self._count_skips()

@@ -127,14 +127,11 @@ class Trainer:
         self.forward = model if wrap is None else wrap(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate
-        self.metrics = dict(metrics or {})
-        self.loggers = tuple(loggers)
-        show = sys.stderr.isatty() if progress is None else progress
-        self.callbacks = (*callbacks, *([ProgressBar()] if show and saving.rank() == 0 else []))
+        self.metrics, self.loggers = dict(metrics or {}), tuple(loggers)
+        self.callbacks = (*callbacks, *_progress_bar(progress))
         self.folder = None if checkpoints is None else _checkpoint.CheckpointFolder(checkpoints, keep)
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
-        self.step = self.epoch = 0
-        self.history = History()
+        self.step, self.epoch, self.history = 0, 0, History()
         self._step = _Step(self)
         others = () if scheduler is None else (scheduler,)
         self._replayable = Replayable(self.amp, others=others) if trace else None
@@ -419,6 +416,11 @@ def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) ->
         raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
     if checkpoints is not None and not isinstance(checkpoints, str | Path):
         raise ConfigError(f"checkpoints={checkpoints!r}; expected a folder's path")
+
+
+def _progress_bar(wanted: bool | None) -> list[Callback]:
+    show = sys.stderr.isatty() if wanted is None else wanted
+    return [ProgressBar()] if show and saving.rank() == 0 else []
 
 
 def _is_count(value: Any) -> bool:

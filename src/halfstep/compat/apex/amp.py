@@ -186,18 +186,29 @@ def initialize(
         off: dict[str, Any] = {**chosen.options, "enabled": False}
         state.opt_properties = None if state.ledgers else Properties(**off)
         return models if optimizers is None else (models, optimizers)
-    model_list, optimizer_list = _as_models(models), _as_optimizers(optimizers)
-    _check(model_list, optimizer_list, state)
-    bounds = min_loss_scale, max_loss_scale
-    state.begin(chosen, model_list)
-    state.loss_scalers = [LossScaler(chosen.loss_scale, *bounds) for _ in range(num_losses)]
+    scalers = [LossScaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+    _set_up(_as_models(models), _as_optimizers(optimizers), chosen, cast_model_outputs, scalers, state)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _set_up(
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    chosen: Properties,
+    outputs: torch.dtype | None,
+    scalers: list[LossScaler],
+    state: AmpState,
+) -> None:
+    """Apply the options, or leave everything as it was."""
+    _check(models, optimizers, state)
+    state.begin(chosen, models)
+    state.loss_scalers = scalers
     before = len(state.conversions), len(state.handles), len(state.ledgers)
     try:
-        _apply(model_list, optimizer_list, chosen, cast_model_outputs, state)
+        _apply(models, optimizers, chosen, outputs, state)
     except Exception:
         _take_down(state, *before)
         raise
-    return models if optimizers is None else (models, optimizers)
 
 
 def _as_models(models: Any) -> list[nn.Module]:
