@@ -275,6 +275,24 @@ def test_the_machines_speeds_are_plausible():
     assert 1e-8 < measure.op_latency(CPU, 50) < 1e-3
 
 
+#: Milliseconds of one step in 24 rounds: single rounds disturbed (made up), and measured beside other work.
+ALONE = [
+    3.02, 2.99, 3.05, 3.36, 7.15, 3.01, 3.06, 3.02, 3.1, 3.03, 3.37, 3.36,
+    3.12, 5.22, 3.15, 3.07, 3.02, 3.05, 3.16, 3.0, 3.08, 7.2, 3.02, 3.14,
+]  # fmt: skip
+BESIDE_OTHERS = [
+    15.43, 7.44, 7.25, 7.31, 7.11, 3.33, 3.05, 8.55, 4.66, 7.19, 3.1, 7.23,
+    6.99, 3.01, 7.06, 8.93, 3.36, 3.37, 7.12, 5.22, 7.15, 7.07, 3.12, 4.05,
+]  # fmt: skip
+
+
+def test_single_slow_rounds_are_no_noise_and_slow_parts_are():
+    assert measure.noise(ALONE) < 0.15
+    assert measure.noise(BESIDE_OTHERS) > 0.5
+    assert measure.noise([3.0] * 12 + [4.5] * 12) == pytest.approx(0.4)
+    assert measure.noise([3.0, 9.0, 3.0]) == 0.0
+
+
 def test_times_are_taken_in_turns():
     order = []
     seconds = measure.times_in_turn([lambda: order.append(0), lambda: order.append(1)], CPU, 3, warm_up=1)

@@ -12,7 +12,7 @@ from halfstep.report.page import smooth
 from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
 from halfstep.report.table import cells, columns
-from halfstep.report.verdict import verdict
+from halfstep.report.verdict import busy, verdict
 
 BOUND = {
     "arithmetic": 0.004, "memory": 0.001, "latency": 0.00005, "flops": 2 * 10**9, "bytes": 10**7, "ops": 40,
@@ -165,6 +165,15 @@ def test_a_busy_machine_is_told_loudly():
     page = render(noisy)
     assert "class='loud'>this machine is busy: times differ by 40 %" in page
     assert "class='loud'" not in render(document())
+
+
+def test_one_setting_that_varies_does_not_make_the_machine_busy():
+    one = [row(noise=0.05), row("O1", "bf16", noise=0.6), row("O2", "bf16", noise=0.08)]
+    assert busy({"rows": one}) == ""
+    assert busy({"rows": [row(), row("O1", "bf16")]}) == ""
+    assert "differ by 60 %" in busy(
+        {"rows": [*one, row("O3", "bf16", noise=0.7), row("O3", "fp16", noise=0.65)]}
+    )
 
 
 def test_losses_are_drawn_against_o0_with_the_band_of_its_seeds():

@@ -250,7 +250,7 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
-    return _Job(recipe, tuple(settings), steps, order.seeds, 8 if order.demo else 15)
+    return _Job(recipe, tuple(settings), steps, order.seeds, 12 if order.demo else 24)
 
 
 def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> Setting:

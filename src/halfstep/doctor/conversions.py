@@ -1,7 +1,8 @@
-"""What a conversion to 16 bits did to the weights: which parameters it flushed to zero or to infinity."""
+"""What a conversion to 16 bits did to the weights: which parameters it took to zero or to infinity."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ _LOST = 0.5
 
 @dataclass(frozen=True)
 class Flush:
-    """A parameter of which a conversion left `kept` of its `count` values other than zero."""
+    """A parameter of which a conversion left `kept` of its `count` values neither zero nor infinite.
+
+    `overflow`: what is lost became infinite.
+    """
 
     name: str
     owner: str
@@ -31,19 +35,37 @@ class Flush:
     top: float
     file: str
     line: int
+    overflow: bool = False
 
     @property
     def text(self) -> str:
         """What happened, in words."""
+        lost = f"{self.count - self.kept} of the {self.count} values of {self.name}"
+        if self.overflow:
+            end = format_of(self.dtype).max
+            text = f"{lost} (up to {self.top:.3g}) became infinite in {self.dtype}"
+            return f"range: {text}, which ends at {end:.5g}"
         smallest = format_of(self.dtype).smallest_subnormal
         return (
-            f"precision: {self.count - self.kept} of the {self.count} values of {self.name} "
+            f"precision: {lost} "
             f"(up to {self.top:.3g}) became zero in {self.dtype}, whose smallest value is {smallest:.3g}"
         )
 
 
-def _sizes(models: list[nn.Module]) -> dict[str, tuple[torch.dtype, int, float, str, str]]:
-    found: dict[str, tuple[torch.dtype, int, float, str, str]] = {}
+@dataclass(frozen=True)
+class _Size:
+    """A parameter before or after a conversion."""
+
+    dtype: torch.dtype
+    other_than_zero: int
+    infinite: int
+    top: float
+    owner: str
+    kind: str
+
+
+def _sizes(models: list[nn.Module]) -> dict[str, _Size]:
+    found: dict[str, _Size] = {}
     with torch.no_grad():
         for model in models:
             modules = dict(model.named_modules())
@@ -51,7 +73,9 @@ def _sizes(models: list[nn.Module]) -> dict[str, tuple[torch.dtype, int, float, 
                 if p.is_floating_point() and not p.is_meta:
                     owner = name.rpartition(".")[0]
                     kind = type(modules[owner]).__name__ if owner in modules else ""
-                    found[name] = p.dtype, int(torch.count_nonzero(p)), float(max_abs(p)), owner, kind
+                    top = float(max_abs(p)) if p.numel() else 0.0
+                    infinite = 0 if math.isfinite(top) else int(torch.isinf(p).sum())
+                    found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, top, owner, kind)
     return found
 
 
@@ -89,11 +113,19 @@ class Conversions:
 
         return converted
 
-    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def _compare(self, before: dict[str, _Size], after: dict[str, _Size]) -> None:
         _, file, line = look()
-        for name, (dtype, kept, _, owner, kind) in after.items():
+        for name, new in after.items():
             old = before.get(name)
-            if old is None or old[0] == dtype or old[1] == 0 or kept > _LOST * old[1]:
+            if old is None or old.dtype == new.dtype or old.other_than_zero == 0:
                 continue
-            name, owner = canonical(name), canonical(owner)
-            self.flushes.append(Flush(name, owner, kind, dtype_name(dtype), old[1], kept, old[2], file, line))
+            overflow = new.infinite > 0 and math.isfinite(old.top)
+            if not overflow and new.other_than_zero > _LOST * old.other_than_zero:
+                continue
+            kept = new.other_than_zero - new.infinite
+            self.flushes.append(
+                Flush(
+                    canonical(name), canonical(new.owner), new.kind, dtype_name(new.dtype),
+                    old.other_than_zero, kept, old.top, file, line, overflow,
+                )
+            )  # fmt: skip

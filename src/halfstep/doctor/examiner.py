@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.doctor.cast import Cast
 from halfstep.doctor.checkpoints import Moment, answer, can_fork
 from halfstep.doctor.conversions import Conversions
 from halfstep.doctor.document import Fault, counts_of, fault_of, findings_of
@@ -23,8 +25,6 @@ from halfstep.doctor.ledger import Ledger, distance, tops
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
 from halfstep.doctor.substitutes import put_in_place
-from halfstep.names import canonical
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.sites import look
 from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape
@@ -44,64 +44,6 @@ class Enough(BaseException):
     """Ends the script after the last step that was asked for."""
 
 
-class Cast:
-    """The models, optimizers, session and scaler of a script, as they turn up."""
-
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.session: Any = None
-        self.scaler: Any = None
-        self._names: dict[int, str] = {}
-
-    def meet(self, module: nn.Module) -> None:
-        """A module is called: if it has weights and belongs to no known model, it is one."""
-        known = any(module is m for root in self.models for m in root.modules())
-        if not known and next(module.parameters(), None) is not None:
-            inside = {id(m) for m in module.modules()}
-            self.models = [m for m in self.models if id(m) not in inside] + [module]
-
-    def add(self, optimizer: Any) -> None:
-        """An optimizer is made or stepped."""
-        if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
-            self.optimizers.append(optimizer)
-
-    def actors(self) -> Actors:
-        """All of them, as the tape and the cures take them."""
-        others = [x for x in (self.session, self.scaler) if x is not None]
-        return Actors(None, [*self.models, *self.optimizers, *others])
-
-    def scale(self) -> float:
-        """The present loss scale."""
-        if self.session is not None:
-            return float(self.session.loss_scale.value)
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def named(self) -> dict[str, Tensor]:
-        """Parameters by name, those of the first model without a prefix."""
-        found: dict[str, Tensor] = {}
-        for number, model in enumerate(self.models):
-            prefix = f"{type(model).__name__}." if number else ""
-            found |= {prefix + canonical(n): p for n, p in model.named_parameters() if p.is_floating_point()}
-        return found
-
-    def name_of(self, thing: nn.Module | Tensor) -> str:
-        """Path of a module (with its class) or parameter; the class of what is in no known model."""
-        if id(thing) not in self._names:
-            for number, model in enumerate(self.models):
-                prefix = f"{type(model).__name__}." if number else ""
-                for name, module in model.named_modules():
-                    path = f"{prefix}{canonical(name)}".rstrip(".")
-                    self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
-                for name, p in model.named_parameters():
-                    self._names[id(p)] = prefix + canonical(name)
-        return self._names.get(id(thing), type(thing).__name__)
-
-    def buffers(self) -> list[Tensor]:
-        """Floating-point buffers of all models."""
-        return [b for m in self.models for b in m.buffers() if b.is_floating_point()]
-
-
 def _larger(a: float, b: float) -> float:
     """The larger magnitude; what is not finite counts as largest."""
     return a if not math.isfinite(a) or a > b else b
@@ -110,7 +52,7 @@ def _larger(a: float, b: float) -> float:
 class Taping:
     """The tape of one step, from when it is armed to the end of the step."""
 
-    def __init__(self, cast: Cast, label: str) -> None:
+    def __init__(self, cast: Cast) -> None:
         from halfstep.numerics.lint import LintProbe
 
         self._cast = cast
@@ -119,7 +61,7 @@ class Taping:
         self._before = bad_names(cast.actors())
         self._around = ExitStack()
         model = cast.models[0] if cast.models else None
-        self.tape = Tape(model, observers=[self._probe.look, self._lint.look], batch=label)
+        self.tape = Tape(model, observers=[self._probe.look, self._lint.look])
         self._around.enter_context(run_eagerly())
         self.tape.__enter__()
 
@@ -146,6 +88,8 @@ class Examiner:
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.cured = False
+        self.halves = False
+        self._took_effect: Callable[[], bool] | None = None
         self._moments = Moments(self)
         self._before: list[Tensor] = []
 
@@ -186,7 +130,7 @@ class Examiner:
         """Backward begins."""
         scale = self.cast.scale()
         value = float(loss.detach())
-        self.ledger.now.loss = value / scale
+        self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
         if not math.isfinite(value):
             self.ledger.blame("loss")
 
@@ -213,14 +157,20 @@ class Examiner:
         """What the gradients of these parameters are as the update begins."""
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
-        found = tops([p.grad for p in learning if p.grad is not None])
+        found = self.on_found([p.grad for p in learning if p.grad is not None])
         now.gradients |= {self.cast.name_of(p): top for p, top in zip(learning, found)}
-        now.gradient = max(found, default=0.0)
+
+    def on_found(self, gradients: list[Tensor]) -> list[float]:
+        """Gradients of this step; their largest magnitudes."""
+        now = self.ledger.now
+        found = tops([g for g in gradients if isinstance(g, Tensor)])
+        now.gradient = max(now.gradient, max(found, default=0.0))
         if not all(map(math.isfinite, found)):
             now.gradient = math.inf
             self.ledger.blame("gradient")
         if any(top == 0.0 for top in found):
             now.silent = now.silent or "a gradient"
+        return found
 
     def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated."""
@@ -242,9 +192,12 @@ class Examiner:
             now.spoiled = True
         if skipped or not finite:
             self.ledger.blame("gradient")
+        if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.spoiled:
+            now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
         if skipped and self.seen is not None and self.cast.session is None:
             self.seen.note_skip()
+        self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
         note = self.ledger.close(owner)
@@ -277,7 +230,21 @@ class Examiner:
         bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= at]
         self.traced.bad_at = bad[0] if bad else at if self.traced.faults else None
         self.traced.well = self.traced.bad_at is None
+        self.traced.applied = self.applied()
         answer(self.traced)
+
+    def applied(self) -> bool:
+        """Whether the cure that this run tries was put in place, and met what it is to change."""
+        spec = self.order.cure if self.job is None else self.job.spec
+        if spec is None:
+            return True
+        if spec[0] == "bf16" and (
+            self.halves or torch.float16 in {p.dtype for p in self.cast.named().values()}
+        ):
+            return False
+        if self.job is None and spec[0] == "bf16":
+            return True  # asked for before the script began
+        return self._took_effect is not None and self._took_effect()
 
     def _begin(self) -> None:
         """The next step begins."""
@@ -294,11 +261,12 @@ class Examiner:
     def arm(self) -> None:
         """Tape the step that begins now."""
         if self.taping is None:
-            self.taping = Taping(self.cast, f"batch {self.ledger.now.number + 1}")
+            self.taping = Taping(self.cast)
 
     def _end_tape(self, error: BaseException | None = None) -> None:
         taping, self.taping = self.taping, None
         assert taping is not None
+        taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace, lint = taping.end(error)
         self.traced.counts = counts_of(trace.counts)
         self.traced.lint = findings_of(lint)
@@ -339,7 +307,8 @@ class Examiner:
         if not self.cast.models and not self.cast.optimizers:
             return
         self.cured = True
-        self.traced.applied = put_in_place(spec, self.cast.actors(), self.around)
+        self._took_effect = put_in_place(spec, self.cast.actors(), self.around)
+        self.halves = False
 
     def become(self, job: Job) -> None:
         """This process is a copy now, made for a job."""
@@ -353,8 +322,10 @@ class Examiner:
             self.seen.close()
             self.seen = None
         if job.spec is not None:
-            self.traced.applied = put_in_place(job.spec, self.cast.actors(), self.around)
-            if not self.traced.applied:
+            self._took_effect = put_in_place(job.spec, self.cast.actors(), self.around)
+            self.halves = False
+            if self._took_effect is None:
+                self.traced.applied = False
                 answer(self.traced)
 
 

@@ -60,6 +60,7 @@ class Hooks:
         for owner in (torch.autocast, autocast):
             self._replace(owner, "__enter__", self._entered)
         self._replace(torch.Tensor, "backward", self._noted)
+        self._replace(torch.autograd, "grad", self._graded)
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         function = getattr(owner, name)
@@ -87,10 +88,29 @@ class Hooks:
                 with _disable_current_modes():
                     self._examiner.on_loss(loss)
             backward(loss, *args, **kwargs)
-            cast = self._examiner.cast
-            self._by_hand = not cast.optimizers and cast.session is None and cast.scaler is None
+            self._by_hand = self._examiner.cast.by_hand
 
         return noted
+
+    def _graded(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+        """Gradients of many tensors at once, where no optimizer is: those of a step made by hand."""
+
+        def graded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = grad(outputs, inputs, *args, **kwargs)
+            learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
+            if (
+                learning
+                and self._examiner.cast.by_hand
+                and not (_in_backward() or kwargs.get("create_graph"))
+            ):
+                with _disable_current_modes():
+                    if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                        self._examiner.on_loss(outputs)
+                    self._examiner.on_found(list(found))
+                self._by_hand = True
+            return found
+
+        return graded
 
     def _end_by_hand(self) -> None:
         """A forward after a backward, where no optimizer is: the step before it was made by hand."""
@@ -146,6 +166,8 @@ class Hooks:
             return
         if module is self._root:
             self._root = None
+        if isinstance(out, Tensor) and out.dtype == torch.float16:
+            self._examiner.halves = True
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
@@ -223,12 +245,11 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     for fault in document.bad:
         _say_since(fault, ledger)
     was_traced = bool(traced.faults) or bad is None
-    needs = order.cure is not None and order.cure[0] != "bf16"
     return Found(
         document,
         examiner.done,
         bad,
-        traced.applied and (examiner.cured or not needs),
+        examiner.applied(),
         was_traced,
         ledger.settled(),
         error,

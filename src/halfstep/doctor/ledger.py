@@ -40,6 +40,7 @@ class Note:
     inputs: dict[str, float] = field(default_factory=dict[str, float])
     outputs: dict[str, float] = field(default_factory=dict[str, float])
     gradients: dict[str, float] = field(default_factory=dict[str, float])
+    scale: float = 1.0
     where: tuple[str, int] = ("", 0)
 
 
@@ -66,6 +67,8 @@ class Ledger:
         self.weights: dict[str, list[tuple[int, float]]] = {}
         self.now = Note(0)
         self._counts: dict[int, int] = {}
+        self._next: dict[int, int] = {}
+        self._last = 0
 
     def blame(self, what: str) -> None:
         """Note that something was not finite, if nothing was before in this step."""
@@ -73,12 +76,19 @@ class Ledger:
 
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
-        count = self._counts.get(id(owner), 0) + 1
-        self._counts[id(owner)] = count
-        self.now.number = max(self._counts.values()) - 1
+        self.number(owner)
+        self._counts[id(owner)] = self._counts.get(id(owner), 0) + 1
+        self._next[self._last], self._last = id(owner), id(owner)
         self.notes.append(self.now)
-        self.now = Note(self.now.number + 1)
+        follows = self._next.get(id(owner), id(owner))  # whoever took a turn after this one before
+        self.now = Note(max(self._counts.get(follows, 0), self.now.number))
         return self.notes[-1]
+
+    def number(self, owner: object) -> int:
+        """Number the step that is ending now: optimizers that take turns share one iteration."""
+        counts = self._counts | {id(owner): self._counts.get(id(owner), 0) + 1}
+        self.now.number = max(counts.values()) - 1
+        return self.now.number
 
     @property
     def skips(self) -> list[int]:
@@ -91,8 +101,21 @@ class Ledger:
         if any(note.bad and not note.skipped for note in self.notes):
             return False
         start = next((i for i, note in enumerate(self.notes) if not note.skipped), count)
-        later = sum(note.skipped for note in self.notes[start:])
+        later = self._skips_without_growth(self.notes[start:])
         return count - start >= min(3, count) and later <= max(2, (count - start) // 6)
+
+    @staticmethod
+    def _skips_without_growth(notes: Sequence[Note]) -> int:
+        """Skips but those by which a scale that has just grown finds its place again."""
+        count, least = 0, math.inf
+        for note in notes:
+            if not note.skipped:
+                least = min(least, note.scale)
+            elif note.scale > least:
+                least = math.inf
+            else:
+                count += 1
+        return count
 
     def since(self, name: str, step: int) -> int | None:
         """From which step on a parameter has been about as large as it was at `step`; None if always."""

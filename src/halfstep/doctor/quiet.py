@@ -48,9 +48,9 @@ def quiet_faults(ledger: Ledger, flushes: Sequence[Flush], lost: Sequence[LostUp
 
 
 def _flushed(flushes: list[Flush]) -> Fault:
-    worst = max(flushes, key=lambda f: f.count - f.kept)
+    worst = max(flushes, key=lambda f: (f.overflow, f.count - f.kept))
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
-    cause = CauseFound("precision", worst.text + more)
+    cause = CauseFound("range" if worst.overflow else "precision", worst.text + more)
     cures = [
         CureFound(
             "bf16", "use bf16: it has the range of fp32", 'hs.prepare(..., dtype="bf16")', specs=[("bf16",)]

@@ -9,20 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.doctor.doors import ApexScale
 from halfstep.numerics.actors import Actors
-from halfstep.numerics.cures import remedy
+from halfstep.numerics.cures import AtSite, remedy
 
 
-def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> bool:
-    """Apply the cure that `spec` describes from here on; False where it cannot be from outside."""
+def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> Callable[[], bool] | None:
+    """Apply the cure that `spec` describes from here on; None where it cannot be from outside.
+
+    What is returned says, later, whether the cure has met what it is to change.
+    """
     if spec[0] == "masters":
-        return _masters(actors)
+        return _always if _masters(actors) else None
     if spec[0] == "loss":
         return _smaller_loss(actors, 2.0 ** -spec[1])
     apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, actors)
     if apply is None:
-        return False
-    stack.enter_context(apply())
+        return None
+    placed = stack.enter_context(apply())
+    return (lambda: placed.met) if isinstance(placed, AtSite) else _always
+
+
+def _always() -> bool:
     return True
 
 
@@ -37,17 +45,21 @@ def _masters(actors: Actors) -> bool:
     return True
 
 
-def _smaller_loss(actors: Actors, factor: float) -> bool:
-    owner, name = (actors.session, "backward") if actors.session is not None else (actors.scaler, "scale")
-    if owner is None:
-        return False
+def _smaller_loss(actors: Actors, factor: float) -> Callable[[], bool]:
+    owner, name = Tensor, "backward"
+    if actors.session is not None:
+        owner, name = actors.session, "backward"
+    elif actors.scaler is not None and not isinstance(actors.scaler, ApexScale):
+        owner, name = actors.scaler, "scale"
     original = getattr(owner, name)
+    met: list[bool] = []
 
     def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        met.append(True)
         return original(loss * factor if isinstance(loss, Tensor) else loss, *args, **kwargs)
 
     setattr(owner, name, divided)
-    return True
+    return lambda: bool(met)
 
 
 def ask_for_bf16(stack: ExitStack) -> None:

@@ -49,13 +49,17 @@ class Cure:
     spec: tuple[Any, ...] = ()
 
 
-class _AtSite(TorchFunctionMode):
-    """Runs one call (by its source line and op name) through `change`; everything else as it is."""
+class AtSite(TorchFunctionMode):
+    """Runs one call (by its source line and op name) through `change`; everything else as it is.
+
+    `met`: whether that call was made.
+    """
 
     def __init__(self, site: Site, op: str, change: Callable[..., Any]) -> None:
         super().__init__()
         self._where = (site.file, site.line)
         self._op, self._change = op, change
+        self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,6 +69,7 @@ class _AtSite(TorchFunctionMode):
         if not name.startswith("__get") and op_label(func, name) == self._op:
             _, file, line = look()
             if (file, line) == self._where:
+                self.met = True
                 return self._change(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -85,7 +90,7 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _full_at(site: Site, op: str) -> Apply:
-    return lambda: _AtSite(site, op, _in_fp32)
+    return lambda: AtSite(site, op, _in_fp32)
 
 
 def _scaled_at(site: Site, op: str, bits: int) -> Apply:
@@ -93,7 +98,7 @@ def _scaled_at(site: Site, op: str, bits: int) -> Apply:
         out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
         return out.float() * 2.0**bits
 
-    return lambda: _AtSite(site, op, change)
+    return lambda: AtSite(site, op, change)
 
 
 def _epsilon_at(site: Site, op: str, value: float) -> Apply:
@@ -104,7 +109,7 @@ def _epsilon_at(site: Site, op: str, value: float) -> Apply:
         args, kwargs = tree_map(lift, (args, kwargs))
         return func(*args, **kwargs)
 
-    return lambda: _AtSite(site, op, change)
+    return lambda: AtSite(site, op, change)
 
 
 def _clamped_at(site: Site, op: str, value: float) -> Apply:
@@ -115,7 +120,7 @@ def _clamped_at(site: Site, op: str, value: float) -> Apply:
         args[place] = args[place].clamp_min(value)
         return func(*args, **kwargs)
 
-    return lambda: _AtSite(site, op, change)
+    return lambda: AtSite(site, op, change)
 
 
 @contextmanager

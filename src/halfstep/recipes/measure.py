@@ -35,11 +35,17 @@ def times_in_turn(steps: Sequence[Step], device: torch.device, rounds: int, warm
     return [median(taken) for taken in rounds_in_turn(steps, device, rounds, warm_up)]
 
 
+#: So many rounds after each other make one time, their median: a single slow round says nothing.
+_BLOCK = 3
+
+
 def noise(taken: Sequence[float]) -> float:
-    """How far the middle eight tenths of some times lie apart, as a share of their median."""
-    ordered = sorted(taken)
-    cut = len(ordered) // 10
-    return (ordered[-1 - cut] - ordered[cut]) / median(ordered)
+    """How far the medians of every three rounds after each other lie apart, as a share of their median.
+
+    0 for less than six rounds, which make no two of them.
+    """
+    blocks = [median(taken[i : i + _BLOCK]) for i in range(0, len(taken) - _BLOCK + 1, _BLOCK)]
+    return (max(blocks) - min(blocks)) / median(blocks) if len(blocks) > 1 else 0.0
 
 
 def rounds_in_turn(
