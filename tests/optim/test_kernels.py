@@ -17,7 +17,7 @@ from halfstep.kernels import pool
 from halfstep.optim import SGD, Adam, AdamW, Lion
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SIZES = (0, 1, 7, 128, 1000, 2049, 70001)
+SHAPES = ((0,), (1,), (7,), (128,), (1, 1000), (2049,), (1, 70001), (3, 33), (90, 1030), (70, 16))
 ROWS: list[tuple[Any, dict[str, Any], torch.dtype, str | None, torch.dtype, str]] = [
     (AdamW, {}, BF16, "exact", BF16, "fp32"),
     (AdamW, {}, BF16, "exact", BF16, "bf16"),
@@ -42,7 +42,7 @@ def bits(t: Tensor) -> Tensor:
 
 def run(backend: str, cls: Any, options: dict[str, Any], dtype: torch.dtype, grad_dtype: torch.dtype) -> Any:
     g = torch.Generator().manual_seed(3)
-    params = [nn.Parameter(torch.randn(n, generator=g).to(dtype)) for n in SIZES]
+    params = [nn.Parameter(torch.randn(n, generator=g).to(dtype)) for n in SHAPES]
     optimizer = cls(params, backend=backend, **options)
     for step in range(4):
         for p in params:

@@ -1,4 +1,4 @@
-"""Gradients on their way between the ranks of DDP: in 16 bits, or added in the order of ranks.
+"""Gradients on their way between ranks: in 16 bits, or added in the order of ranks.
 
 `ddp.register_comm_hook(None, hook)` takes what is made here; every hook works with gloo as with NCCL.
 """
@@ -101,12 +101,38 @@ def _ordered_mean(buffer: Tensor, group: Group | None) -> Tensor:
     padded = torch.nn.functional.pad(buffer / ranks, (0, share * ranks - buffer.numel()))
     parts = torch.empty_like(padded)
     dist.all_to_all_single(parts, padded, group=group)
-    total, *others = parts.view(ranks, share).unbind()
-    for part in others:
-        total = total + part
+    total = _sum_in_order(parts, ranks)
     whole = [torch.empty_like(total) for _ in range(ranks)]
     dist.all_gather(whole, total, group=group)
     return torch.cat(whole)[: buffer.numel()]
+
+
+def _sum_in_order(parts: Tensor, ranks: int) -> Tensor:
+    total, *others = parts.view(ranks, -1).unbind()
+    for part in others:
+        total = total + part
+    return total
+
+
+class OrderedReduceScatter:
+    """`fully_shard`'s reduction of gradients as a mean that is added in the order of ranks.
+
+    For `FSDPModule.set_custom_reduce_scatter`, in gradients' reduce dtype; each rank divides by the number of
+    ranks first, so torch must not (`set_gradient_divide_factor(1.0)`): `hs.distributed.shard` sees to that.
+    """
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory for gradients on their way."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor` with this rank's part of the mean of all ranks' `input_tensor`."""
+        ranks = world_size(group)
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor / ranks, group=group)
+        output_tensor.copy_(_sum_in_order(parts, ranks))
 
 
 def _for_ddp(hook: Hook, name: str) -> Hook:

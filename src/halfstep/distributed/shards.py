@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed.hooks import OrderedReduceScatter
 from halfstep.distributed.reduce import local_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, UnsupportedError
 
 _NORMS = (
     nn.LayerNorm,
@@ -26,7 +27,12 @@ _NORMS = (
 
 
 def shard(
-    model: nn.Module, blocks: Iterable[nn.Module] | None = None, mesh: Any = None, **options: Any
+    model: nn.Module,
+    blocks: Iterable[nn.Module] | None = None,
+    mesh: Any = None,
+    *,
+    ordered: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """Apply torch's `fully_shard` to a model so that every level can be prepared; returns the model.
 
@@ -39,10 +45,14 @@ def shard(
         blocks: modules gathered one at a time, in the order of forward; None takes the children of every
             `nn.ModuleList` and `nn.Sequential` at the top.
         mesh: a device mesh of one dimension (shards) or two (replicas of shards); None is all ranks.
+        ordered: add gradients in the order of ranks. A backend adds those of four or more ranks in an order of
+            its own (of two it does not matter); with this the weights are those of one process that adds up
+            the same micro-batches one after the other, bit for bit.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
 
     Raises:
         ConfigError: a block that is not the model's, or a model that is sharded already.
+        UnsupportedError: `ordered` with replicas of shards, whose sums are added up once more.
     """
     from torch.distributed import fsdp
 
@@ -54,6 +64,11 @@ def shard(
     for block in chosen:
         if block not in modules:
             raise ConfigError(f"block {type(block).__name__} is not a module of {type(model).__name__}")
+    if ordered and mesh is not None and mesh.ndim > 1:
+        raise UnsupportedError(
+            f"ordered=True over a mesh of {mesh.ndim} dimensions: replicas of shards add their sums once more, "
+            "which no single process does; leave it out, or give a mesh of one dimension"
+        )
     given = options if mesh is None else {**options, "mesh": mesh}
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]
     if norms and model not in norms:
@@ -62,6 +77,11 @@ def shard(
         if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
     fully_shard(model, **given)
+    for module in model.modules() if ordered else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_float
 from functools import cache
 from typing import Any
@@ -40,16 +40,30 @@ def kernels() -> Any:
 
 
 @cache
-def _items(sizes: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    rows = [(p, s, min(ITEM, n - s)) for p, n in enumerate(sizes) for s in range(0, n, ITEM)]
+def _items(sizes: tuple[int, ...], widths: tuple[int, ...] | None = None) -> tuple[Any, tuple[int, ...]]:
+    rows = [
+        (p, s, n)
+        for p, (size, width) in enumerate(zip(sizes, widths or sizes))
+        for s, n in _cuts(size, width)
+    ]
     return np.array(rows, np.int64).reshape(-1, 3), tuple(row[2] for row in rows)
 
 
-class WorkItems:
-    """Work items, with room for what measuring each one finds."""
+def _cuts(size: int, width: int) -> Iterator[tuple[int, int]]:
+    """Starts and counts of about ITEM elements: whole rows, or parts of one."""
+    if width <= ITEM:
+        step = max(ITEM // max(width, 1) * width, 1)
+        yield from ((s, min(step, size - s)) for s in range(0, size, step))
+        return
+    for row in range(0, size, width):
+        yield from ((row + s, min(ITEM, width - s)) for s in range(0, width, ITEM))
 
-    def __init__(self, elements: tuple[int, ...]) -> None:
-        self.items, self.sizes = _items(elements)
+
+class WorkItems:
+    """Work items, with room for what measuring each one finds; `widths`: of rows that no item may cut."""
+
+    def __init__(self, elements: tuple[int, ...], widths: tuple[int, ...] | None = None) -> None:
+        self.items, self.sizes = _items(elements, widths)
         self.found = np.empty(len(self.sizes)), np.empty(len(self.sizes), np.float32)
 
     def totals(self, grad: int, addresses: Any) -> tuple[float, float]:

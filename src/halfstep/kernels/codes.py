@@ -11,6 +11,10 @@ BF16, FP16, FP32 = range(3)
 STATE_FP32, STATE_BF16, STATE_8BIT = range(3)
 
 BLOCK = 512
-"""Elements that share one exponent in 8-bit states."""
+"""The most elements that share one exponent in 8-bit states; a block never crosses the end of a row."""
+SHORT_ROW = 16
+"""Rows shorter than this keep bf16 states where 8-bit ones are asked for: exponents would take as much."""
+LONG_VECTOR = 1 << 20
+"""Tensors of one dimension and this many elements are flattened models, and count as one row."""
 LEAST_TOP = 40
 """The smallest block exponent: it keeps every decoded value a normal fp32 number."""

@@ -206,7 +206,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         return (
             algorithm,
             storage.kind_of(p.dtype, group["master"]),
-            storage.STATE_DTYPES[group["state_dtype"]],
+            storage.state_kind_of(p, group["state_dtype"]),
         )
 
     def _name(self, group: Group, place: Place) -> str:

@@ -20,6 +20,8 @@ OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release", "alg
 """What a group keeps of its own when a checkpoint is loaded."""
 CODES = "_codes"
 """Ends the names of 8-bit moments in a file: whoever cannot read codes must not find moments there."""
+EXPONENTS = "_exponents"
+"""Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
 _OF_ENTRIES = ("step", "master", "lacking", "weight")
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
@@ -35,7 +37,7 @@ def describe_weight(p: Tensor) -> dict[str, Any]:
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
-    codes = {key for key in entry if key + "_exponents" in entry}
+    codes = {key for key in entry if key + EXPONENTS in entry}
     packed = {key + CODES if key in codes else key: value for key, value in entry.items()}
     return {**packed, "weight": describe_weight(p)} if "lacking" in entry else packed
 
@@ -67,7 +69,7 @@ def restore(
         state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).clone().to(p.device)
     for index, key in enumerate(algorithm.states):
         if saved.get(key) is not None:
-            given = (saved[key], saved.get(key + "_exponents"))
+            given = (saved[key], saved.get(key + EXPONENTS))
             state.update(entries.moment(key, index, *given, p, state_kind))
     lacking, value = saved.get("lacking"), None
     if lacking is not None and lacking.dtype != torch.int16:
@@ -84,7 +86,7 @@ def restore(
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
-    known = {*_OF_ENTRIES, *algorithm.states, *(key + "_exponents" for key in algorithm.states)}
+    known = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
     if not algorithm.states:
         known.add("momentum_buffer")  # torch's SGD without momentum leaves it as it is
     strange = [key for key, value in saved.items() if key not in known and isinstance(value, Tensor)]

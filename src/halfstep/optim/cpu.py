@@ -32,7 +32,8 @@ class Table:
         self.addresses = np.array([slot.row for slot in slots], np.int64)
         self.scalars = np.zeros((len(slots), 8), np.float32)
         self.keys = np.zeros(len(slots), np.uint32)
-        self._work = WorkItems(tuple(slot.weight.numel() for slot in slots))
+        widths = tuple(slot.width for slot in slots) if variant[2] == L.STATE_8BIT else None
+        self._work = WorkItems(tuple(slot.weight.numel() for slot in slots), widths)
         self._status = np.zeros(1, np.int64)
 
     def update(self, look: bool = False) -> bool:

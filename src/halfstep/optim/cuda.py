@@ -125,12 +125,13 @@ class UpdatePlan:
     ) -> None:
         self.size, self.slots, self.kinds = len(slots), slots, kinds
         rows: list[int] = []
-        items: dict[tuple[int, int, int, bool], list[int]] = {}
+        items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
         for i, (slot, (dtype, aligned)) in enumerate(zip(slots, kinds)):
-            rows += [*slot.row[:2], *slot.row[3:7], slot.step.data_ptr(), slot.base_key]
-            state = slot.state_kind if slot.states else L.STATE_FP32
-            own = items.setdefault((slot.kind, GRADS[dtype], state, aligned), [])
-            own += _items_of(i, slot.weight.numel())
+            rows += [*slot.row[:2], *slot.row[3:7], slot.step.data_ptr(), slot.base_key, slot.width]
+            state, size = slot.state_kind if slot.states else L.STATE_FP32, slot.weight.numel()
+            ragged = state == L.STATE_8BIT and size > slot.width and slot.width % L.BLOCK != 0
+            own = items.setdefault((slot.kind, GRADS[dtype], state, aligned, ragged), [])
+            own += _items_of(i, slot.tops[0].numel(), ITEM // L.BLOCK) if ragged else _items_of(i, size)
         self.table = _upload(rows, torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
         self.grads = Table(torch.int64, len(slots), device)
@@ -162,9 +163,9 @@ class MeasurePlan:
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
 
 
-def _items_of(index: int, size: int) -> Iterator[int]:
-    for start in range(0, size, ITEM):
-        yield from (index, start, min(start + ITEM, size))
+def _items_of(index: int, size: int, most: int = ITEM) -> Iterator[int]:
+    for start in range(0, size, most):
+        yield from (index, start, min(start + most, size))
 
 
 class Plans:
@@ -232,10 +233,11 @@ class Plans:
             kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
             lr, skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
         )  # fmt: skip
-        for (kind, grad, state, aligned), (items, programs) in plan.items.items():
+        for (kind, grad, state, aligned, ragged), (items, programs) in plan.items.items():
             _launch(
                 kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
-                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned, TILE=TILE,
+                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
+                RAGGED=ragged, TILE=TILE,
             )  # fmt: skip
         if plan.over is None or keep is not None:
             return None  # under capture the flag waits on the device for the next step outside the graph

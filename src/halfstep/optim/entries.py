@@ -81,7 +81,7 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
 
 
 def _least_exponents(p: Tensor) -> Tensor:
-    return torch.full((rounding.blocks_of(p.numel()),), L.LEAST_TOP, dtype=torch.uint8, device=p.device)
+    return torch.full(storage.exponents_shape(p), L.LEAST_TOP, dtype=torch.uint8, device=p.device)
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:
@@ -98,12 +98,12 @@ def _check(key: str, given: Any, p: Tensor, name: str) -> None:
 
 
 def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None:
-    blocks = rounding.blocks_of(given.numel())
+    shape = storage.exponents_shape(given)
     fits = isinstance(exponents, Tensor) and exponents.dtype == torch.uint8 and exponents.is_contiguous()
-    if not fits or exponents.shape != (blocks,):
+    if not fits or exponents.shape != shape:
         raise ConfigError(
-            f"the 8-bit state {key!r} of {name} needs {blocks} uint8 numbers in {key + '_exponents'!r} "
-            "beside it: put both back, or clear the entry of optimizer.state to start anew"
+            f"the 8-bit state {key!r} of {name} needs uint8 numbers of shape {list(shape)} in "
+            f"{key + '_exponents'!r} beside it: put both back, or clear the entry of optimizer.state to start anew"
         )
 
 
@@ -126,7 +126,8 @@ def moment(
             found[key + "_exponents"] = exponents.to(p.device, copy=True)
         return found
     if exponents is not None:
-        decoded = rounding.decode(storage.flat(given), exponents, signed=index == 0)
+        width = storage.width_of(given)
+        decoded = rounding.decode(storage.flat(given), exponents, signed=index == 0, width=width)
         wide = torch.empty_like(given, dtype=torch.float32)
         storage.flat(wide).copy_(decoded)
         given = wide
@@ -134,8 +135,9 @@ def moment(
         return {key: target.copy_(given)}
     values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
     half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
-    tops = rounding.exponents_for(rounding.peaks(values))
-    storage.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0))
+    width = storage.width_of(p)
+    tops = rounding.exponents_for(rounding.peaks(values, width))
+    storage.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0, width=width))
     return {key: target, key + "_exponents": tops.to(torch.uint8)}
 
 

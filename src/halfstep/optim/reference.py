@@ -63,8 +63,8 @@ def _bounds(
     if slot.state_kind != L.STATE_8BIT or not slot.states:
         return [None] * len(slot.states)
     old = [
-        rounding.code_peaks(codes, tops, signed=i == 0)
+        rounding.code_peaks(codes, tops, signed=i == 0, width=slot.width)
         for i, (codes, tops) in enumerate(zip(slot.states, slot.tops))
     ]
     g = g if algorithm.decoupled else g + w * scalars[0]
-    return algorithm.bounds(old, rounding.peaks(g), scalars)
+    return algorithm.bounds(old, rounding.peaks(g, slot.width), scalars)

@@ -1,8 +1,8 @@
 """Random rounding without a generator, and the block-wise 8-bit codes of optimizer states.
 
 Random bits are a hash of (key, index), the key one of (seed, step, parameter): replicas and resumed runs
-agree and torch's generators are not touched. In 8-bit states 512 elements share one exponent. First moments
-are signed E4M3 with even spacing near zero. Second moments are unsigned E5M3 whose smallest code is 2^-31 of
+agree and torch's generators are not touched. In 8-bit states up to 512 elements of a row share one exponent,
+so that a tensor may be cut between any two rows. First moments are signed E4M3 with even spacing near zero. Second moments are unsigned E5M3 whose smallest code is 2^-31 of
 the block's top and not zero (a second moment that became zero would turn its parameter's next step into
 m / eps). Rounding is random and unbiased, because a second moment that moves by 0.1 % a step would never
 move under rounding to nearest. Plain torch, for every device; the kernels equal it bit for bit.
@@ -59,19 +59,20 @@ def round_random(values: Tensor, random: Tensor) -> Tensor:
     return torch.where((bits & MAGNITUDE) >= INF, kept, up).to(torch.int16).view(torch.bfloat16)
 
 
-def blocks_of(count: int) -> int:
-    """Blocks that `count` elements take."""
-    return -(-count // BLOCK)
+def blocks_of(width: int) -> int:
+    """Blocks that a row of `width` elements takes."""
+    return -(-width // BLOCK)
 
 
-def per_block(values: Tensor) -> Tensor:
-    """Flat values as (blocks, BLOCK), the last block filled with zeros."""
-    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+def per_block(values: Tensor, width: int) -> Tensor:
+    """Flat values in rows of `width` as (rows, blocks, BLOCK), the last block of each filled with zeros."""
+    rows = values.view(-1, width)
+    return torch.nn.functional.pad(rows, (0, -width % BLOCK)).view(len(rows), blocks_of(width), BLOCK)
 
 
-def peaks(values: Tensor) -> Tensor:
-    """The largest magnitude of each block of flat fp32 values."""
-    return per_block(values.view(torch.int32) & MAGNITUDE).amax(1).view(torch.float32)
+def peaks(values: Tensor, width: int) -> Tensor:
+    """The largest magnitude of each block of flat fp32 values in rows of `width`: (rows, blocks)."""
+    return per_block(values.view(torch.int32) & MAGNITUDE, width).amax(2).view(torch.float32)
 
 
 def exponents_for(bounds: Tensor) -> Tensor:
@@ -79,8 +80,8 @@ def exponents_for(bounds: Tensor) -> Tensor:
     return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp_min(LEAST_TOP)
 
 
-def _per_element(exponents: Tensor, count: int) -> Tensor:
-    return exponents.repeat_interleave(BLOCK)[:count]
+def _per_element(exponents: Tensor, width: int) -> Tensor:
+    return exponents.repeat_interleave(BLOCK, 1)[:, :width].reshape(-1)
 
 
 def _signed(code: Tensor, top: Tensor) -> Tensor:
@@ -94,23 +95,23 @@ def _unsigned(code: Tensor, top: Tensor) -> Tensor:
     return ((code + ((top - 31) << 3)) << 20).view(torch.float32)
 
 
-def decode(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
-    """Flat uint8 codes and their blocks' exponents to fp32."""
-    top = _per_element(exponents.to(torch.int32), codes.numel())
+def decode(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
+    """Flat uint8 codes in rows of `width` and their exponents (rows, blocks) to fp32."""
+    top = _per_element(exponents.to(torch.int32), width)
     return (_signed if signed else _unsigned)(codes.to(torch.int32), top)
 
 
-def code_peaks(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
-    """The largest magnitude of each block of flat codes."""
-    top = per_block(codes.to(torch.int32) & (127 if signed else 255)).amax(1)
+def code_peaks(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
+    """The largest magnitude of each block of flat codes in rows of `width`."""
+    top = per_block(codes.to(torch.int32) & (127 if signed else 255), width).amax(2)
     return (_signed if signed else _unsigned)(top, exponents.to(torch.int32))
 
 
-def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool) -> Tensor:
-    """Flat fp32 to uint8 codes under int32 block exponents; `random`: 16 random bits an element."""
+def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool, width: int) -> Tensor:
+    """Flat fp32 in rows of `width` to uint8 codes under int32 exponents; `random`: 16 random bits each."""
     bits = values.view(torch.int32)
     size = bits & MAGNITUDE
-    top = _per_element(exponents, values.numel())
+    top = _per_element(exponents, width)
     chance = (random & 0xFFFF).to(torch.int32) << 4
     if not signed:
         return (((size + chance) >> 20) - ((top - 31) << 3)).clamp(0, 255).to(torch.uint8)

@@ -19,8 +19,10 @@ from halfstep.distributed import first_element, local_of, shard_groups, sums_ove
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats, measure_shards
-from halfstep.optim import backends
+from halfstep.kernels import codes as L
+from halfstep.optim import backends, storage
 from halfstep.optim.backends import Scalar
+from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
 
 if TYPE_CHECKING:
@@ -42,11 +44,8 @@ class Shards:
                 f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by itself "
                 "and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
             )
-        if any(group["state_dtype"] == "8bit" for group in outer.param_groups):
-            raise UnsupportedError(
-                "state_dtype='8bit' over shards: blocks that share an exponent would be cut differently on "
-                "another number of ranks; use 'bf16' or 'fp32' states"
-            )
+        for group in outer.param_groups:
+            _check_blocks(group)
         self._outer = outer
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}
@@ -83,6 +82,7 @@ class Shards:
     def add_group(self) -> None:
         """Take in the parameter group that was added last."""
         group = self._outer.param_groups[-1]
+        _check_blocks(group)
         params = [self._local(p) for p in group["params"]]
         self.twin.add_param_group({**group, "params": params})
         self.twin.key_shifts = self._shifts()
@@ -115,7 +115,7 @@ class Shards:
         for p, local in self._known.items():
             entry = self.twin.state.get(local)
             if entry is not None:
-                self._outer.state[p] = {k: _as_shard(v, local, p) for k, v in entry.items()}
+                self._outer.state[p] = {k: _as_shard(k, v, local, p) for k, v in entry.items()}
 
     # ---- what an optimizer is asked -----------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Shards:
         for number, entry in packed["state"].items():
             p = by_number[number]
             kept = {k: v for k, v in entry.items() if k != "weight"}
-            packed["state"][number] = {k: _as_shard(v, self._known[p], p) for k, v in kept.items()}
+            packed["state"][number] = {k: _as_shard(k, v, self._known[p], p) for k, v in kept.items()}
         return packed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Shards:
         numbers = [key for group in state["param_groups"] for key in group["params"]]
         params = [p for group in self._outer.param_groups for p in group["params"]]
         entries = {
-            key: {k: _cut(v, p) for k, v in state["state"][key].items()}
+            key: {k: _cut(k, v, p) for k, v in state["state"][key].items()}
             for key, p in zip(numbers, params)
             if key in state["state"]
         }
@@ -227,16 +227,46 @@ def _placed(local: Tensor, p: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _as_shard(value: Any, local: Tensor, p: Tensor) -> Any:
-    """A state of a local tensor as the user sees it: a DTensor where it has the shape of the shard."""
+def _placed_rows(local: Tensor, p: Tensor) -> Tensor:
+    """The block exponents of the rows of p's shard as a DTensor of those of all rows."""
+    from torch.distributed.tensor import DTensor
+
+    own: Any = p
+    shape = torch.Size((p.shape[0], local.shape[1]))
+    return DTensor.from_local(
+        local, own.device_mesh, own.placements, run_check=False, shape=shape, stride=(local.shape[1], 1)
+    )
+
+
+def _as_shard(key: str, value: Any, local: Tensor, p: Tensor) -> Any:
+    """A state of a local tensor as the user sees it: a DTensor where it has the shape or rows of the shard."""
     if local is p or not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    if value.shape == local.shape:
-        return _placed(value, p)
-    return value
+    if key.endswith(EXPONENTS):
+        return _placed_rows(value, p)
+    return _placed(value, p) if value.shape == local.shape else value
 
 
-def _cut(value: Any, p: Tensor) -> Any:
+def _check_blocks(group: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where 8-bit blocks of a shard would not be those of the whole tensor."""
+    if group["state_dtype"] != "8bit":
+        return
+    for p in group["params"]:
+        local = local_of(p)
+        kind = storage.state_kind_of(p, "8bit")
+        if local is p or kind == storage.state_kind_of(local, "8bit") != L.STATE_8BIT:
+            continue
+        placements = cast(Any, p).placements
+        by_rows = all(one.is_replicate() or one.is_shard(0) for one in placements)
+        if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
+            raise UnsupportedError(
+                f"state_dtype='8bit' over shards wants tensors cut between rows, so that every block of "
+                f"elements with one exponent lies on one rank; one of shape {list(p.shape)} is placed "
+                f"{placements}: give it a parameter group with state_dtype='bf16'"
+            )
+
+
+def _cut(key: str, value: Any, p: Tensor) -> Any:
     """This rank's part of a saved state: of a DTensor placed in any way, or of a whole tensor."""
     if not isinstance(value, Tensor) or local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
@@ -244,9 +274,10 @@ def _cut(value: Any, p: Tensor) -> Any:
     if local_of(value) is not value:
         shard: Any = value
         return local_of(shard.redistribute(own.device_mesh, own.placements))
-    if value.shape == local_of(p).shape != p.shape or value.dim() == 0:
+    if value.dim() == 0 or value.shape == local_of(p).shape != p.shape:
         return value
-    if value.shape != p.shape:
+    whole = value.shape[:1] == p.shape[:1] if key.endswith(EXPONENTS) else value.shape == p.shape
+    if not whole:
         raise CheckpointError(
             f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "
             f"{list(local_of(p).shape)}): save and load with Session.save and Session.load"

@@ -4,6 +4,7 @@ A slot is made from a parameter and its entry in `optimizer.state` and may be ma
 nothing. Here and in the kernels is all knowledge of how weights and states are stored.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -103,11 +104,42 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
+def width_of(t: Tensor) -> int:
+    """Elements of `t` under one index of its first dimension: what a row is to the blocks of 8-bit states.
+
+    A vector, and a tensor whose memory does not go by its first dimension, is one row.
+    """
+    if t.dim() < 2:
+        return max(t.numel(), 1)
+    width = max(math.prod(t.shape[1:]), 1)
+    return width if t.shape[0] < 2 or t.stride(0) == width else t.numel()
+
+
+def exponents_shape(t: Tensor) -> tuple[int, int]:
+    """Rows and blocks a row of the exponents that belong to 8-bit states of `t`'s shape and layout."""
+    width = width_of(t)
+    return -(-t.numel() // width), rounding.blocks_of(width)
+
+
+def state_kind_of(p: Tensor, state_dtype: str) -> int:
+    """The format of p's states: as asked for, but bf16 in place of 8 bits in vectors and short rows.
+
+    There an exponent for every row would take as much; one for several rows would keep a tensor from being
+    cut between them.
+    """
+    kind = STATE_DTYPES[state_dtype]
+    if kind != L.STATE_8BIT:
+        return kind
+    short = p.numel() < L.LONG_VECTOR if p.dim() < 2 else width_of(p) < L.SHORT_ROW
+    return L.STATE_BF16 if short else kind
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient).
 
-    `held` are the tensors whose memory these are, as parameter and state hold them: what a step changes.
+    `held` are the tensors whose memory these are, as parameter and state hold them: what a step changes;
+    `width` is the length of the rows that 8-bit blocks do not cross.
     """
 
     param: Tensor
@@ -123,6 +155,7 @@ class Slot:
     row: list[int] = field(default_factory=list[int])
     rounds_randomly: bool = False
     shift: int = 0
+    width: int = 1
 
     def key(self, step: int) -> int:
         """The key of the random bits of one step; `shift` counts them from the start of a whole tensor."""
@@ -131,7 +164,7 @@ class Slot:
     def __post_init__(self) -> None:
         self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
         columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.tops)]
-        self.row = [0 if t is None else t.data_ptr() for t in columns]
+        self.row = [*(0 if t is None else t.data_ptr() for t in columns), self.width]
 
 
 def count_versions(changed: Iterable[Slot]) -> None:
@@ -169,6 +202,7 @@ def make_slot(
         step=entry["step"],
         base_key=base_key,
         held=[weight, *(entry[key] for key in (*extra, *keys, *tops, "step"))],
+        width=width_of(weight),
     )
 
 
@@ -214,7 +248,7 @@ def read_state(slot: Slot, index: int) -> Tensor:
     """One state as flat fp32."""
     stored = slot.states[index]
     if slot.state_kind == L.STATE_8BIT:
-        return rounding.decode(stored, slot.tops[index], signed=index == 0)
+        return rounding.decode(stored, slot.tops[index], signed=index == 0, width=slot.width)
     return stored.to(torch.float32)
 
 
@@ -231,7 +265,7 @@ def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bo
         return
     assert bounds is not None
     tops = rounding.exponents_for(bounds)
-    stored.copy_(rounding.encode(value, tops, random, signed=index == 0))
+    stored.copy_(rounding.encode(value, tops, random, signed=index == 0, width=slot.width))
     slot.tops[index].copy_(tops)
 
 

@@ -141,7 +141,7 @@ class Bench:
 
 
 def _parameter(n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(torch.randn(n, device=device, generator=generator).mul_(0.02).to(dtype))
+    return nn.Parameter(torch.randn(1, n, device=device, generator=generator).mul_(0.02).to(dtype))
 
 
 def race(
@@ -186,7 +186,7 @@ def _moved(
     steps: int,
     count: int,
 ) -> float:
-    p = nn.Parameter(torch.full((count,), start, dtype=dtype))
+    p = nn.Parameter(torch.full((1, count), start, dtype=dtype))
     optimizer = make([p])
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):

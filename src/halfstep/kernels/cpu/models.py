@@ -80,18 +80,26 @@ def _update_of(
             s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
             row = table[p]
             total, top = 0.0, i32(0)
-            for j in range(start, start + count, stride):
+            width = row[7] if blocks else 1
+            column, block = start % width, start // width * (-(-width // L.BLOCK)) + start % width // L.BLOCK
+            j = start
+            while j < start + count:
                 n = min(stride, start + count - j)
+                if blocks:
+                    n = min(n, width - column)
                 w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
                 m, v = row[3] + wide_m * j, row[4] + wide_v * j
                 tops = (i32(0), i32(0), i32(0), i32(0))
                 if blocks:
-                    tops = tops_of(m, v, row[5], row[6], j // L.BLOCK, n, largest(w, x, g, n, s), s)
+                    tops = tops_of(m, v, row[5], row[6], block, n, largest(w, x, g, n, s), s)
+                    column = column + n if column + n < width else 0
+                    block += 1
                 if looks:
                     squared, bits = seen(g, g, n)
                     total += squared
                     top = max(top, bits)
                 update(n, w, x, g, m, v, s, tops, keys[p], j, status)
+                j += n
             if looks:
                 squares[k] = total
                 peaks[k] = float_of(top)
@@ -104,8 +112,8 @@ def _update_of(
 def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
     """The update of work items first..last: items (parameter, start, count), one address row a parameter.
 
-    Columns of the address table: weight, master or lacking bits, gradient, first and second state, and the
-    block exponents of these two. With `look` it fills `squares` and `peaks` as `measurer` does, by turns with
+    Columns of the address table: weight, master or lacking bits, gradient, first and second state, the block
+    exponents of these two, and the length of a row, whose end no block crosses. With `look` it fills `squares` and `peaks` as `measurer` does, by turns with
     the update, which has asked for those gradients already.
     """
     looks, sources = int(look), SOURCES

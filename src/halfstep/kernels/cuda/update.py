@@ -44,8 +44,9 @@ from halfstep.kernels.cuda.formats import (
 ADAMW, ADAM = tl.constexpr(L.ADAMW), tl.constexpr(L.ADAM)
 SGD, SGD_NESTEROV, LION = tl.constexpr(L.SGD), tl.constexpr(L.SGD_NESTEROV), tl.constexpr(L.LION)
 STATE_8BIT, BLOCK = tl.constexpr(L.STATE_8BIT), tl.constexpr(L.BLOCK)
-COLUMNS = tl.constexpr(8)
-"""int64 columns of the address table: weight, master or lacking bits, states, exponents, step; a base key."""
+COLUMNS = tl.constexpr(9)
+"""int64 columns of the address table: weight, master or lacking bits, states, exponents, step; a base key;
+the length of a row, whose end no block of 8-bit states crosses."""
 ROW = tl.constexpr(8)
 """fp32 columns of the scalars: gradient factor, then the algorithm's seven."""
 
@@ -181,9 +182,12 @@ def tops_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM: 
 @triton.jit
 def step_tile(
     row, grad, start, end, scalar, key, over, ALGORITHM: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr,
-    STATE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    STATE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update elements start to end (at most TILE; exactly TILE where WHOLE) of one parameter."""
+    """Update elements start to end (at most TILE; exactly TILE where WHOLE) of one parameter.
+
+    Where RAGGED, rows do not end with a block, and `start` and `end` count blocks.
+    """
     ADAPTIVE: tl.constexpr = ALGORITHM == ADAMW or ALGORITHM == ADAM
     MOMENTS: tl.constexpr = 0 if ALGORITHM == SGD else 2 if ADAPTIVE else 1
     CODED: tl.constexpr = STATE == STATE_8BIT and MOMENTS > 0
@@ -193,29 +197,37 @@ def step_tile(
     else:
         lane = tl.arange(0, TILE)
     live = None if WHOLE else lane < end - start
+    if RAGGED:
+        width = tl.load(row + 8)
+        a_row = (width + BLOCK - 1) // BLOCK
+        column = (start + block) % a_row * BLOCK
+        begin = (start + block) // a_row * width + column
+        lane = begin[:, None] + tl.arange(0, BLOCK)[None, :]
+        live = (tl.arange(0, BLOCK)[None, :] < (width - column)[:, None]) & (start + block < end)[:, None]
+    base = start * 0 if RAGGED else start
     weight, extra = tl.load(row), tl.load(row + 1)
     first, second = tl.load(row + 2), tl.load(row + 3)
     factor, c0, c1, c2 = tl.load(scalar), tl.load(scalar + 1), tl.load(scalar + 2), tl.load(scalar + 3)
     c3, c4, c5, c6 = tl.load(scalar + 4), tl.load(scalar + 5), tl.load(scalar + 6), tl.load(scalar + 7)
-    g = read_grad(grad, start, lane, live, GRAD, ALIGNED) * factor
-    w = read_weight(weight, extra, start, lane, live, KIND, ALIGNED)
+    g = read_grad(grad, base, lane, live, GRAD, ALIGNED) * factor
+    w = read_weight(weight, extra, base, lane, live, KIND, ALIGNED)
     m = g
     v = g
     random = lane
     if (STATE != STATE_FP32 and MOMENTS > 0) or KIND == BF16_STOCHASTIC:
-        random = dither(plus(times((start + lane).to(tl.uint32), word(WEYL)), key))
+        random = dither(plus(times((base + lane).to(tl.uint32), word(WEYL)), key))
     m_top = lane
     v_top = lane
     if CODED:
-        m_code = read(first, start, lane, live, tl.uint8, ALIGNED).to(tl.int32)
-        at = (start // BLOCK) + block
-        has = None if WHOLE else block * BLOCK < end - start
+        m_code = read(first, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
+        at = start + block if RAGGED else (start // BLOCK) + block
+        has = start + block < end if RAGGED else None if WHOLE else block * BLOCK < end - start
         m_old = read(tl.load(row + 4), 0, at, has, tl.uint8, False).to(tl.int32)
         m = read_signed(m_code, m_old[:, None])
         v_code = m_code
         v_old = m_old
         if MOMENTS == 2:
-            v_code = read(second, start, lane, live, tl.uint8, ALIGNED).to(tl.int32)
+            v_code = read(second, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
             v_old = read(tl.load(row + 5), 0, at, has, tl.uint8, False).to(tl.int32)
             v = read_unsigned(v_code, v_old[:, None])
         m_new, v_new = tops_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM)
@@ -225,25 +237,28 @@ def step_tile(
             write(tl.load(row + 5), 0, at, has, v_new.to(tl.uint8), tl.uint8, False)
             v_top = v_new[:, None]
     elif MOMENTS > 0:
-        m = read_state(first, start, lane, live, STATE, ALIGNED)
+        m = read_state(first, base, lane, live, STATE, ALIGNED)
         if MOMENTS == 2:
-            v = read_state(second, start, lane, live, STATE, ALIGNED)
+            v = read_state(second, base, lane, live, STATE, ALIGNED)
     w, m, v = moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, ALGORITHM)
     if MOMENTS > 0:
-        write_state(first, start, lane, live, m, m_top, random, 0, STATE, ALIGNED)
+        write_state(first, base, lane, live, m, m_top, random, 0, STATE, ALIGNED)
     if MOMENTS == 2:
-        write_state(second, start, lane, live, v, v_top, random, 1, STATE, ALIGNED)
+        write_state(second, base, lane, live, v, v_top, random, 1, STATE, ALIGNED)
     if KIND == BF16_STOCHASTIC:
         random = dither(plus(times(random, word(WEYL)), key))
-    write_weight(w, weight, extra, start, lane, live, random, over, KIND, ALIGNED)
+    write_weight(w, weight, extra, base, lane, live, random, over, KIND, ALIGNED)
 
 
 @triton.jit
 def update(
     table, grads, items, rows, keys, skip, over, ALGORITHM: tl.constexpr, KIND: tl.constexpr,
-    GRAD: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    GRAD: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One work item (parameter, start, end) a program; where `skip` is set nothing is read or written."""
+    """One work item (parameter, start, end) a program; where `skip` is set nothing is read or written.
+
+    Items count elements; where RAGGED, the blocks of 8-bit states.
+    """
     item = items + tl.program_id(0) * 3
     p, start, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     if skip is not None:
@@ -251,13 +266,24 @@ def update(
     row, scalar = table + p * COLUMNS, rows + p * ROW
     grad = tl.load(grads + p)
     key = tl.load(keys + p).to(tl.uint32, bitcast=True)
-    whole = start + (end - start) // TILE * TILE
-    for at in range(start, whole, TILE):
-        step_tile(row, grad, at, end, scalar, key, over, ALGORITHM, KIND, GRAD, STATE, ALIGNED, True, TILE)
-    if whole < end:
-        step_tile(
-            row, grad, whole, end, scalar, key, over, ALGORITHM, KIND, GRAD, STATE, ALIGNED, False, TILE
-        )
+    if RAGGED:
+        for at in range(start, end, TILE // BLOCK):
+            step_tile(
+                row, grad, at, end, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, False, True, TILE,
+            )  # fmt: skip
+    else:
+        whole = start + (end - start) // TILE * TILE
+        for at in range(start, whole, TILE):
+            step_tile(
+                row, grad, at, end, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, True, False, TILE,
+            )  # fmt: skip
+        if whole < end:
+            step_tile(
+                row, grad, whole, end, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, False, False, TILE,
+            )  # fmt: skip
 
 
 # ---- the measurement ------------------------------------------------------------------------------------
