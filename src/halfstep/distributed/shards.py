@@ -46,8 +46,8 @@ def shard(
             `nn.ModuleList` and `nn.Sequential` at the top.
         mesh: a device mesh of one dimension (shards) or two (replicas of shards); None is all ranks.
         ordered: add gradients in the order of ranks. A backend adds those of four or more ranks in an order of
-            its own (of two it does not matter); with this the weights are those of one process that adds up
-            the same micro-batches one after the other, bit for bit.
+            its own (of two it does not matter); with this the weights are those of one process that adds
+            up the same micro-batches one after the other, bit for bit.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
 
     Raises:
@@ -66,8 +66,8 @@ def shard(
             raise ConfigError(f"block {type(block).__name__} is not a module of {type(model).__name__}")
     if ordered and mesh is not None and mesh.ndim > 1:
         raise UnsupportedError(
-            f"ordered=True over a mesh of {mesh.ndim} dimensions: replicas of shards add their sums once more, "
-            "which no single process does; leave it out, or give a mesh of one dimension"
+            f"ordered=True over a mesh of {mesh.ndim} dimensions: replicas of shards add their sums once "
+            "more, which no single process does; leave it out, or give a mesh of one dimension"
         )
     given = options if mesh is None else {**options, "mesh": mesh}
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]

@@ -50,8 +50,9 @@ class AdamW(_Optimizer):
 
     `master`: "exact" (the default) keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a
     separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
-    None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments. `seed` keys the
-    random rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
+    None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments (where rows are
+    shorter than 16, as in vectors, "8bit" keeps bf16: exponents would take as much). `seed` keys the random
+    rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
     `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
     `amsgrad=True` runs in plain torch, several times slower, with fp32 states. Of torch's arguments about how
     a step runs, `foreach`, `fused` and `capturable` are taken and change nothing: one fused pass does it.

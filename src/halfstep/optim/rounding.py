@@ -2,10 +2,11 @@
 
 Random bits are a hash of (key, index), the key one of (seed, step, parameter): replicas and resumed runs
 agree and torch's generators are not touched. In 8-bit states up to 512 elements of a row share one exponent,
-so that a tensor may be cut between any two rows. First moments are signed E4M3 with even spacing near zero. Second moments are unsigned E5M3 whose smallest code is 2^-31 of
-the block's top and not zero (a second moment that became zero would turn its parameter's next step into
-m / eps). Rounding is random and unbiased, because a second moment that moves by 0.1 % a step would never
-move under rounding to nearest. Plain torch, for every device; the kernels equal it bit for bit.
+so that a tensor may be cut between any two rows. First moments are signed E4M3 with even spacing near zero.
+Second moments are unsigned E5M3 whose smallest code is 2^-31 of the block's top and not zero (a second moment
+that became zero would turn its parameter's next step into m / eps). Rounding is random and unbiased, because
+a second moment that moves by 0.1 % a step would never move under rounding to nearest. Plain torch, for every
+device; the kernels equal it bit for bit.
 """
 
 import torch

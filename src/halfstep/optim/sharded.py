@@ -239,7 +239,7 @@ def _placed_rows(local: Tensor, p: Tensor) -> Tensor:
 
 
 def _as_shard(key: str, value: Any, local: Tensor, p: Tensor) -> Any:
-    """A state of a local tensor as the user sees it: a DTensor where it has the shape or rows of the shard."""
+    """A state of a local tensor as the user sees it: a DTensor where it is cut as the parameter is."""
     if local is p or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if key.endswith(EXPONENTS):
