@@ -188,7 +188,7 @@ def steps_of(params: list[nn.Parameter], optimizer: Any, count: int, seed: int) 
 
 def wide(count: int = 2) -> list[nn.Parameter]:
     g = torch.Generator().manual_seed(7)
-    return [nn.Parameter(torch.randn(6, 5, generator=g)) for _ in range(count)]
+    return [nn.Parameter(torch.randn(6, 20, generator=g)) for _ in range(count)]
 
 
 def test_momentum_of_torch_s_sgd_goes_on():

@@ -45,8 +45,8 @@ def shard(
         blocks: modules gathered one at a time, in the order of forward; None takes the children of every
             `nn.ModuleList` and `nn.Sequential` at the top.
         mesh: a device mesh of one dimension (shards) or two (replicas of shards); None is all ranks.
-        ordered: add gradients in the order of ranks. A backend adds those of four or more ranks in an order of
-            its own (of two it does not matter); with this the weights are those of one process that adds
+        ordered: add gradients in the order of ranks. A backend adds those of four ranks or more in an order
+            of its own (of two it does not matter); with this weights are those of one process that adds
             up the same micro-batches one after the other, bit for bit.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
 

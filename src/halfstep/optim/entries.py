@@ -103,8 +103,8 @@ def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None
     if not fits or exponents.shape != shape:
         raise ConfigError(
             f"the 8-bit state {key!r} of {name} needs uint8 numbers of shape {list(shape)} in "
-            f"{key + '_exponents'!r} beside it: put both back, or clear the entry of optimizer.state to start "
-            "anew"
+            f"{key + '_exponents'!r} beside it: put both back, or clear the entry of optimizer.state to "
+            "start anew"
         )
 
 

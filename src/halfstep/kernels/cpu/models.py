@@ -113,7 +113,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> A
     """The update of work items first..last: items (parameter, start, count), one address row a parameter.
 
     Columns of the address table: weight, master or lacking bits, gradient, first and second state, the block
-    exponents of these two, and the length of a row, whose end no block crosses. With `look` it fills `squares`
+    exponents of these two, and the length of a row, which no block crosses. With `look` it fills `squares`
     and `peaks` as `measurer` does, by turns with the update, which has asked for those gradients already.
     """
     looks, sources = int(look), SOURCES
