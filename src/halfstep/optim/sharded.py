@@ -256,7 +256,7 @@ def _check_blocks(group: Mapping[str, Any]) -> None:
         kind = storage.state_kind_of(p, "8bit")
         if local is p or kind == storage.state_kind_of(local, "8bit") != L.STATE_8BIT:
             continue
-        placements = cast(Any, p).placements
+        placements = p.placements
         by_rows = all(one.is_replicate() or one.is_shard(0) for one in placements)
         if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
             raise UnsupportedError(
