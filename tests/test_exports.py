@@ -21,6 +21,7 @@ PUBLIC = [
         "Outcome",
         "Plan",
         "PlanError",
+        "RankError",
         "PlanRule",
     ),
     *("Policy", "Replayable", "Rule", "ScalerStateError", "Session", "StaticLossScale", "Trace"),

@@ -19,6 +19,7 @@ from halfstep.errors import (
     MasterRangeError,
     NonFiniteError,
     PlanError,
+    RankError,
     ScalerStateError,
     UnsupportedError,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "PlanError",
     "PlanRule",
     "Policy",
+    "RankError",
     "Replayable",
     "Rule",
     "ScalerStateError",

@@ -314,7 +314,11 @@ class CheckpointFolder:
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` was written or loaded here."""
-        return f"step-{step:08d}.pt" in self._known
+        return self.path_of(step).name in self._known
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies."""
+        return self.folder / f"step-{step:08d}.pt"
 
     def claim(self) -> None:
         """Raise CheckpointError where the folder holds checkpoints of another run."""
@@ -331,7 +335,7 @@ class CheckpointFolder:
         The one just written always stays. What another living process is writing is left alone.
         """
         self.claim()
-        path = save(self.folder / f"step-{step:08d}.pt", state)
+        path = save(self.path_of(step), state)
         self._known.add(path.name)
         for old in [other for other in self.paths() if _step_of(other) <= step][: -self.keep]:
             old.unlink(missing_ok=True)

@@ -44,6 +44,10 @@ class CheckpointError(HalfstepError, RuntimeError):
     """A checkpoint that is missing, corrupt, or of another model."""
 
 
+class RankError(HalfstepError, RuntimeError):
+    """Another rank failed, was killed or hangs; the message names it."""
+
+
 class DataError(HalfstepError, ValueError):
     """Training data that cannot be used: missing, malformed or not finite."""
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import CheckpointError
+from halfstep.session.writing import checksum_of
 
 
 def net(seed=0):
@@ -167,7 +168,9 @@ def test_a_lying_manifest_is_refused(tmp_path, edit, message):
     run[3].save(tmp_path / "a")
     path = tmp_path / "a" / "manifest.json"
     manifest = json.loads(path.read_text())
+    del manifest["sha256"]
     edit(manifest)
+    manifest["sha256"] = checksum_of(manifest)
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=message):
         run[3].load(tmp_path / "a")
@@ -199,4 +202,90 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert run[3].load(tmp_path / "a").extra == 1
+
+
+class Named(nn.Module):
+    """Module names that are also the words of the files."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer, self.rank, self.rest = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.rest(self.rank(self.optimizer(x)))
+
+
+def test_modules_may_be_named_like_the_parts_of_a_checkpoint(tmp_path):
+    def run():
+        model = Named()
+        optimizer = hs.optim.AdamW(model.parameters(), lr=0.1)
+        return model, hs.prepare(model, optimizer, level="O2", dtype="bf16")
+
+    (model, amp), (other, again) = run(), run()
+    amp.backward(model(torch.ones(2, 3)).float().sum())
+    amp.step()
+    amp.save(tmp_path / "a")
+    again.load(tmp_path / "a")
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert torch.equal(one, two)
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
+    run = build()
+    run[3].save(tmp_path / "a", extra={"lr": 0.5})
+    path = tmp_path / "a" / "manifest.json"
+    data = path.read_bytes()
+    other = build(seed=3)
+    before = values(other)
+    for number in range(60):
+        changed = bytearray(data)
+        changed[(number * 7919) % len(data)] ^= 1 << number % 7
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            other[3].load(tmp_path / "a")
+    assert_same(before, values(other))
+    path.write_bytes(data)
+    assert other[3].load(tmp_path / "a").extra == {"lr": 0.5}
+
+
+def test_a_save_in_the_background_is_of_the_moment_of_the_call(tmp_path):
+    run, held = build(), []
+    train(run, range(2))
+    run[3].save(tmp_path / "step-1", schedulers=[run[2]], background=True)
+    before = values(run)
+    train(run, range(2, 4))
+    run[3].save(tmp_path / "step-2", schedulers=[run[2]], background=True, keep_last=1)
+    held.append(values(run))
+    train(run, range(4, 6))
+    run[3].wait_until_saved()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
+    again = build(seed=5)
+    again[3].load(tmp_path / "step-2", schedulers=[again[2]])
+    assert_same(held[0], values(again))
+    assert before[0].keys() == held[0][0].keys()
+    train(again, range(4, 6))
+    assert_same(values(run), values(again))
+
+
+def test_what_fails_in_the_background_is_told_at_the_next_call(tmp_path, capfd):
+    run = build()
+    run[3].save(tmp_path / "a", extra=1)
+    with pytest.raises(CheckpointError, match="keep_last=2 for a: expected 1 or more, and a name"):
+        run[3].save(tmp_path / "a", keep_last=2, background=True)
+    for ask in (
+        lambda: run[3].save(tmp_path / "b"),
+        lambda: run[3].load(tmp_path / "a"),
+        run[3].wait_until_saved,
+    ):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            run[3].save(tmp_path / "a", extra=2, background=True)
+            with pytest.raises(CheckpointError, match="no room for it"):
+                ask()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        run[3].wait_until_saved()
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert run[3].load(tmp_path / "a").extra == 1

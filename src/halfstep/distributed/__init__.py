@@ -16,6 +16,7 @@ from halfstep.distributed.reduce import (
     world_size,
 )
 from halfstep.distributed.shards import ddp_around, first_element, is_sharded, shard
+from halfstep.distributed.watchdog import watchdog
 
 __all__ = [
     "Traffic",
@@ -37,5 +38,6 @@ __all__ = [
     "shard_groups",
     "started_by_torchrun",
     "sums_over",
+    "watchdog",
     "world_size",
 ]

@@ -2,25 +2,22 @@
 
 One safetensors file a rank holds its share of the fp32 master of every weight (under the weight's own name,
 so that the folder is the export too), the optimizers' states as they are and the rank's random generators;
-`manifest.json` holds all else and the SHA-256 of every file. Nothing is pickled. The folder is written beside
-its place, forced to the disk and renamed.
+`manifest.json` holds all else and the SHA-256 of every file. Nothing is pickled. How the folder is written is
+in `writing.py`; here is what goes into it and how it comes back.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep import checkpoint, rng, shardfiles
@@ -29,13 +26,16 @@ from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import canonical_all, named_parameters
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import parameters_of
+from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT = 2
+#: What is not a weight in the files begins with a dot, which no parameter's name does.
+_OWN = (".optimizer.", ".rank.", ".rest.")
+_OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 _DERIVED = {"master", "lacking", "weight"}
 
 
@@ -171,11 +171,14 @@ def save(
     position: Any = None,
     extra: Any = None,
     keep_last: int | None = None,
+    background: bool = False,
 ) -> Path:
     """`Session.save`."""
     if session.state.awaits_step:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
+    wait_until_saved(session)
     path = Path(path)
+    check_keep(path, keep_last)
     _reshard(session)
     pieces: dict[str, Piece] = {}
     for number, (name, t) in enumerate(_tensors(session)):
@@ -184,11 +187,22 @@ def save(
             pieces[name] = piece
     manifest = _manifest(session, pieces, schedulers, extra)
     own = {"random": rng.random_state(), "position": position}
-    about = {"own": _encode(own, f"rank.{rank()}", pieces), "ranks": world_size()}
-    _write(path, pieces, about, manifest)
-    if keep_last is not None and rank() == 0:
-        _prune(path, keep_last)
+    about = {"own": _encode(own, f".rank.{rank()}", pieces), "ranks": world_size()}
+    if background:
+        writer = _WRITERS.setdefault(session, GroupWriter())
+        writer.start(path, pieces, about, manifest, keep_last)
+    else:
+        write(path, pieces, about, manifest, keep_last)
     return path
+
+
+_WRITERS: WeakKeyDictionary[Session, GroupWriter] = WeakKeyDictionary()
+
+
+def wait_until_saved(session: Session) -> None:
+    """`Session.wait_until_saved`."""
+    if session in _WRITERS:
+        _WRITERS[session].wait()
 
 
 def _manifest(
@@ -202,7 +216,7 @@ def _manifest(
         number = 0
         for key, entry in state["state"].items():
             for what, value in entry.items():
-                at = f"optimizer.{index}.{own[key]}.{what}"
+                at = f".optimizer.{index}.{own[key]}.{what}"
                 if what in _DERIVED:
                     continue
                 if not isinstance(value, Tensor):
@@ -221,7 +235,7 @@ def _manifest(
                 "algorithm": checkpoint.algorithm_of(optimizer),
                 "names": own,
                 "state": values,
-                "groups": [_encode(g, f"optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)],
+                "groups": [_encode(g, f".optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)],
             }
         )
     rest = {
@@ -229,7 +243,7 @@ def _manifest(
         "extra": extra,
         "session": session.state_dict(),
     }
-    encoded = _encode(rest, "rest", plain)
+    encoded = _encode(rest, ".rest", plain)
     if rank() == 0:
         pieces |= plain
     return {
@@ -243,84 +257,12 @@ def _manifest(
     }
 
 
-def _write(
-    path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any], manifest: dict[str, Any]
-) -> None:
-    temporary = _everyone_hears(path.with_name(f".{path.name}.{checkpoint.HOST}-{os.getpid()}.tmp"))
-    file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
-    needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
-    try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        digest, count = shardfiles.write(file, pieces, about)
-        told: Any = (file.name, digest, count)
-    except OSError as error:
-        told = f"cannot write {file}: {checkpoint.reason(error, path, needed)}"
-    except CheckpointError as error:
-        told = str(error)
-    everyone = gather(told)
-    wrong = [one for one in everyone if isinstance(one, str)]
-    if not wrong and rank() == 0:
-        manifest["files"] = {name: {"sha256": digest, "bytes": n} for name, digest, n in everyone}
-        try:
-            _finish(temporary, path, manifest)
-        except OSError as error:
-            wrong = [f"cannot write {path}: {checkpoint.reason(error, path, 0)}"]
-    wrong = wrong or [one for one in gather(wrong[0] if wrong else None) if one]
-    if wrong:
-        if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{wrong[0]}; what was saved before stands")
-
-
-def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
-    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
-    checkpoint.sync_folder(temporary)
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)
-    os.rename(temporary, path)
-    checkpoint.sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    for left in path.parent.glob(".*.tmp"):
-        if left.is_dir() and not checkpoint.is_being_written(left):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _everyone_hears(value: Any) -> Any:
-    """Rank 0's value, on all ranks."""
-    if world_size() == 1:
-        return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
-
-
-def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
-    found = re.fullmatch(r"(.*?)(\d+)", path.name)
-    if keep < 1 or found is None:
-        raise CheckpointError(
-            f"keep_last={keep} for {path.name}: expected 1 or more, and a name ending in a number"
-        )
-    pattern = re.compile(re.escape(found[1]) + r"(\d+)")
-    older: list[tuple[int, Path]] = []
-    for other in path.parent.iterdir():
-        match = pattern.fullmatch(other.name)
-        if match and int(match[1]) <= int(found[2]) and (other / MANIFEST).is_file():
-            older.append((int(match[1]), other))
-    for _, other in sorted(older)[:-keep]:
-        shutil.rmtree(other, ignore_errors=True)
-
-
 # ---- load -----------------------------------------------------------------------------------------------
 
 
 def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
     """`Session.load`."""
+    wait_until_saved(session)
     path = Path(path)
     old = path.with_name(f".{path.name}.old")
     if not path.exists() and (old / MANIFEST).is_file():
@@ -347,8 +289,10 @@ def _checked(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = {}
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            told = f"{path} has layout {manifest['format']!r}; this version reads {FORMAT}"
+        if manifest["format"] not in (1, FORMAT):
+            told = f"{path} has layout {manifest['format']!r}; this version reads 1 and {FORMAT}"
+        elif manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
+            told = f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
         for number, (name, known) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
@@ -371,7 +315,8 @@ def _check(
 ) -> None:
     """Raise CheckpointError before anything is changed."""
     wanted = {name: tuple(t.shape) for name, t in _tensors(session)}
-    saved = {n for n in found.wholes if not n.startswith(("optimizer.", "rank.", "rest."))}
+    own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
+    saved = {n for n in found.wholes if not n.startswith(own)}
     missing, extra = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
     if missing or extra:
         raise CheckpointError(

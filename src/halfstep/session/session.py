@@ -569,6 +569,7 @@ class Session:
         position: Any = None,
         extra: Any = None,
         keep_last: int | None = None,
+        background: bool = False,
     ) -> Path:
         """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
 
@@ -582,13 +583,23 @@ class Session:
             position: where this rank stands in its data: tensors, numbers, strings, nests of these.
             extra: the same on all ranks.
             keep_last: delete older checkpoints beside it beyond this many, by the number its name ends in.
+            background: copy everything now and write in a thread while training goes on.
 
         Raises:
-            CheckpointError: a full disk, told on every rank, or a value that cannot be saved.
+            CheckpointError: a full disk, told on every rank, or a value that cannot be saved. In the
+                background: at the next `save` or `load`, or by `wait_until_saved`.
         """
         return saving.save(
-            self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last
-        )
+            self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last,
+            background=background,
+        )  # fmt: skip
+
+    def wait_until_saved(self) -> None:
+        """Return when no save in the background is under way; CheckpointError where the last one failed.
+
+        Every rank calls it, before `destroy_process_group` above all.
+        """
+        saving.wait_until_saved(self)
 
     def load(self, path: str | Path, *, schedulers: Sequence[Any] = ()) -> saving.Loaded:
         """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from halfstep import checkpoint as _checkpoint
 from halfstep import rng
-from halfstep.distributed import world_size
+from halfstep.background import Background
+from halfstep.distributed import watchdog, world_size
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
@@ -65,12 +66,14 @@ class Trainer:
 
     `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`. `accumulate` batches make
     one step. `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder)
-    and `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest. A
-    progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
+    and `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest;
+    with `background_saves` from a copy, in a thread; what fails there is raised by the next save or at the
+    end. A progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
 
     Over ranks: `wrap` (DistributedDataParallel, say) is called with the prepared model, and each rank brings
     a loader of its own share. Rank 0 writes and cleans the folder. SIGTERM during `fit` with a folder ends
-    the step under way, saves and exits with status 0. `on_nonfinite` is `hs.prepare`'s.
+    the step under way, saves and exits with status 0. A rank that fails, is killed, or does not answer for
+    `rank_timeout` seconds is named by the others in a RankError. `on_nonfinite` is `hs.prepare`'s.
 
     With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
     told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
@@ -100,10 +103,12 @@ class Trainer:
         checkpoints: str | Path | None = None,
         checkpoint_every: int = 0,
         keep: int = 3,
+        background_saves: bool = False,
         read_every: int = 50,
         progress: bool | None = None,
         trace: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        rank_timeout: float | None = None,
         on_nonfinite: str | None = None,
     ) -> None:
         counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
@@ -131,12 +136,14 @@ class Trainer:
         self.callbacks = (*callbacks, *_progress_bar(progress))
         self.folder = None if checkpoints is None else _checkpoint.CheckpointFolder(checkpoints, keep)
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
+        self._background = Background() if background_saves else None
         self.step, self.epoch, self.history = 0, 0, History()
         self._step = _Step(self)
         others = () if scheduler is None else (scheduler,)
         self._replayable = Replayable(self.amp, others=others) if trace else None
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
+        self.rank_timeout = rank_timeout
         self._terminated, self._stop, self._between = Terminated(), "", False
 
     def stop(self, reason: str = "stopped by a callback") -> None:
@@ -177,7 +184,8 @@ class Trainer:
             self._resume()
         elif self.folder is not None:
             saving.on_rank_0(self.folder.claim)
-        with self._terminated.watched(self.folder is not None):
+        guard = watchdog(lambda: self.step + 1, self.rank_timeout)
+        with self._terminated.watched(self.folder is not None), guard:
             self._fit(last, epochs or 0)
         if self._terminated.arrived:
             sys.exit(0)
@@ -203,6 +211,7 @@ class Trainer:
             if self.epoch < epochs and not self.history.stopped:
                 cast(Position, self._position).end()  # fewer batches are left than make a step
             self._read()
+            self._settle_saves()
         except HalfstepError:
             with suppress(HalfstepError):
                 self._read()
@@ -210,6 +219,10 @@ class Trainer:
         finally:
             self.history.seconds = time.perf_counter() - started
             self._tell("on_fit_end")
+
+    def _settle_saves(self) -> None:
+        if self._background is not None:
+            saving.settle(self._background)
 
     def _stopped(self) -> bool:
         """Whether some rank was told to stop; saves first where SIGTERM told it."""
@@ -220,8 +233,10 @@ class Trainer:
             return False
         terminated = told == 2
         self._terminated.arrived = terminated
-        if terminated and self.folder is not None and not self.folder.has(self.step):
-            self.save()
+        if terminated and self.folder is not None:
+            self._settle_saves()
+            if not saving.agreed(self.folder.has(self.step)):
+                self.save()
         self.history.stopped = "SIGTERM" if terminated else self._stop or "another rank stopped"
         return True
 
@@ -254,7 +269,7 @@ class Trainer:
         """Write a checkpoint of this moment into the folder; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
-        return saving.save(self.folder, self.step, self.state_dict())
+        return saving.save(self.folder, self.step, self.state_dict(), self._background)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""

@@ -5,6 +5,7 @@ A rank's own part is its random generators and its place in its loader; all else
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from halfstep.background import Background
 from halfstep.checkpoint import CheckpointFolder
 from halfstep.distributed import gather, global_max, is_sharded, rank, started_by_torchrun, world_size
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
@@ -72,10 +75,27 @@ def on_rank_0(work: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def save(folder: CheckpointFolder, step: int, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of `step`; every rank must call this."""
+def save(
+    folder: CheckpointFolder, step: int, state: Mapping[str, Any], background: Background | None = None
+) -> Path:
+    """Write the checkpoint of `step`, in the background from a copy where asked; every rank calls."""
     whole = everyones(state)
-    return on_rank_0(lambda: folder.save(step, whole))
+    if background is None:
+        return on_rank_0(lambda: folder.save(step, whole))
+    settle(background)
+    if rank() == 0:
+        copied = pytree.tree_map(_copied, whole)
+        background.start(lambda: folder.save(step, copied))
+    return folder.path_of(step)
+
+
+def settle(background: Background) -> None:
+    """Wait for what is written in the background; its error is raised on all ranks, which all must call."""
+    on_rank_0(background.wait)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def load_latest(folder: CheckpointFolder) -> dict[str, Any] | None:

@@ -1,0 +1,167 @@
+"""How a checkpoint's folder comes to the disk: beside its place, forced to the disk, renamed by rank 0.
+
+At the call of `save` or in a thread while training goes on. The thread talks to those of the other ranks over
+a gloo group of its own: on the group of training its messages and the gradients' would meet each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from halfstep import checkpoint, shardfiles
+from halfstep.background import Background
+from halfstep.distributed import gather, rank, world_size
+from halfstep.distributed.reduce import Group
+from halfstep.errors import CheckpointError
+from halfstep.shardfiles import Piece
+
+MANIFEST = "manifest.json"
+
+
+class GroupWriter:
+    """Writes the checkpoints of one session in a thread, from copies taken at the call."""
+
+    def __init__(self) -> None:
+        self._background = Background()
+        self._group: Group | None = None
+        self._world: Group | None = None
+
+    def start(
+        self,
+        path: Path,
+        pieces: Mapping[str, Piece],
+        about: Mapping[str, Any],
+        manifest: dict[str, Any],
+        keep_last: int | None,
+    ) -> None:
+        """Copy every value and begin to write; raises what the writing before this one raised."""
+        self.wait()
+        if world_size() > 1 and self._world is not dist.group.WORLD:
+            self._group, self._world = dist.new_group(backend="gloo"), dist.group.WORLD
+        copies = {name: replace(p, value=p.value.detach().to("cpu", copy=True)) for name, p in pieces.items()}
+        group = self._group if world_size() > 1 else None
+
+        def work() -> None:
+            try:
+                write(path, copies, about, manifest, keep_last, group)
+            except CheckpointError:
+                raise
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{path} was not finished: another rank is gone; what was saved before stands"
+                ) from error
+
+        self._background.start(work)
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raises what the last writing raised, once, on every rank."""
+        self._background.wait()
+
+
+def write(
+    path: Path,
+    pieces: Mapping[str, Piece],
+    about: Mapping[str, Any],
+    manifest: dict[str, Any],
+    keep_last: int | None = None,
+    group: Group | None = None,
+) -> None:
+    """Write this rank's pieces and, on rank 0, the manifest, the name and the cleaning; all ranks call.
+
+    Raises CheckpointError on every rank where one of them could not.
+    """
+    _write(path, pieces, about, manifest, group)
+    if keep_last is not None and rank() == 0:
+        _prune(path, keep_last)
+
+
+def _write(
+    path: Path,
+    pieces: Mapping[str, Piece],
+    about: Mapping[str, Any],
+    manifest: dict[str, Any],
+    group: Group | None,
+) -> None:
+    own = path.with_name(f".{path.name}.{checkpoint.HOST}-{os.getpid()}.tmp")
+    temporary: Path = gather(own, group)[0]
+    file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
+    needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        digest, count = shardfiles.write(file, pieces, about)
+        told: Any = (file.name, digest, count)
+    except OSError as error:
+        told = f"cannot write {file}: {checkpoint.reason(error, path, needed)}"
+    except CheckpointError as error:
+        told = str(error)
+    everyone = gather(told, group)
+    wrong = [one for one in everyone if isinstance(one, str)]
+    if not wrong and rank() == 0:
+        manifest["files"] = {name: {"sha256": digest, "bytes": n} for name, digest, n in everyone}
+        try:
+            _finish(temporary, path, manifest)
+        except OSError as error:
+            wrong = [f"cannot write {path}: {checkpoint.reason(error, path, 0)}"]
+    wrong = wrong or [one for one in gather(wrong[0] if wrong else None, group) if one]
+    if wrong:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{wrong[0]}; what was saved before stands")
+
+
+def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
+    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**manifest, "sha256": checksum_of(manifest)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    checkpoint.sync_folder(temporary)
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(temporary, path)
+    checkpoint.sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    for left in path.parent.glob(".*.tmp"):
+        if left.is_dir() and not checkpoint.is_being_written(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def checksum_of(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of what a manifest says, itself apart; the same before and after it was a file."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def check_keep(path: Path, keep: int | None) -> None:
+    """CheckpointError for a number to keep that cannot be, or a name that has no number."""
+    if keep is not None and (keep < 1 or not _NUMBERED.fullmatch(path.name)):
+        raise CheckpointError(
+            f"keep_last={keep} for {path.name}: expected 1 or more, and a name ending in a number"
+        )
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def _prune(path: Path, keep: int) -> None:
+    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
+    found = _NUMBERED.fullmatch(path.name)
+    assert found is not None
+    pattern = re.compile(re.escape(found[1]) + r"(\d+)")
+    older: list[tuple[int, Path]] = []
+    for other in path.parent.iterdir():
+        match = pattern.fullmatch(other.name)
+        if match and int(match[1]) <= int(found[2]) and (other / MANIFEST).is_file():
+            older.append((int(match[1]), other))
+    for _, other in sorted(older)[:-keep]:
+        shutil.rmtree(other, ignore_errors=True)
