@@ -74,7 +74,10 @@ class Taping:
 
 
 class Examiner:
-    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
+    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong.
+
+    Large because a step is one conversation: each hook reads what those before it noted.
+    """
 
     def __init__(self, order: Order) -> None:
         self.order = order

@@ -25,7 +25,10 @@ DIVERGED = 1e4
 
 @dataclass
 class Note:
-    """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite."""
+    """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
+
+    Large because it is a record: a field for each thing that is noted of a step.
+    """
 
     number: int
     loss: float | None = None

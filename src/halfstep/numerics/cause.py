@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.histogram import max_abs
-from halfstep.numerics.tape import Node, is_finite, key_of, tensors_in, written_by
+from halfstep.numerics.nodes import Node, is_finite, tensors_in
+from halfstep.numerics.tape import key_of, written_by
 
 _DEPTH = 48
 

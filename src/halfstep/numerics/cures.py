@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 from halfstep.formats import FORMATS
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
+from halfstep.numerics.nodes import Node
 from halfstep.numerics.sites import Site, look, op_label, run_backward, starts_backward
-from halfstep.numerics.tape import Node
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 Apply = Callable[[], AbstractContextManager[Any]]

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.numerics.actors import Actors
+from halfstep.numerics.nodes import Node
 from halfstep.numerics.sites import is_users
-from halfstep.numerics.tape import Node
 from halfstep.numerics.trace import trace_step
 
 _LOW = (torch.float16, torch.bfloat16)

@@ -20,8 +20,8 @@ from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import largest
 from halfstep.numerics.actors import Actors
+from halfstep.numerics.nodes import is_finite, tensors_in
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.numerics.tape import is_finite, tensors_in
 from halfstep.numerics.trace import BadOp, Trace, trace_step
 
 #: Replays of one run for each new cause that it may find.

@@ -11,7 +11,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.sites import (
     ModuleStack,
     Site,
     look,
-    op_label,
     run_backward,
     starts_backward,
     users_names,
@@ -84,18 +84,6 @@ _MAY_SWALLOW = (
 )
 
 
-def is_finite(t: Tensor) -> bool:
-    """Whether every element is finite (reads the device); integer tensors always are."""
-    if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
-        return True
-    return math.isfinite(max_abs(t).item())
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
-
-
 def _storage(t: Tensor) -> int:
     try:
         return t.untyped_storage()._cdata
@@ -110,65 +98,6 @@ def key_of(t: Tensor) -> tuple[Any, ...]:
     return (_storage(t), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
 
 
-@dataclass(eq=False)
-class Node:
-    """One op that ran. `parents[i]`: which node made the i-th tensor argument, as which of its results
-    (None: it came from outside the step).
-
-    `origins`: indices of the nodes whose non-finite results reached this one; its own index if it is one.
-    `names`: for an origin, its tensors by the names of the user's variables.
-    """
-
-    index: int
-    func: Any
-    phase: str
-    site: Site
-    args: Any = ()
-    kwargs: Any = None
-    outs: list[Tensor] = field(default_factory=list)
-    parents: list[tuple[Node, int] | None] = field(default_factory=list)
-    origins: frozenset[int] = frozenset()
-    intended: bool = False
-    outside: list[Tensor] = field(default_factory=list)
-    dropped: bool = False
-    names: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def aten(self) -> str:
-        """Full name of the kernel: `aten.mm.default`."""
-        return str(self.func)
-
-    @property
-    def base(self) -> str:
-        """The op's name without namespace and overload: `mm`."""
-        return self.func._schema.name.split("::")[-1]
-
-    @property
-    def op(self) -> str:
-        """The op as the user called it (`linear`), or the kernel's name where no call is known.
-
-        A cast is a `cast`, unless it rounds the result of the same call: that is part of the op.
-        """
-        if self.base == "_to_copy":
-            made = self.parents[0][0] if self.parents and self.parents[0] else None
-            if made is None or made.base == "_to_copy" or not 0 < self.site.call == made.site.call:
-                return "cast"
-        return op_label(self.site.function, self.base)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensor arguments, as they were before the op ran."""
-        return tensors_in((self.args, self.kwargs))
-
-
-@dataclass(frozen=True)
-class End:
-    """A value that must be finite and is not: `kind` is loss, gradient, parameter, buffer or state."""
-
-    kind: str
-    name: str
-    origins: frozenset[int]
-
-
 class Tape:
     """Context manager that records one step. Read `nodes`, `ends`, `counts` after it has closed.
 
@@ -177,6 +106,8 @@ class Tape:
         keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
         batch: what the step's batch is called in words.
+
+    Large because it is one pass over one stream of events: what was seen so far decides about the next op.
     """
 
     def __init__(

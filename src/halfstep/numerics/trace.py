@@ -21,9 +21,10 @@ from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause, explain, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.sites import Site
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
-from halfstep.numerics.tape import End, Node, Tape, is_finite, tensors_in
+from halfstep.numerics.tape import Tape
 from halfstep.numerics.trials import (
     Told,
     Trials,
@@ -95,6 +96,8 @@ class BadOp:
     `op`: as the op table names it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a
     value that was not finite before the step). `passed_on`: ops that carried it further, first ones first.
     `hidden`: every gradient is finite, because a later op made finite (and wrong) values of it.
+
+    Large because it is a record: a field for each thing the verdict says.
     """
 
     phase: str

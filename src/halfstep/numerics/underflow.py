@@ -14,7 +14,8 @@ import torch
 
 from halfstep.formats import dtype_name, format_of
 from halfstep.numerics.cause import rerun
-from halfstep.numerics.tape import Node, Tape
+from halfstep.numerics.nodes import Node
+from halfstep.numerics.tape import Tape
 
 if TYPE_CHECKING:
     from halfstep.numerics.actors import Actors

@@ -111,7 +111,10 @@ class _Listening:
 
 
 class Watch:
-    """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`."""
+    """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`.
+
+    Large because its hooks on backward, step and outcome hand each other what one step showed.
+    """
 
     def __init__(
         self,

@@ -44,6 +44,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
     `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
     `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
     CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
+
+    Large because torch's Optimizer is one class: groups, state, step, state dict and copies meet in it.
     """
 
     one_pass = True

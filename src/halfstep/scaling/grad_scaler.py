@@ -53,6 +53,8 @@ class GradScaler(TorchNames):
     `max_skips` skipped iterations in a row raise LossScaleCollapsed in `update`. Where torch.distributed is
     initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
     (`across_ranks=False`: each rank decides alone).
+
+    Large because it answers to every name of torch's.
     """
 
     def __init__(

@@ -44,7 +44,10 @@ class Seen:
 
 
 class Bench:
-    """The models, optimizers and step that choices are tried on; `close()` puts everything back."""
+    """The models, optimizers and step that choices are tried on; `close()` puts everything back.
+
+    Large because a trial needs what is trained, how it is made anew, and how much time is left.
+    """
 
     def __init__(
         self,
