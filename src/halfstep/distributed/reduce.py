@@ -49,16 +49,16 @@ def joined(device: torch.device) -> Generator[None]:
 
 
 def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
-    """Return the OR over ranks of a 0-d flag (bool, or 0 and 1), in its dtype: one MAX all-reduce.
+    """Return the OR over ranks of a flag, or several, (bool, or 0 and 1) in its dtype: one MAX all-reduce.
 
     Every rank of the group must call it, or those that do wait for ever.
     """
     if world_size(group) == 1:
         return found_inf
     # int32 and not bool or uint8: every backend reduces it; MAX and not SUM, so that no flag is ever a count.
-    flag = _to_backend((found_inf != 0).to(torch.int32).reshape(1), group)
+    flag = _to_backend((found_inf != 0).to(torch.int32).reshape(-1), group)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return flag.reshape(()).to(found_inf.device, found_inf.dtype, non_blocking=True)
+    return flag.reshape(found_inf.shape).to(found_inf.device, found_inf.dtype, non_blocking=True)
 
 
 def global_norm(norm: Tensor, group: Group | None = None) -> Tensor:

@@ -20,18 +20,23 @@ def one_line(session: Session) -> str:
     kinds = ", ".join(type(one).__name__ for one in session.optimizers) or "none"
     return (
         f"Session(level={session.level.name}, policy={session.policy}, optimizers=[{kinds}], "
-        f"loss_scale={session.loss_scale}, steps={session.steps}, skips={session.skips.total})"
+        f"loss_scale={_scales(session)}, steps={session.steps}, skips={session.skips.total})"
     )
+
+
+def _scales(session: Session) -> str:
+    """The loss scale, or the list of several losses'."""
+    return str(session.loss_scale if len(session.loss_scales) == 1 else list(session.loss_scales))
 
 
 def in_words(session: Session) -> str:
     """The same for people, with the layout, and what "auto" measured or that the level does not pay."""
     level, policy = session.level, session.policy
     kinds = ", ".join(type(one).__name__ for one in session.optimizers) or "no optimizer"
-    scale = session.loss_scale.read()
+    read = ", ".join(f"{scale.read():g}" for scale in session.loss_scales)
     lines = [
         f"{level.name} ({level.summary}): {policy} on {session.device}, {type(session.loss_scale).__name__}",
-        f"{kinds}: {session.steps} steps, {session.skips.total} skipped, loss scale {scale:g}",
+        f"{kinds}: {session.steps} steps, {session.skips.total} skipped, loss scale {read}",
     ]
     if session.layout:
         lines.append("convolution weights in channels_last")

@@ -13,7 +13,7 @@ load_state_dict, revert   any             Empty
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ class Empty:
 
 
 @dataclass(frozen=True, eq=False)
+class Share:
+    """What one of several losses put into an optimizer's gradients, looked at before it was added to them."""
+
+    scale: LossScale
+    group: frozenset[int]
+    found: bool | Tensor
+    """Whether it held inf or NaN."""
+    max_abs: float | Tensor | None = None
+    """Its largest magnitude without the scale, None where its scale does not ask."""
+    settled: bool = False
+    """Whether `found` is known over all optimizers of the loss, and its scale adjusted."""
+
+
+@dataclass(frozen=True, eq=False)
 class Scaled:
     """Gradients of a backward: they carry `scale`; the optimizers in `group` share a loss."""
 
@@ -43,6 +57,8 @@ class Scaled:
     marks: tuple[Mark, ...] = ()
     found: bool | Tensor | None = None
     """Whether inf or NaN was found by an optimizer of the same loss that stepped before; None if none did."""
+    loss: int = 0
+    """Which of the session's loss scales it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +70,9 @@ class Unscaled:
     finite: bool | Tensor
     edited: bool = False
     found: bool | Tensor | None = None
+    loss: int = 0
+    shares: Mapping[int, Share] = field(default_factory=dict[int, Share])
+    """Each loss's part by its number, where the session has several loss scales."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +93,10 @@ def scale_of(carried: Carried) -> LossScale | None:
     return NoLossScale() if isinstance(carried, Unscaled) else carried.scale
 
 
-def opened(before: Carried, scale: LossScale, group: frozenset[int]) -> Scaled:
+def opened(before: Carried, scale: LossScale, group: frozenset[int], loss: int = 0) -> Scaled:
     """What backward at `scale` makes of it; who shared a loss before the step still does."""
     shared = before.group if isinstance(before, Scaled | Unscaled) else frozenset[int]()
-    return Scaled(scale, group | shared)
+    return Scaled(scale, group | shared, loss=loss)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +110,18 @@ class StepState:
     steps: int = 0
     told: frozenset[str] = frozenset()
     """What was said once."""
+    more_scales: tuple[LossScale, ...] = ()
+    """The scales of the second and further losses."""
+
+    @property
+    def loss_scales(self) -> tuple[LossScale, ...]:
+        """The scale of every loss, by its number."""
+        return self.loss_scale, *self.more_scales
+
+    def rescaled(self, loss: int, scale: LossScale) -> StepState:
+        """The state in which loss number `loss` has `scale`."""
+        scales = (*self.loss_scales[:loss], scale, *self.loss_scales[loss + 1 :])
+        return replace(self, loss_scale=scales[0], more_scales=scales[1:])
 
     @property
     def awaits_step(self) -> bool:
@@ -108,8 +139,10 @@ class StepState:
 
     def saved(self) -> dict[str, Any]:
         """As plain values; gradients are not part of it."""
+        more = [scale.state_dict() for scale in self.more_scales]
         return {
             "loss_scale": self.loss_scale.state_dict(),
+            **({"more_loss_scales": more} if more else {}),
             "steps": self.steps,
             "skips_in_row": self.skips.in_row,
             "skips": self.skips.total,
@@ -119,11 +152,17 @@ class StepState:
         """The state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
         try:
             scale = LossScale.from_state(state["loss_scale"])
+            more = tuple(LossScale.from_state(one) for one in state.get("more_loss_scales", ()))
             steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+        if len(more) != len(self.more_scales):
+            raise CheckpointError(
+                f"this state was saved with {1 + len(more)} loss scales, the session has "
+                f"{len(self.loss_scales)}: prepare with as many to resume"
+            )
         skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
-        return replace(self.emptied(), loss_scale=scale, skips=skips, steps=steps)
+        return replace(self.emptied(), loss_scale=scale, more_scales=more, skips=skips, steps=steps)
 
 
 def marks(optimizer: torch.optim.Optimizer) -> list[Mark]:

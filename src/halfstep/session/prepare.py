@@ -205,6 +205,19 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
     return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
 
 
+def loss_scales_of(
+    given: LossScale | float | str | Sequence[LossScale | float | str | None] | None,
+    level: Level,
+    compute: torch.dtype,
+) -> list[LossScale]:
+    """Return a loss scale for each loss: one, or those of a list."""
+    if not isinstance(given, list | tuple):
+        return [loss_scale_of(given, level, compute)]  # pyright: ignore[reportArgumentType]
+    if not given:
+        raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
+    return [loss_scale_of(one, level, compute) for one in given]
+
+
 def same_on_all_ranks(table: KernelTable, device: torch.device, compute: torch.dtype) -> KernelTable:
     """Rank 0's kernels, on every rank: measured in whole before training, so that nothing is open later."""
     if world_size() == 1 or device.type != "cpu" or compute not in LOW_DTYPES:
@@ -295,7 +308,7 @@ def prepare(
     policy: str | Policy | None = None,
     plan: Plan | str | Path | None = None,
     layout: str = "keep",
-    loss_scale: LossScale | float | str | None = None,
+    loss_scale: LossScale | float | str | Sequence[LossScale | float | str | None] | None = None,
     skip_nonfinite: bool | None = None,
     on_nonfinite: str | None = None,
     max_skips: int = 50,
@@ -320,7 +333,8 @@ def prepare(
             (as `tune` writes it) gives level, dtype and layout too.
         layout: of convolution weights in memory: "keep", "channels_last", or "auto", the faster of the two.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
-            O2 and none otherwise.
+            O2 and none otherwise. A list gives each loss a scale of its own: `backward(loss, loss_id=1)` uses
+            the second.
         skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
         on_nonfinite: "raise" (NonFiniteError, with the weights of before; where a loss scale adjusts itself,
             for losses that are not finite), "skip", "continue", or None: skip as `skip_nonfinite` says, and
@@ -358,8 +372,9 @@ def prepare(
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
     warn_of_low_weights(row, optimizers)
-    scale = loss_scale_of(loss_scale, row, compute)
-    skips = skips_of(on_nonfinite, skip_nonfinite, not isinstance(scale, NoLossScale))
+    scale, *more = loss_scales_of(loss_scale, row, compute)
+    scaled = any(not isinstance(one, NoLossScale) for one in (scale, *more))
+    skips = skips_of(on_nonfinite, skip_nonfinite, scaled)
     table = same_on_all_ranks(table_of(kernels), device, compute)
     counts = SkipCount(limit=max_skips)
     warn_of_lost_masters(row, models, optimizers, compute)
@@ -369,7 +384,7 @@ def prepare(
     try:
         conversions, masters = apply_level(row, models, optimizers, plan, compute)
         settings = (row, chosen, scale, device, skips, counts)
-        session = Session(models, optimizers, *settings, conversions, masters, table, on_nonfinite)
+        session = Session(models, optimizers, *settings, conversions, masters, table, on_nonfinite, more)
     except Exception:
         take_back(conversions, masters)
         relayout.revert()

@@ -36,13 +36,14 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import registry, saving
+from halfstep.session import losses, registry, saving
 from halfstep.session.checks import check_clip, check_scheduler, check_state
 from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import (
     Empty,
     Kept,
     Scaled,
+    Share,
     StepState,
     Unscaled,
     changed,
@@ -57,11 +58,11 @@ from halfstep.session.guards import (
     one_loss,
     refuse_direct_steps,
 )
+from halfstep.session.losses import inverse
 from halfstep.session.nonfinite import NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.steppers import OnePassStepper, Stepper, TorchStepper
 from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
-from halfstep.trees import all_finite
 from halfstep.tuning.search import Tuning
 
 Models = nn.Module | Sequence[nn.Module]
@@ -107,11 +108,14 @@ class Session:
         masters: dict[int, MasterWeights],
         kernels: KernelTable,
         on_nonfinite: str | None = None,
+        more_scales: Sequence[LossScale] = (),
     ) -> None:
         self.models, self.optimizers = models, optimizers
         self.level, self.policy, self.device = level, policy, device
         self.skip_nonfinite = skip_nonfinite
-        self.state = StepState(loss_scale, skips, tuple(Empty() for _ in optimizers))
+        self.state = StepState(
+            loss_scale, skips, tuple(Empty() for _ in optimizers), more_scales=tuple(more_scales)
+        )
         self.conversions, self.masters, self.kernels = conversions, masters, kernels
         self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
         self.layout = Relayout(())
@@ -123,7 +127,10 @@ class Session:
         self.early_listeners: list[EarlyListener] = []
         self._queue = OutcomeQueue()
         self._nonfinite = NonFinite(
-            on_nonfinite, models, optimizers, not isinstance(loss_scale, NoLossScale | StaticLossScale)
+            on_nonfinite,
+            models,
+            optimizers,
+            any(not isinstance(scale, NoLossScale | StaticLossScale) for scale in self.loss_scales),
         )
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
@@ -136,7 +143,7 @@ class Session:
             (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
         ]
         self._ranks = RankGuard(models, optimizers, policy.compute_dtype)
-        free = isinstance(loss_scale, NoLossScale)
+        free = all(isinstance(scale, NoLossScale) for scale in self.loss_scales)
         self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
 
     def settle(self) -> None:
@@ -194,12 +201,17 @@ class Session:
 
     @property
     def loss_scale(self) -> LossScale:
-        """The scale that the next backward multiplies by."""
+        """The scale that the next backward multiplies by; of several losses, the first one's."""
         return self.state.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: LossScale) -> None:
         self.state = replace(self.state, loss_scale=scale)
+
+    @property
+    def loss_scales(self) -> tuple[LossScale, ...]:
+        """The scale of every loss, by the number that `backward(loss_id=)` names it by."""
+        return self.state.loss_scales
 
     @property
     def steps(self) -> int:
@@ -227,6 +239,7 @@ class Session:
         loss: Tensor | Sequence[Tensor],
         optimizer: Optimizers = None,
         *,
+        loss_id: int = 0,
         more: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -237,14 +250,17 @@ class Session:
                 whose sum, taken in fp32, is differentiated in one pass.
             optimizer: the optimizers whose parameters this loss trains; None means all. Gradients of the
                 others stay as they are. An inf found in the gradients of one skips those of the same loss.
+            loss_id: which of the scales given as `prepare(loss_scale=[...])` is this loss's.
             more: further backward passes follow before the step; needed only with released gradients, which
                 are applied by the last pass and clipped by the `clip_norm` and norm of the step before.
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
 
         Raises:
-            ConfigError: a loss without a graph or of several numbers, or an optimizer not of this session.
+            ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
+                loss_id that has no scale.
         """
-        loss = one_loss(loss)
+        losses.check_loss_id(loss_id, len(self.loss_scales))
+        loss, scale = one_loss(loss), self.loss_scales[loss_id]
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ConfigError(
                 "backward got a loss that no parameter can learn from (requires_grad is False): "
@@ -258,25 +274,44 @@ class Session:
         self._ranks.check(self.skip_nonfinite)
         indices = self._indices(optimizer)
         apart = len(indices) < len(self.optimizers)
-        with ExitStack() if self._releasing or apart else nullcontext() as stack:
+        mixed = [i for i in indices if losses.mixes(self.state.carried[i], loss_id)]
+        with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
             if stack is not None and apart:
                 stack.enter_context(kept_gradients(self.optimizers, indices))
             for index, stepper in self._releasing:
                 assert stack is not None
-                inv_scale = self.loss_scale.inverse(self.device) if self.skip_nonfinite else None
+                inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
-            self._open(indices)
+            if stack is not None and mixed:
+                stack.enter_context(self._apart(mixed, frozenset(indices), loss_id))
+            self._open([i for i in indices if i not in mixed], frozenset(indices), loss_id)
             self._nonfinite.backward(loss)
-            self.loss_scale.scale(loss).backward(**kwargs)
+            scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
             for index in indices:
                 seen, here = self.state.carried[index], tuple(marks(self.optimizers[index]))
                 if isinstance(seen, Scaled):
                     self.state = self.state.carrying(index, replace(seen, marks=here))
 
-    def scale(self, tree: Any) -> Any:
+    @contextmanager
+    def _apart(self, mixed: Sequence[int], group: frozenset[int], loss_id: int) -> Generator[None]:
+        """A backward of one loss over optimizers that hold gradients of others: each is looked at alone."""
+        scale, steppers = self.loss_scales[loss_id], [self._steppers[i] for i in mixed]
+        for index in mixed:
+            self._unscale(index)
+        with losses.set_aside(steppers) as aside:
+            yield
+            shares = [losses.look(stepper, scale, group, self.device) for stepper in steppers]
+        losses.add_again(aside)
+        for index, share in zip(mixed, shares):
+            before = self.state.carried[index]
+            assert isinstance(before, Unscaled)
+            self.state = self.state.carrying(index, losses.joined(before, loss_id, share))
+
+    def scale(self, tree: Any, loss_id: int = 0) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
-        return self.loss_scale.scale(tree)
+        losses.check_loss_id(loss_id, len(self.loss_scales))
+        return self.loss_scales[loss_id].scale(tree)
 
     @never_compiled
     def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -288,11 +323,17 @@ class Session:
         """
         index = self._index(optimizer)
         carried = self._ours(index)
-        if isinstance(carried, Scaled) and not isinstance(carried.scale, NoLossScale):
+        self.state = self.state.carrying(index, carried)
+        if not isinstance(carried.scale, NoLossScale):
+            self._unscale(index)
+
+    def _unscale(self, index: int) -> None:
+        """Divide out the scale that an optimizer's gradients carry; nothing where it was done."""
+        carried = self.state.carried[index]
+        if isinstance(carried, Scaled):
             edited = changed(carried.marks, marks(self.optimizers[index]))
-            found = self._steppers[index].unscale(carried.scale.inverse(self.device))
-            finite = not found if self.device.type == "cpu" else ~found
-            carried = Unscaled(carried.scale, carried.group, finite, edited, carried.found)
+            share = losses.look(self._steppers[index], carried.scale, carried.group, self.device)
+            carried = losses.settled(carried, len(self.loss_scales), share, edited)
         self.state = self.state.carrying(index, carried)
 
     def _ours(self, index: int) -> Scaled | Unscaled:
@@ -302,7 +343,7 @@ class Session:
         check_gradients(stepper, backward)
         if backward:
             return carried
-        if not isinstance(self.loss_scale, NoLossScale):
+        if not all(isinstance(scale, NoLossScale) for scale in self.loss_scales):
             raise ScalerStateError(
                 "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
             )
@@ -335,21 +376,21 @@ class Session:
                 return index
         raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")
 
-    def _open(self, indices: Sequence[int]) -> None:
+    def _open(self, indices: Sequence[int], group: frozenset[int], loss_id: int) -> None:
         """Note which scale the coming gradients carry; bring older ones to it."""
-        group = frozenset(indices)
+        scale = self.loss_scales[loss_id]
         for index in indices:
             before = self.state.carried[index]
             carried = scale_of(before)
-            if carried is not None and carried is not self.loss_scale:
-                self._rescale(index, carried)
-            self.state = self.state.carrying(index, opened(before, self.loss_scale, group))
+            if carried is not None and carried is not scale:
+                self._rescale(index, carried, scale)
+            self.state = self.state.carrying(index, opened(before, scale, group, loss_id))
 
-    def _rescale(self, index: int, old: LossScale) -> None:
+    def _rescale(self, index: int, old: LossScale, new: LossScale) -> None:
         gradients = self._steppers[index].gradients()
         if gradients:
             home = gradients[0].device
-            factor = self.loss_scale.tensor(home) * old.inverse(home)
+            factor = new.tensor(home) * old.inverse(home)
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     @never_compiled
@@ -390,15 +431,13 @@ class Session:
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
         inv_scale = None if isinstance(carried, NoLossScale | None) else carried.inverse(self.device)
-        first = pending.found is None
         self._stepping = True
         try:
-            measured, found = self._update(index, pending, inv_scale, clip_norm)
+            measured, found, answered = self._update(index, pending, inv_scale, clip_norm)
         finally:
             self._stepping = False
         self._nonfinite.look(self.optimizers[index], found)
-        if first:
-            self.loss_scale = self.loss_scale.adjust(_inverse(found), measured.max_abs)
+        self.state = losses.adjusted(self.state, answered)
         if zero_grad:
             stepper.clear()
         else:
@@ -406,25 +445,38 @@ class Session:
             self.state = self.state.carrying(index, kept)
         self._count()
         partly = found is True and self.skip_nonfinite and stepper.releases
-        return self._tell(pending.scale, edited, measured, found, PARTLY if partly else None, scheduler)
+        return self._tell(
+            losses.carried_value(pending), edited, measured, found, PARTLY if partly else None, scheduler
+        )
 
     def _update(
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
-    ) -> tuple[AnyStats, bool | Tensor]:
-        """Look at the gradients and update or skip; what was measured, and whether to count it as inf."""
-        stepper, wants_max = self._steppers[index], self.loss_scale.needs_max_abs
+    ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
+        """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
+        stepper, wants_max = self._steppers[index], any(s.needs_max_abs for s in self.loss_scales)
         if clip_norm is None and not self.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max)
-            return measured, self._found_inf(index, pending, measured.finite)
+            return measured, *self._settle(index, pending, measured)
         measured = stepper.measure(inv_scale, wants_max)
-        self.found_inf = found = self._found_inf(index, pending, measured.finite)
+        found, answered = self._settle(index, pending, measured)
+        self.found_inf = found
         stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
         self.found_inf = None
-        return measured, found
+        return measured, found, answered
+
+    def _settle(
+        self, index: int, pending: Scaled | Unscaled, measured: AnyStats
+    ) -> tuple[bool | Tensor, dict[int, Share]]:
+        """OR over this optimizer, those that share its losses, and all ranks (law 3, ARCHITECTURE.md)."""
+        everywhere, shares = self.skip_nonfinite and world_size() > 1, losses.shares_of(pending, measured)
+        self.state, answered, found = losses.settle(
+            self.state, self._steppers, index, shares, self.device, everywhere
+        )
+        return found, answered
 
     def _tell(
         self,
-        scale: LossScale,
+        scale: float | Tensor,
         edited: bool,
         measured: AnyStats,
         found: bool | Tensor,
@@ -434,9 +486,9 @@ class Session:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
         here = isinstance(found, bool)
         outcome = Outcome(
-            taken=_inverse(found) if self.skip_nonfinite else True,
-            finite=_inverse(found),
-            scale=scale.value,
+            taken=inverse(found) if self.skip_nonfinite else True,
+            finite=inverse(found),
+            scale=scale,
             grad_norm=measured.norm,
             max_abs=measured.max_abs,
             step=self.steps,
@@ -446,7 +498,7 @@ class Session:
         self.history.append(outcome)
         if here:
             taken = not (found and self.skip_nonfinite)
-            self._arrived(scheduler, taken, not found, scale, self.steps, edited)
+            self._arrived(scheduler, taken, not found, float(scale), self.steps, edited)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
@@ -455,41 +507,28 @@ class Session:
 
     def step_without_batch(self) -> None:
         """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""
+        if len(self.loss_scales) > 1:
+            raise UnsupportedError(
+                "a rank without batches cannot tell which of several losses the others stepped: use one "
+                "loss_scale with halfstep.distributed.join, or give every rank as many batches"
+            )
         self._count()
         if not self.skip_nonfinite:
             return
         flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device))
         found = bool(flag) if self.device.type == "cpu" else flag
-        scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(_inverse(found), None)
+        scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
         if isinstance(found, bool):
             self.state = replace(self.state, skips=self.skips.after(not found, scale=scale.read()))
 
     def _count(self) -> None:
         self.state = replace(self.state, steps=self.state.steps + 1)
 
-    def _found_inf(self, index: int, pending: Scaled | Unscaled, finite: bool | Tensor) -> bool | Tensor:
-        """OR over this optimizer, those that share its loss, and all ranks (law 3, ARCHITECTURE.md)."""
-        found = _inverse(pending.finite & finite if isinstance(pending, Unscaled) else finite)
-        if pending.found is not None:
-            return found | pending.found
-        held = {j: self.state.carried[j] for j in pending.group if j != index}
-        siblings = {j: c for j, c in held.items() if isinstance(c, Scaled | Unscaled)}
-        for other in siblings:
-            bad = ~all_finite(self._steppers[other].gradients())
-            found = found | (bad.to(self.device) if isinstance(found, Tensor) else bool(bad))
-        if self.skip_nonfinite and world_size() > 1:
-            everywhere = all_ranks(torch.as_tensor(found, device=self.device))
-            found = everywhere if isinstance(found, Tensor) else bool(everywhere)
-        for other, theirs in siblings.items():
-            self.state = self.state.carrying(other, replace(theirs, found=found))
-        return found
-
     def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
-        scale = StaticLossScale(record.scale)
-        self._arrived(scheduler, record.taken, record.finite, scale, record.step, edited)
+        self._arrived(scheduler, record.taken, record.finite, record.scale, record.step, edited)
 
     def _arrived(
-        self, scheduler: Any, taken: bool, finite: bool, scale: LossScale, step: int | None, edited: bool
+        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, edited: bool
     ) -> None:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
         if scheduler is not None and taken:
@@ -499,7 +538,7 @@ class Session:
             self.state = replace(self.state, told=self.state.told | {CHANGED})
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
-            after = self.skips.after(taken, scale=None if taken else scale.read())
+            after = self.skips.after(taken, scale=None if taken else scale)
             self.state = replace(self.state, skips=after)
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
@@ -627,7 +666,3 @@ class Session:
         registry.forget(self.models, self.optimizers)
         self.conversions, self.masters, self._handles = [], {}, []
         self.state = self.state.emptied()
-
-
-def _inverse(flag: bool | Tensor) -> bool | Tensor:
-    return ~flag if isinstance(flag, Tensor) else not flag

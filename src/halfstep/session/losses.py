@@ -1,0 +1,225 @@
+"""Several losses, each with a loss scale of its own: whose gradients held inf, and which scale answers.
+
+One loss's gradients carry its scale until the step. Where a second loss reaches the same optimizer, those
+that are there are unscaled, set aside and added again afterwards, so that each loss is looked at alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed import all_ranks, local_of
+from halfstep.errors import ConfigError
+from halfstep.gradients.stats import AnyStats
+from halfstep.optim.masters import weight_of
+from halfstep.scaling.loss_scale import LossScale
+from halfstep.session.gradient_state import Carried, Scaled, Share, StepState, Unscaled
+from halfstep.session.steppers import Stepper, parameters_of
+from halfstep.trees import all_finite
+
+Flag = bool | Tensor
+
+
+def check_loss_id(loss_id: int, count: int) -> None:
+    """Raise ConfigError unless it is the number of one of `count` losses."""
+    whole = isinstance(loss_id, int) and not isinstance(loss_id, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (whole and 0 <= loss_id < count):
+        raise ConfigError(
+            f"loss_id={loss_id!r}: this session has {count} loss scale{'s' * (count > 1)}, numbered from 0; "
+            "give prepare(loss_scale=[...]) one for each loss"
+        )
+
+
+def mixes(before: Carried, loss: int) -> bool:
+    """Whether gradients of this loss would be added to those of another."""
+    if isinstance(before, Unscaled):
+        return bool(before.shares)
+    return isinstance(before, Scaled) and before.loss != loss
+
+
+def look(stepper: Stepper, scale: LossScale, group: frozenset[int], device: torch.device) -> Share:
+    """Unscale an optimizer's gradients, all of one loss, where they lie, in fp32; what they held."""
+    if not stepper.releases and not stepper.gradients():
+        return Share(scale, group, False)
+    inverse = scale.inverse(device)
+    peak = stepper.measure(inverse, True).max_abs if scale.needs_max_abs else None
+    found = stepper.unscale(inverse)
+    return Share(scale, group, bool(found) if device.type == "cpu" else found, peak)
+
+
+def settled(before: Scaled, loss_scales: int, share: Share, edited: bool) -> Unscaled:
+    """What gradients of one loss are after `look`."""
+    known = before.found is not None
+    whole = share
+    if before.found is not None:
+        whole = replace(share, found=share.found | before.found, settled=True)
+    shares = {before.loss: whole} if loss_scales > 1 else {}
+    found = None if known and loss_scales > 1 else before.found
+    finite = inverse(share.found)
+    return Unscaled(before.scale, before.group, finite, edited, found, before.loss, shares)
+
+
+def joined(before: Unscaled, loss: int, share: Share) -> Unscaled:
+    """The same with one loss's share added; a loss that is there already found what either did."""
+    mine = before.shares.get(loss)
+    if mine is not None:
+        peak = _larger(mine.max_abs, share.max_abs)
+        share = Share(share.scale, mine.group | share.group, mine.found | share.found, peak)
+    shares = {**before.shares, loss: share}
+    finite = before.finite & inverse(share.found)
+    return replace(before, scale=share.scale, group=before.group | share.group, finite=finite, shares=shares)
+
+
+@contextmanager
+def set_aside(steppers: Sequence[Stepper]) -> Generator[list[tuple[Tensor, Tensor]]]:
+    """Within, the optimizers' weights have no gradients; gives what they had. An error puts it back."""
+    weights = [weight_of(p) for stepper in steppers for p in parameters_of(stepper.optimizer)]
+    before = [(w, w.grad) for w in weights if w.grad is not None]
+    for w, _ in before:
+        w.grad = None
+    try:
+        yield before
+    except BaseException:
+        for w, grad in before:
+            w.grad = grad
+        raise
+
+
+@torch.no_grad()
+def add_again(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add what was set aside to the gradients of now."""
+    here = [(w, grad) for w, grad in before if w.grad is not None]
+    for w, grad in before:
+        if w.grad is None:
+            w.grad = grad
+    dense = [(w.grad, grad) for w, grad in here if _dense(w.grad) and _dense(grad)]
+    if dense:
+        torch._foreach_add_(*map(list, zip(*dense)))  # pyright: ignore
+    for w, grad in here:
+        if not (_dense(w.grad) and _dense(grad)):
+            w.grad = w.grad + grad  # pyright: ignore[reportOptionalOperand]
+
+
+def shares_of(pending: Scaled | Unscaled, measured: AnyStats) -> dict[int, Share]:
+    """Each loss's part of gradients about to be used; inf that no loss brought counts with all of them."""
+    bad = inverse(measured.finite)
+    if not (isinstance(pending, Unscaled) and pending.shares):
+        known = pending.found is not None
+        found = bad if isinstance(pending, Scaled) else bad | inverse(pending.finite)
+        found = found | pending.found if pending.found is not None else found
+        return {pending.loss: Share(pending.scale, pending.group, found, measured.max_abs, known)}
+    brought = _any([share.found for share in pending.shares.values()])
+    later = bad & inverse(brought)
+    return {loss: replace(share, found=share.found | later) for loss, share in pending.shares.items()}
+
+
+def settle(
+    state: StepState,
+    steppers: Sequence[Stepper],
+    index: int,
+    shares: Mapping[int, Share],
+    device: torch.device,
+    everywhere: bool,
+) -> tuple[StepState, dict[int, Share], Flag]:
+    """Whether a step is to be skipped: who shares a loss is told, and whose scale is to be adjusted returned.
+
+    A loss found inf where any optimizer that it trains did (`everywhere`: on any rank, law 3).
+    """
+    open_ = {loss: share for loss, share in shares.items() if not share.settled}
+    siblings = {loss: _siblings(state, index, loss, share.group) for loss, share in open_.items()}
+    flags = [
+        _any(
+            [
+                share.found,
+                *(_found(theirs, loss, steppers[other], device) for other, theirs in siblings[loss]),
+            ]
+        )
+        for loss, share in open_.items()
+    ]
+    flags = _over_ranks(flags, device) if everywhere and flags else flags
+    answered = {loss: replace(share, found=found) for (loss, share), found in zip(open_.items(), flags)}
+    for loss, share in answered.items():
+        for other, _ in siblings[loss]:
+            state = state.carrying(other, _told(state.carried[other], loss, share.found))
+    return state, answered, _any([share.found for share in {**shares, **answered}.values()])
+
+
+def adjusted(state: StepState, answered: Mapping[int, Share]) -> StepState:
+    """The state in which the scale of each of these losses has taken in what was found."""
+    for loss, share in answered.items():
+        state = state.rescaled(loss, state.loss_scales[loss].adjust(inverse(share.found), share.max_abs))
+    return state
+
+
+def carried_value(pending: Scaled | Unscaled) -> float | Tensor:
+    """The scale that a step's gradients carried; of several losses the lowest, read only on the host."""
+    scales = [share.scale for share in pending.shares.values()] if isinstance(pending, Unscaled) else []
+    values = [scale.value for scale in scales or [pending.scale]]
+    on_device = [value for value in values if isinstance(value, Tensor)]
+    if len(values) == 1 or not on_device:
+        return values[0] if len(values) == 1 else min(map(float, values))
+    return torch.stack([scale.tensor(on_device[0].device) for scale in scales]).amin()
+
+
+def inverse(flag: Flag) -> Flag:
+    """Not, of a bool or a tensor."""
+    return ~flag if isinstance(flag, Tensor) else not flag
+
+
+def _siblings(
+    state: StepState, index: int, loss: int, group: frozenset[int]
+) -> list[tuple[int, Scaled | Unscaled]]:
+    """Other optimizers that still hold gradients of the loss."""
+    found: list[tuple[int, Scaled | Unscaled]] = []
+    for other in sorted(group - {index}):
+        carried = state.carried[other]
+        if isinstance(carried, Unscaled) and carried.shares:
+            if loss in carried.shares:
+                found.append((other, carried))
+        elif isinstance(carried, Scaled | Unscaled) and carried.loss == loss:
+            found.append((other, carried))
+    return found
+
+
+def _found(theirs: Scaled | Unscaled, loss: int, stepper: Stepper, device: torch.device) -> Flag:
+    if isinstance(theirs, Unscaled) and theirs.shares:
+        return theirs.shares[loss].found
+    bad = ~all_finite(stepper.gradients())
+    return bool(bad) if device.type == "cpu" else bad.to(device)
+
+
+def _told(carried: Carried, loss: int, found: Flag) -> Carried:
+    if isinstance(carried, Unscaled) and carried.shares:
+        share = replace(carried.shares[loss], found=found, settled=True)
+        return replace(carried, shares={**carried.shares, loss: share})
+    return replace(carried, found=found) if isinstance(carried, Scaled | Unscaled) else carried
+
+
+def _over_ranks(flags: Sequence[Flag], device: torch.device) -> list[Flag]:
+    """The same over all ranks, in one exchange."""
+    told = all_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in flags]))
+    return [bool(flag) if isinstance(mine, bool) else flag for mine, flag in zip(flags, told)]
+
+
+def _any(flags: Sequence[Flag]) -> Flag:
+    result: Flag = False
+    for flag in flags:
+        result = result | flag
+    return result
+
+
+def _dense(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout == torch.strided and local_of(grad) is grad
+
+
+def _larger(first: float | Tensor | None, second: float | Tensor | None) -> float | Tensor | None:
+    if first is None or second is None:
+        return first if second is None else second
+    if isinstance(first, Tensor):
+        return first.maximum(torch.as_tensor(second, device=first.device))
+    return max(first, float(second))
