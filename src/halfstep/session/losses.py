@@ -132,15 +132,10 @@ def settle(
     """
     open_ = {loss: share for loss, share in shares.items() if not share.settled}
     siblings = {loss: _siblings(state, index, loss, share.group) for loss, share in open_.items()}
-    flags = [
-        _any(
-            [
-                share.found,
-                *(_found(theirs, loss, steppers[other], device) for other, theirs in siblings[loss]),
-            ]
-        )
-        for loss, share in open_.items()
-    ]
+    flags: list[Flag] = []
+    for loss, share in open_.items():
+        theirs = [_found(held, loss, steppers[other], device) for other, held in siblings[loss]]
+        flags.append(_any([share.found, *theirs]))
     flags = _over_ranks(flags, device) if everywhere and flags else flags
     answered = {loss: replace(share, found=found) for (loss, share), found in zip(open_.items(), flags)}
     for loss, share in answered.items():
