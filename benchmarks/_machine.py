@@ -40,7 +40,9 @@ def instruction_set() -> str:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     limits = [row[1] for row in _CLASSES]
     allowed = _CLASSES[limits.index(limit) :] if limit in limits else _CLASSES
-    return next((name for name, _, flag in allowed if flag in flags), "plain")
+    found = next((name for name, _, flag in allowed if flag in flags), "plain")
+    hidden = limit == "AVX512_CORE_AMX" and "avx512_fp16" in flags
+    return f"{found}-without-fp16" if hidden and found == "amx" else found
 
 
 def folder() -> Path:
