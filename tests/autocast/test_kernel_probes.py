@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -156,6 +157,26 @@ def test_measuring_sees_and_moves_nothing_of_the_caller(tmp_path) -> None:
         times = found.times(replace(CLASS, dtype="bf16"), "forward")
     assert all(t is not None and t > 0 for t in times.values())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def spends(processor: float, waits: float):
+    """A candidate that computes for some seconds and does not get the core for others."""
+
+    def call() -> None:
+        until = time.thread_time() + processor
+        while time.thread_time() < until:
+            pass
+        time.sleep(waits)
+
+    return call
+
+
+def test_a_busy_machine_does_not_change_what_is_chosen(tmp_path, monkeypatch) -> None:
+    """Others hold the core while native runs: its wall time is ten times rounded's, its own half of it."""
+    candidates = {"rounded": spends(2e-3, 0.0), "native": spends(1e-3, 0.02)}
+    monkeypatch.setitem(probes.PROBES, "linear", lambda cls, direction: candidates)
+    table = KernelTable((), probes.Measurements(lambda: tmp_path / "k").times)
+    assert table.choose(CLASS, "").is_native
 
 
 def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:
