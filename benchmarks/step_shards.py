@@ -1,0 +1,79 @@
+"""A step on shards against the same step on plain tensors, in one process: what the sharding itself costs.
+
+The mesh has one rank, so nothing is sent: both steps do the same arithmetic, and the ratio is the bookkeeping
+of DTensors. Small: 400 parameters of 200 layers, 32 wide; large: 8 parameters of 16 million elements in all.
+Steps of the two models take turns; ratios are of neighbours, and their medians are kept. Writes
+step_shards.json.
+
+    python benchmarks/step_shards.py [--rounds 60] [--out FILE]
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _machine import save
+from torch import nn
+
+import halfstep as hs
+
+MODELS = {"small": (200, 32), "large": (4, 2048)}
+WARM = 25  # as long a session watches gradients for changes made past it
+BOUNDS = {"small": 1.10, "large": 1.02}
+
+
+def build(layers: int, width: int, state_dtype: str, sharded: bool) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    if sharded:
+        hs.distributed.shard(model, blocks=[])
+    optimizer = hs.optim.AdamW(model.parameters(), lr=1e-3, state_dtype=state_dtype)
+    return model, hs.prepare(model, optimizer, level="O2", dtype="bf16")
+
+
+def seconds(model: nn.Module, amp: Any, clip: float | None) -> float:
+    """One step's time; forward and backward come before it and are not counted."""
+    with amp.autocast():
+        loss = model(torch.ones(1, next(model.parameters()).shape[1])).square().mean()
+    amp.backward(loss)
+    start = time.perf_counter()
+    amp.step(clip_norm=clip)
+    return time.perf_counter() - start
+
+
+def compare(size: str, state_dtype: str, clip: float | None, rounds: int) -> dict[str, Any]:
+    pairs = [build(*MODELS[size], state_dtype, sharded) for sharded in (True, False)]
+    times = [[seconds(model, amp, clip) for model, amp in pairs] for _ in range(rounds + WARM)][WARM:]
+    ratio = statistics.median(ours / plain for ours, plain in times)
+    sharded, plain = (statistics.median(column) * 1e3 for column in zip(*times))
+    row = {"size": size, "state_dtype": state_dtype, "clip_norm": clip, "plain_ms": plain}
+    return {**row, "sharded_ms": sharded, "ratio": ratio, "bound": BOUNDS[size]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        rows = []
+        for size in MODELS:
+            for state_dtype in ("fp32", "8bit"):
+                for clip in (None, 1.0):
+                    rows.append(compare(size, state_dtype, clip, given.rounds))
+                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
+        dist.destroy_process_group()
+    save("step_shards", {"rows": rows}, given.out)
+    return int(any(row["ratio"] > row["bound"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
