@@ -29,6 +29,7 @@ from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.sharded import Shards, any_shard
+from halfstep.optim.source import OwnGradients, Source
 from halfstep.optim.state import State
 
 Group = dict[str, Any]
@@ -81,6 +82,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._shards: Shards | None = None
         self.key_shifts: dict[Tensor, int] = {}
         """Added to the random keys of tensors that are not the beginning of what they are a shard of."""
+        self.source: Source = OwnGradients()
         self._slots: dict[Tensor, storage.Slot] = {}
         self._kept_dtype: dict[Tensor, torch.dtype] = {}
         self._index: dict[Tensor, Place] = {}
@@ -245,11 +247,15 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
         if self._shards is not None:
             return self._shards.measure_on_host(inv_scale)
-        if self._planned():
-            assert self._plan is not None
-            return self._plan.measure(backends.number(inv_scale))
+        known = self.measure_by_plan(inv_scale)
+        if known is not None:
+            return known
         with torch.no_grad():
             return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
+
+    def measure_by_plan(self, inv_scale: Scalar) -> HostStats | None:
+        """`measure_on_host` by the plan that the last step left; None where it no longer holds."""
+        return self._plan.measure(backends.number(inv_scale)) if self._planned() and self._plan else None
 
     @property
     def planned(self) -> bool:
@@ -264,7 +270,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
         if self._shards is not None:
-            self._shards.enter(gradients=False).init_states()
+            self._shards.enter().init_states()
             return self._shards.show()
         for p, group, place in self._places():
             if p.requires_grad:
@@ -285,7 +291,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _gradient(self, p: Tensor, group: Group, place: Place) -> Tensor | None:
         """The gradient of `p` as the kernels read it, or None."""
-        return None if p.grad is None else dense_grad(p, lambda: self._name(group, place))
+        grad = self.source.of(p)
+        return None if grad is None else dense_grad(p, grad, lambda: self._name(group, place))
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> HostStats | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
@@ -349,7 +356,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             twin = self._shards.enter()
             first = not self.state
             twin._checked_step(None, inv_scale, clip_coef, found_inf, look)
-            self.looked = self._shards.over_shards(twin.looked) if look else None
+            self.looked = twin.looked if look else None
             if first:
                 self._shards.show()
             return loss
@@ -379,11 +386,14 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _new_plan(self) -> HostPlan | None:
         params = [p for p, _, _ in self._places()]
-        if any(not HostPlan.fits(p) or self._runner(p.device) != "numba" for p in params):
+        grads = self.source.of_all(params)
+        if any(not HostPlan.fits(p, grad) for p, grad in zip(params, grads)):
+            return None
+        if any(self._runner(device) != "numba" for device in {p.device for p in params}):
             return None
         if any(self.algorithm(group).code == L.NO_KERNEL for group in self.param_groups):
             return None
-        return HostPlan(self.param_groups, self.algorithm, self._slots)
+        return HostPlan(self.param_groups, self.algorithm, self._slots, self.source)
 
     def _step(
         self,
@@ -577,15 +587,14 @@ def _step_outside(optimizer: OnePassOptimizer, closure: Any, *scalars: Any) -> A
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
 
 
-def dense_grad(p: Tensor, name: Callable[[], str]) -> Tensor | None:
-    """The gradient of `p` in p's memory order and a dtype that the kernels read, or None.
+def dense_grad(p: Tensor, grad: Tensor, name: Callable[[], str]) -> Tensor | None:
+    """The gradient `grad` of `p` in p's memory order and a dtype that the kernels read, or None.
 
     Raises:
         UnsupportedError: a gradient that is not dense or not of floating numbers. ConfigError: one of another
             shape or device than p's, as after `p.data = ...`.
     """
-    grad = p.grad
-    if grad is None or p.numel() == 0:
+    if p.numel() == 0:
         return None
     if grad.layout is not torch.strided:
         raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")

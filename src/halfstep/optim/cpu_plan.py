@@ -21,16 +21,19 @@ from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.cpu import Table, Variant
 from halfstep.optim.plan_check import facts_of
+from halfstep.optim.source import Source
 from halfstep.optim.storage import Slot
 
 Group = Mapping[str, Any]
 
 
 class _Part:
-    """The slots of one group that one kernel updates."""
+    """The slots of one group that one kernel updates, and the number of the set they are measured with."""
 
-    def __init__(self, group: Group, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
-        self.group, self.algorithm, self.slots = group, algorithm, slots
+    def __init__(
+        self, group: Group, algorithm: Algorithm, variant: Variant, number: int, slots: list[Slot]
+    ) -> None:
+        self.group, self.algorithm, self.slots, self.number = group, algorithm, slots, number
         self.table = Table(algorithm, variant, slots)
         self._random = any(slot.rounds_randomly for slot in slots)
 
@@ -56,42 +59,45 @@ class HostPlan:
         groups: list[dict[str, Any]],
         algorithm: Callable[[Group], Algorithm],
         slots: Mapping[Tensor, Slot],
+        source: Source,
     ) -> None:
+        self._source = source
         self._bare: list[Tensor] = []
         self._parts: list[_Part] = []
         for group in groups:
-            variants: dict[Variant, list[Slot]] = {}
-            for p in group["params"]:
-                if p.grad is None or p.numel() == 0:
+            variants: dict[tuple[Variant, int], list[Slot]] = {}
+            for p, grad in zip(group["params"], source.of_all(group["params"])):
+                if grad is None or p.numel() == 0:
                     self._bare.append(p)
                 else:
-                    variants.setdefault(cpu.variant_of(slots[p], p.grad.dtype), []).append(slots[p])
-            self._parts += [_Part(group, algorithm(group), v, own) for v, own in variants.items()]
+                    kind = cpu.variant_of(slots[p], grad.dtype), source.set_of(p)
+                    variants.setdefault(kind, []).append(slots[p])
+            self._parts += [_Part(group, algorithm(group), *kind, own) for kind, own in variants.items()]
         slots_of_all = [slot for part in self._parts for slot in part.slots]
         self._params = [slot.param for slot in slots_of_all]
-        self._gradients = facts_of([p.grad for p in self._params if p.grad is not None])
+        self._gradients = facts_of([g for g in source.of_all(self._params) if g is not None])
         self._counts = np.array([slot.step.data_ptr() for slot in slots_of_all], np.int64)
         self._steps = np.zeros(len(slots_of_all))
         self._changed = [t for slot in slots_of_all for t in slot.held]
 
     @staticmethod
-    def fits(p: Tensor) -> bool:
-        """Whether a plan can hold this parameter."""
-        if p.grad is None:
+    def fits(p: Tensor, grad: Tensor | None) -> bool:
+        """Whether a plan can hold this parameter with this gradient."""
+        if grad is None:
             return True
-        dense = p.is_cpu and p.is_contiguous() and p.grad.is_contiguous() and p.numel() > 0
-        return dense and p.grad.dtype in cpus_.GRADS
+        dense = p.is_cpu and p.is_contiguous() and grad.is_contiguous() and p.numel() > 0
+        return dense and grad.dtype in cpus_.GRADS
 
     def ready(self) -> bool:
         """Whether the gradients are such as they were when the plan was made; notes where they are."""
-        if not self._gradients.alike([p.grad for p in self._params]):
+        if not self._gradients.alike(self._source.of_all(self._params)):
             return False
         first = 0
         for part in self._parts:
             last = first + len(part.slots)
             part.table.addresses[:, 2] = self._gradients.addresses[first:last]
             first = last
-        return all(p.grad is None for p in self._bare)
+        return all(grad is None for grad in self._source.of_all(self._bare))
 
     def measure(self, inv_scale: float) -> HostStats:
         """Finite flag, norm and largest magnitude of all gradients, times `inv_scale`."""
@@ -112,4 +118,4 @@ class HostPlan:
         return over, None if inv_scale is None else self._seen(inv_scale)
 
     def _seen(self, inv_scale: float) -> HostStats:
-        return cpus_.combined([part.table.totals() for part in self._parts], inv_scale)
+        return self._source.combined([(p.number, *p.table.totals()) for p in self._parts], inv_scale)

@@ -9,9 +9,12 @@ shown and saved as DTensors placed like their parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +27,7 @@ from halfstep.optim import backends, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
+from halfstep.optim.source import Found
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -32,6 +36,18 @@ if TYPE_CHECKING:
 def any_shard(params: list[Tensor]) -> bool:
     """Whether one of the parameters is a DTensor."""
     return any(local_of(p) is not p for p in params)
+
+
+@dataclass
+class _Order:
+    """A list of local tensors, the parameters they are shards of, and how their gradients were placed."""
+
+    params: Sequence[Tensor]
+    wholes: list[Tensor]
+    specs: list[Any]
+
+
+_LISTS = 8
 
 
 class Shards:
@@ -47,8 +63,11 @@ class Shards:
         for group in outer.param_groups:
             _check_blocks(group)
         self._outer = outer
-        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[Tensor] = []
         self._known: dict[Tensor, Tensor] = {}
+        self._whole: dict[Tensor, Tensor] = {}
+        self._orders: dict[int, _Order] = {}
         params = [p for group in outer.param_groups for p in group["params"]]
         self._groups = list(dict.fromkeys(shard_groups(p) for p in params))
         self.twin = self._make_twin()
@@ -61,6 +80,7 @@ class Shards:
         twin = type(outer).__new__(type(outer))
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
         twin.key_shifts = self._shifts()
+        twin.source = self
         return twin
 
     def _local(self, p: Tensor) -> Tensor:
@@ -69,14 +89,15 @@ class Shards:
             return self._known[p]
         local = local_of(p)
         twin = p if local is p else nn.Parameter(local.detach(), requires_grad=p.requires_grad)
-        self._known[p] = twin
+        self._known[p], self._whole[twin] = twin, p
         if twin is not p:
-            self._pairs.append((p, twin, local))
+            self._pairs.append((p, twin))
+            self._seen.append(local)
         return twin
 
     def _shifts(self) -> dict[Tensor, int]:
         """What is added to the random key of each local tensor: bits count from the whole tensor's start."""
-        starts = {twin: first_element(p) for p, twin, _ in self._pairs}
+        starts = {twin: first_element(p) for p, twin in self._pairs}
         return {twin: (start * WEYL) & WORD for twin, start in starts.items() if start}
 
     def add_group(self) -> None:
@@ -90,25 +111,68 @@ class Shards:
 
     # ---- before and after a step --------------------------------------------------------------------
 
-    def enter(self, gradients: bool = True) -> OnePassOptimizer:
-        """The twin with this moment's options, local tensors and gradients."""
+    def enter(self) -> OnePassOptimizer:
+        """The twin with this moment's options and local tensors."""
         outer, twin = self._outer, self.twin
         if not all(_same_options(a, b) for a, b in zip(outer.param_groups, twin.param_groups)):
             for group, local in zip(outer.param_groups, twin.param_groups):
+                _check_blocks(group)
                 local.update({k: v for k, v in group.items() if k != "params"})
-        for index, (p, local, seen) in enumerate(self._pairs):
-            if cast(Any, p)._local_tensor is not seen:
-                self._move(index, p, local)
-            if gradients:
-                grad = p.grad
-                local.grad = None if grad is None else _local_gradient(p, grad, local)
+        shards: list[Any] = [p for p, _ in self._pairs]
+        if not all(map(is_, [p._local_tensor for p in shards], self._seen)):
+            self._move()
         return twin
 
-    def _move(self, index: int, p: Tensor, local: Tensor) -> None:
-        now = local_of(p)
-        local.grad = None
-        local.data = now.detach()
-        self._pairs[index] = (p, local, now)
+    def _move(self) -> None:
+        """Follow parameters whose shards are other tensors now."""
+        for index, (p, local) in enumerate(self._pairs):
+            now = local_of(p)
+            if now is not self._seen[index]:
+                local.data = now.detach()
+                self._seen[index] = now
+
+    # ---- gradients, as the twin asks for them (`Source`) -----------------------------------------------
+
+    def of(self, p: Tensor) -> Tensor | None:
+        """This rank's part of the gradient of the parameter that `p` is a shard of."""
+        whole = self._whole[p]
+        grad = whole.grad
+        if grad is None or whole is p:
+            return grad
+        return _local_gradient(whole, grad) if p.numel() else None
+
+    def of_all(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """`of` each, without a look at placements where gradients are placed as they were before."""
+        order = self._orders.get(id(params))
+        if order is None or order.params is not params:
+            if len(self._orders) > _LISTS:
+                self._orders.clear()
+            order = self._orders[id(params)] = _Order(params, [self._whole[p] for p in params], [])
+        grads: list[Any] = [p.grad for p in order.wholes]
+        try:
+            found = [grad._local_tensor for grad in grads]
+            specs = [grad._spec for grad in grads]
+        except AttributeError:  # none, or of a parameter that is not sharded
+            return [self.of(p) for p in params]
+        same = len(specs) == len(order.specs) and all(map(is_, specs, order.specs))
+        if same and set(map(type, found)) <= {Tensor}:
+            return found
+        parts = [self.of(p) for p in params]
+        order.specs = specs if all(map(is_, parts, found)) else []
+        return parts
+
+    def set_of(self, p: Tensor) -> int:
+        """The number of the set of process groups over which the parameter is split."""
+        return self._groups.index(shard_groups(self._whole[p]))
+
+    def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
+        """The answer over all ranks, by one collective for each set of process groups that split tensors."""
+        totals: list[tuple[float, float]] = []
+        for number, groups in enumerate(self._groups):
+            own = [(squares, peak) for n, squares, peak in found if n == number]
+            peak = float(np.max([peak for _, peak in own], initial=0.0))
+            totals.append(_over(groups, sum(squares for squares, _ in own), peak))
+        return cpus_.combined(totals, inv_scale)
 
     def show(self) -> None:
         """Make `optimizer.state` what the twin's is now, as DTensors."""
@@ -127,29 +191,24 @@ class Shards:
     def measure_on_host(self, inv_scale: Scalar) -> HostStats | None:
         """The same as Python numbers, by the CPU kernels; None where they do not run."""
         twin = self.enter()
-        sets: dict[tuple[Any, ...], list[Tensor]] = {groups: [] for groups in self._groups}
+        known = twin.measure_by_plan(inv_scale)
+        if known is not None:
+            return known
+        sets: dict[int, list[Tensor]] = {}
         for p, local in self._known.items():
-            if local.grad is not None and local.grad.numel():
-                sets[shard_groups(p)].append(local.grad)
+            grad = self.of(local)
+            if grad is not None and grad.numel():
+                sets.setdefault(self._groups.index(shard_groups(p)), []).append(grad)
         grads = [g for own in sets.values() for g in own]
         if any(not g.is_cpu or g.dtype not in cpus_.GRADS for g in grads) or not twin.on_kernels():
             return None
-        found = [_over(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
-        return cpus_.combined(found, backends.number(inv_scale))
-
-    def over_shards(self, look: HostStats | None) -> HostStats | None:
-        """What the twin saw in an update, over all shards; the norm is as exact as an fp32 one."""
-        if look is None or self._groups == [()]:
-            return look
-        if len(self._groups) > 1:
-            return None
-        squares, amax = _over(self._groups[0], look.norm**2, look.max_abs)
-        return GradStats(math.isfinite(amax), math.sqrt(squares) if squares >= 0 else math.nan, amax)
+        found = [(number, *cpus_.wide_sums(own)) for number, own in sets.items()]
+        return self.combined(found, backends.number(inv_scale))
 
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """`OnePassOptimizer.seed_masters` of whole or sharded fp32 values."""
         own = {self._known[p]: local_of(value) for p, value in values.items() if p in self._known}
-        self.enter(gradients=False).seed_masters(own)
+        self.enter().seed_masters(own)
         self.show()
 
     def masters(self) -> dict[Tensor, Tensor]:
@@ -159,12 +218,12 @@ class Shards:
     def master_of(self, p: Tensor) -> Tensor:
         """The exact fp32 value of one parameter."""
         local = self._known[p]
-        value = self.enter(gradients=False).master_of(local)
+        value = self.enter().master_of(local)
         return value if local is p else _placed(value, p)
 
     def state_dict(self) -> dict[str, Any]:
         """The twin's state dict with DTensors in it."""
-        self.enter(gradients=False)
+        self.enter()
         self.show()
         packed = self.twin.state_dict()
         by_number = [p for group in self._outer.param_groups for p in group["params"]]
@@ -183,7 +242,7 @@ class Shards:
             for key, p in zip(numbers, params)
             if key in state["state"]
         }
-        self.enter(gradients=False).load_state_dict({**state, "state": entries})
+        self.enter().load_state_dict({**state, "state": entries})
         for group, local in zip(self._outer.param_groups, self.twin.param_groups):
             group.update({k: v for k, v in local.items() if k != "params"})
         self._outer.state.clear()
@@ -197,15 +256,12 @@ def _same_options(group: Mapping[str, Any], local: Mapping[str, Any]) -> bool:
     return all(v is w or (not isinstance(v, Tensor) and v == w) for v, w in others)
 
 
-def _local_gradient(p: Tensor, grad: Tensor, local: Tensor) -> Tensor:
+def _local_gradient(p: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient; partial sums (tensor parallel) are added up first."""
     shard: Any = grad
     if getattr(shard, "placements", None) != cast(Any, p).placements and hasattr(shard, "redistribute"):
         shard = shard.redistribute(cast(Any, p).device_mesh, cast(Any, p).placements)
-    part = local_of(shard)
-    if part.dtype != local.dtype:
-        local.grad_dtype = None
-    return part
+    return local_of(shard)
 
 
 def _over(groups: tuple[Any, ...], squares: float, amax: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Where an optimizer finds its gradients: at its own parameters, or at those of which it updates the shards."""
+"""Where an optimizer finds its gradients: at its own parameters, or at those whose shards it updates."""
 
 from __future__ import annotations
 
