@@ -257,6 +257,17 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """`measure_on_host` by the plan that the last step left; None where it no longer holds."""
         return self._plan.measure(backends.number(inv_scale)) if self._planned() and self._plan else None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or with `set_to_none=False` fill them with zeros, as in torch."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+        elif self._shards is not None:
+            self._shards.clear()
+        else:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+
     @property
     def planned(self) -> bool:
         """Whether the last step left a plan, by which the next can measure and update in one pass."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,7 +147,8 @@ class Shards:
             if len(self._orders) > _LISTS:
                 self._orders.clear()
             order = self._orders[id(params)] = _Order(params, [self._whole[p] for p in params], [])
-        grads: list[Any] = [p.grad for p in order.wholes]
+        with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
+            grads: list[Any] = [p.grad for p in order.wholes]
         try:
             found = [grad._local_tensor for grad in grads]
             specs = [grad._spec for grad in grads]
@@ -161,6 +161,12 @@ class Shards:
         order.specs = specs if all(map(is_, parts, found)) else []
         return parts
 
+    def clear(self) -> None:
+        """Drop the gradients of all parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self._known:
+                p.grad = None
+
     def set_of(self, p: Tensor) -> int:
         """The number of the set of process groups over which the parameter is split."""
         return self._groups.index(shard_groups(self._whole[p]))
@@ -170,8 +176,9 @@ class Shards:
         totals: list[tuple[float, float]] = []
         for number, groups in enumerate(self._groups):
             own = [(squares, peak) for n, squares, peak in found if n == number]
-            peak = float(np.max([peak for _, peak in own], initial=0.0))
-            totals.append(_over(groups, sum(squares for squares, _ in own), peak))
+            squares, peaks = sum(a for a, _ in own), [b for _, b in own]
+            peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
+            totals.append(_over(groups, squares, peak))
         return cpus_.combined(totals, inv_scale)
 
     def show(self) -> None:
