@@ -1,8 +1,8 @@
 """Random edits of parameters, gradients, groups and states between steps: ours beside a peer, seed by seed.
 
 Run by hand or in a child process: `python -m tests.optim.edits FIRST COUNT [--guard] [--fp32]`. The peer of
-fp32 weights is torch's optimizer of the same kind; that of bf16 weights is our plain reference, made to
-forget everything before each step. Equal numbers, or a refusal by name: anything else is printed and counted
+fp32 weights is torch's optimizer of the same kind (of Lion the paper's lines in torch); that of 16-bit
+weights is our plain reference, made to forget everything before each step. Equal numbers, or a refusal by name: anything else is printed and counted
 as a failure. With `--guard` tensors of the user's end where a page begins that may not be touched.
 """
 
@@ -23,14 +23,37 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError
-from halfstep.optim import SGD, Adam, AdamW
+from halfstep.optim import SGD, Adam, AdamW, Lion
 
 PAGE = mmap.PAGESIZE
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), algorithm 2."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g = -p.grad if group.get("maximize") else p.grad
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_((m * beta1 + g * (1 - beta1)).sign_(), alpha=group["lr"])
+                m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
     "AdamW": (AdamW, torch.optim.AdamW),
     "Adam": (Adam, torch.optim.Adam),
     "SGD": (SGD, torch.optim.SGD),
+    "Lion": (Lion, PlainLion),
 }
 guard = False
 fp32_only = False
@@ -126,7 +149,7 @@ def data_other_low(side: Side, rng: random.Random) -> None:
     p = side.pick(rng)
     if side.low:
         p.grad = None
-        p.data = p.data.to(rng.choice([BF16, FP32]))
+        p.data = p.data.to(rng.choice([BF16, FP16, FP32]))
         p.grad = side.draw(p.shape, p.dtype)
 
 
@@ -185,7 +208,7 @@ def grad_of_other_dtype(side: Side, rng: random.Random) -> None:
     p = side.pick(rng)
     p.grad_dtype = None
     # a bf16 gradient gives torch a bf16 buffer, where ours computes in fp32
-    p.grad = side.draw(p.shape, rng.choice([BF16, torch.float64] if side.low else [torch.float64]))
+    p.grad = side.draw(p.shape, rng.choice([BF16, FP16, torch.float64] if side.low else [torch.float64]))
 
 
 def grad_data_smaller(side: Side, rng: random.Random) -> None:
@@ -216,6 +239,7 @@ def number(side: Side, rng: random.Random) -> None:
     group["maximize"] = rng.choice([True, False])
     if "betas" in group:
         group["betas"] = rng.choice([(0.9, 0.999), (0.5, 0.9), (0.0, 0.99)])
+    if "eps" in group:
         group["eps"] = rng.choice([1e-8, 1e-3])
 
 
@@ -263,7 +287,7 @@ def replaced(side: Side, rng: random.Random) -> None:
 
 def master_of_group(side: Side, rng: random.Random) -> None:
     if side.low:
-        rng.choice(side.optimizer.param_groups)["master"] = rng.choice(["exact", "fp32", None])
+        rng.choice(side.optimizer.param_groups)["master"] = rng.choice(MASTERS)
 
 
 def states_of_group(side: Side, rng: random.Random) -> None:
@@ -351,7 +375,7 @@ def moment_of_other_dtype(side: Side, rng: random.Random) -> None:
     for name in names:
         if entry[name].is_floating_point():
             # torch would go on in bf16, where ours computes in fp32
-            entry[name] = entry[name].to(rng.choice([torch.float64, BF16] if side.low else [torch.float64]))
+            entry[name] = entry[name].to(rng.choice([torch.float64, BF16, FP16] if side.low else [torch.float64]))
 
 
 def moments_swapped(side: Side, rng: random.Random) -> None:
@@ -415,15 +439,16 @@ EDITS: list[Callable[[Side, random.Random], None]] = [
 def sides(seed: int, rng: random.Random) -> list[Side]:
     """Ours and its peer, from the same start."""
     low = rng.random() < 0.5 and not fp32_only
-    dtype = BF16 if low else FP32
-    name = rng.choice(["AdamW", "SGD"] if low else list(KINDS))
+    dtype = rng.choice([BF16, BF16, FP16]) if low else FP32
+    name = rng.choice(list(KINDS))
     shapes = [
         rng.choice([(6, 4), (5,), (3, 3), (2, 3, 4), (70, 9), (1,)]) for _ in range(rng.randrange(1, 5))
     ]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": rng.choice([0.0, 0.1])}
     if name == "SGD":
         options["momentum"] = rng.choice([0, 0.9])
-    own = {"master": rng.choice(["exact", "exact", "fp32", None]), "state_dtype": rng.choice(STATES)}
+    masters = ["exact", "exact", *(m for m in MASTERS if dtype is BF16 or m != "stochastic")]
+    own = {"master": rng.choice(masters), "state_dtype": rng.choice(STATES), "seed": rng.randrange(9)}
     made: list[Side] = []
     for turn in range(2):
         generator = torch.Generator().manual_seed(seed)
@@ -434,7 +459,8 @@ def sides(seed: int, rng: random.Random) -> list[Side]:
     return made
 
 
-STATES = ["fp32", "8bit"]
+STATES = ["fp32", "bf16", "8bit"]
+MASTERS: list[Any] = ["exact", "fp32", "stochastic", None]
 
 
 def _builder(name: str, low: bool, peer: bool, options: dict[str, Any], own: dict[str, Any]) -> Any:
