@@ -42,11 +42,12 @@ class PlainLion(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                g = -p.grad if group.get("maximize") else p.grad
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                g = (-p.grad if group.get("maximize") else p.grad).to(p.dtype)
+                m = self.state[p].get("exp_avg", torch.zeros_like(p)).to(p.dtype)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
+                # each product rounded, as ours: a last bit can turn the sign of a sum that is nearly zero
                 p.sub_((m * beta1 + g * (1 - beta1)).sign_(), alpha=group["lr"])
-                m.mul_(beta2).add_(g, alpha=1 - beta2)
+                self.state[p]["exp_avg"] = m.mul_(beta2).add_(g * (1 - beta2))
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -385,15 +386,15 @@ def moments_swapped(side: Side, rng: random.Random) -> None:
 
 
 def step_set(side: Side, rng: random.Random) -> None:
-    entry, _ = side.entry(rng)
+    (entry, _), step = side.entry(rng), rng.randrange(1, 50)
     if isinstance(entry.get("step"), Tensor) and "momentum" not in side.optimizer.defaults:
-        entry["step"] = torch.tensor(float(rng.randrange(1, 50)))
+        entry["step"] = torch.tensor(float(step))
 
 
 def step_filled(side: Side, rng: random.Random) -> None:
-    entry, _ = side.entry(rng)
+    (entry, _), step = side.entry(rng), rng.randrange(1, 50)
     if isinstance(entry.get("step"), Tensor) and "momentum" not in side.optimizer.defaults:
-        entry["step"].fill_(rng.randrange(1, 50))
+        entry["step"].fill_(step)
 
 
 def note_kept_in_state(side: Side, rng: random.Random) -> None:
