@@ -182,6 +182,45 @@ def test_a_loop_that_clamps_through_data_is_followed_to_the_end():
     assert max(float(p.abs().max()) for p in exact(amp).values()) <= 0.0101
 
 
+@pytest.mark.parametrize("edit", ["copied", "halved", "moved"])
+@each_kind
+def test_a_weight_set_through_data_late_in_training_stays_set(kind, edit):
+    model, amp = prepared(kind)
+    train(model, amp, 23)
+    weight = model[3].weight
+    value = torch.full_like(weight, 0.25)
+    if edit == "copied":
+        weight.data.copy_(value)
+    elif edit == "halved":
+        value = weight.detach() / 2
+        weight.data.mul_(0.5)
+    else:
+        weight.data = value.clone()
+    train(model, amp)
+    assert (exact(amp)["3.weight"] - value).abs().max() < 0.015
+
+
+def test_single_elements_changed_through_data_late_are_told_of_and_then_followed():
+    model, amp = prepared("torch")
+    weight = model[3].weight
+    steps = 0
+
+    def until(last):
+        nonlocal steps
+        while steps < last:
+            train(model, amp, 1)
+            weight.data[0, 1] = 0.5  # no sample holds it
+            steps += 1
+
+    train(model, amp, 22)
+    steps = 22
+    with pytest.warns(HalfstepWarning, match=r"through \.data.*torch\.no_grad"):
+        until(32)
+    until(40)
+    train(model, amp, 1)
+    assert abs(float(exact(amp)["3.weight"][0, 1]) - 0.5) < 0.02
+
+
 # --- prepare, revert and settings --------------------------------------------------------------------------
 
 

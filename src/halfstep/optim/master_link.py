@@ -4,6 +4,7 @@ It never refers to the optimizer, so that the optimizer's hooks may own it witho
 """
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -11,17 +12,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.names import canonical, named_parameters
+from halfstep.optim.storage import is_dense
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
 LOW = frozenset({torch.float16, torch.bfloat16})
 WATCHED_STEPS = 20
 """Steps in which a loop shows its habits: does it change weights through `.data`, which no version counts?"""
+LOOK_EVERY = 32
+"""Afterwards every weight is read in every so manieth step, a sample of each in the others."""
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
 
@@ -116,6 +121,49 @@ class LoadHook:
         return LoadHook, ()
 
 
+def _on_host(weight: Tensor) -> bool:
+    """Whether looking at a weight's values costs no waiting."""
+    return weight.is_cpu and not is_traceable_wrapper_subclass(weight)
+
+
+class Samples:
+    """A few elements of every weight on the host beside those of its master."""
+
+    COUNT = 16
+
+    def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        self._places = _places(weights, masters)
+        pairs = [(w.detach(), m.detach()) for w, m in zip(weights, masters) if _on_host(w)]
+        # in one memory order without gaps; the others wait for the next look at everything
+        pairs = [(w, m) for w, m in pairs if w.stride() == m.stride() and is_dense(w)]
+        self._by_dtype = [
+            ([_few(w) for w, _ in some], [_few(m) for _, m in some])
+            for some in ([pair for pair in pairs if pair[0].dtype == dtype] for dtype in LOW)
+            if some
+        ]
+
+    def fits(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+        """Whether weights and masters lie where they lay."""
+        return self._places == _places(weights, masters)
+
+    def same(self) -> bool:
+        """Whether the samples of the weights are the masters', rounded."""
+        for weights, masters in self._by_dtype:
+            low = torch.cat(weights)
+            if not torch.equal(low.view(torch.int16), torch.cat(masters).to(low.dtype).view(torch.int16)):
+                return False
+        return True
+
+
+def _few(t: Tensor) -> Tensor:
+    return t.as_strided((t.numel(),), (1,))[:: max(1, t.numel() // Samples.COUNT)]
+
+
+def _places(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
+    pairs = zip(weights, masters)
+    return [(w.data_ptr(), m.data_ptr(), w.dtype, w.shape) for w, m in pairs if _on_host(w)]
+
+
 class Link:
     """The pairs of one optimizer, in its order, and the hooks that keep them together."""
 
@@ -129,6 +177,7 @@ class Link:
         self._pending: list[Tensor] | None = None
         self._steps = 0
         self._edits_data = False
+        self._samples: Samples | None = None
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
@@ -229,11 +278,38 @@ class Link:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
         for w, m, seen in zip(self.weights, self.masters, self._versions):
             if everything or w._version != seen:
-                same = m.to(w.dtype) == w
-                if w._version == seen and w.is_cpu and not self._edits_data:
-                    self._edits_data = not bool(same.all())
-                m.copy_(torch.where(same, m, w.to(torch.float32)))
+                low = m.to(w.dtype)
+                if _on_host(w):
+                    if torch.equal(low.view(torch.int16), w.view(torch.int16)):
+                        continue
+                    self._edits_data |= w._version == seen
+                m.copy_(torch.where(low == w, m, w.to(torch.float32)))
         self._versions = [w._version for w in self.weights]
+
+    @torch.no_grad()
+    def _seems_changed(self) -> bool:
+        """Whether a sample of some weight is not its master's, or a weight has moved."""
+        known = self._samples
+        if known is None or not known.fits(self.weights, self.masters):
+            self._samples = known = Samples(self.weights, self.masters)
+            return True
+        return not known.same()
+
+    def _take_edits(self) -> None:
+        """Bring what was changed since the last step into the masters."""
+        watched = self._edits_data or self._steps <= WATCHED_STEPS
+        if watched or self._seems_changed():
+            return self.sync(everything=True)
+        self.sync(everything=self._steps % LOOK_EVERY == 0)
+        if self._edits_data:
+            warnings.warn(
+                "elements of 16-bit weights were changed through .data, where no change is counted. From here "
+                "on they are followed; such changes of single elements before were undone by the next step: "
+                "change weights under torch.no_grad() instead",
+                HalfstepWarning,
+                stacklevel=2,
+            )
+        return None
 
     @torch.no_grad()
     def take(self, values: Mapping[int, Tensor]) -> None:
@@ -295,7 +371,7 @@ class Link:
             )
         self.adopt(optimizer, {})
         self._steps += 1
-        self.sync(everything=self._edits_data or self._steps <= WATCHED_STEPS)
+        self._take_edits()
         self.widen()
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
