@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat import torch_amp
-from halfstep.errors import HalfstepWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -339,16 +338,59 @@ def test_fp16_arithmetic_of_ours_is_never_compiled():
     assert len(compiled_frames) == 3  # `step`, once a shape
 
 
-class Inside(nn.Module):
+class Exported(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.linear = W, LINEAR
+        self.function = function
+
     def forward(self, x):
-        with hs.autocast("cpu", BF16):
-            return x @ x.t(), x.exp()
+        return self.function(x)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_says_that_it_keeps_no_region(strict):
-    with pytest.warns(HalfstepWarning, match=r"torch\.export keeps no region"):
-        exported = torch.export.export(Inside(), (X,), strict=strict)
-    assert exported.module()(X)[0].dtype == torch.float32
+def many_rules(x):
+    """Every kind of rule, off and other regions within, ops with two inputs and of fp64."""
+    y = x @ W
+    with hs.autocast("cpu", BF16, policy=EDITED):
+        a = x @ W
     with hs.autocast("cpu", BF16):
-        assert (X @ W).dtype == BF16
+        low = LINEAR(x)
+        both = (
+            torch.cat([low, low.exp()]),
+            low + low.exp(),
+            low.softmax(-1),
+            nn.functional.layer_norm(low, (8,)),
+        )
+        loss = nn.functional.cross_entropy(low, torch.zeros(4, dtype=torch.long))
+        with hs.autocast("cpu", enabled=False):
+            off = x @ W
+        with hs.autocast("cpu", FP16):
+            other = x @ W
+        wide = low.double() @ W.double()
+    return y, a, low, *both, loss, off, other, wide, x @ W
+
+
+@pytest.mark.filterwarnings("ignore:A model attribute", "ignore:While compiling, we found certain side")
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("name", ["decorated", "compat", "nested", "outside", "fp16", "many_rules"])
+def test_an_exported_program_has_the_casts_of_its_regions(name, strict):
+    function = {**WHOLE, "many_rules": many_rules}[name]
+    exported = torch.export.export(Exported(function), (X,), strict=strict)
+    for got, expected in zip(exported.module()(X), function(X), strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("maia")
+
+
+@pytest.mark.filterwarnings("ignore:A model attribute", "ignore:While compiling, we found certain side")
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_an_op_that_a_policy_bans_is_refused_by_export(strict):
+    banned = hs.Policy().with_rules(banned=["exp"])
+
+    def refused(x):
+        with hs.autocast("cpu", BF16, policy=banned):
+            return (x @ W).exp()
+
+    with pytest.raises(Exception, match="exp is banned under bf16"):
+        torch.export.export(Exported(refused), (X,), strict=strict)

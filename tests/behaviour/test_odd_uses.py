@@ -8,7 +8,14 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.cli import main
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning, UnsupportedError
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    HalfstepError,
+    HalfstepWarning,
+    ScalerStateError,
+    UnsupportedError,
+)
 from halfstep.recipes.data import Batches
 
 
@@ -142,6 +149,26 @@ def test_what_prepare_cannot_do_it_refuses(case):
         call(model, optimizer)
     assert model.weight.dtype == torch.float32
     assert hs.prepare(model, optimizer, level="O2", dtype="bf16").masters
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+def test_preparing_again_at_o1_hands_the_optimizer_to_the_later_session(kind):
+    model = nn.Linear(4, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    first = hs.prepare(model, optimizer, level="O1", dtype="fp16", loss_scale=8.0)
+    second = hs.prepare(model, optimizer, level="O1", dtype="fp16", loss_scale=4.0)
+    x = torch.ones(3, 4)
+    for turn in range(3):
+        before = model.weight.detach().clone()
+        with second.autocast():
+            loss = model(x).float().sum()
+        second.backward(loss)
+        if not turn:
+            with pytest.raises(ScalerStateError, match="not scaled"):
+                first.step()
+            continue
+        second.step()
+        torch.testing.assert_close(model.weight, before - (0.1 if turn > 1 else 0.2) * 3)
 
 
 def test_preparing_twice_names_the_masters():

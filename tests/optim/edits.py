@@ -376,7 +376,9 @@ def moment_of_other_dtype(side: Side, rng: random.Random) -> None:
     for name in names:
         if entry[name].is_floating_point():
             # torch would go on in bf16, where ours computes in fp32
-            entry[name] = entry[name].to(rng.choice([torch.float64, BF16, FP16] if side.low else [torch.float64]))
+            entry[name] = entry[name].to(
+                rng.choice([torch.float64, BF16, FP16] if side.low else [torch.float64])
+            )
 
 
 def moments_swapped(side: Side, rng: random.Random) -> None:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -23,9 +22,10 @@ from halfstep.autocast.dynamo import (
     put_back_when_broken,
     traced_from_outside,
 )
+from halfstep.autocast.exporting import record_casts
 from halfstep.autocast.kernel_choice import Kernels, KernelTable, install_measured, table_of
 from halfstep.autocast.state import Setting, Switch
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
 
 P = ParamSpec("P")
@@ -42,12 +42,7 @@ def _switch(
 ) -> Switch:
     switch = regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
     if switch[1] and torch.compiler.is_exporting():
-        warnings.warn(
-            "torch.export keeps no region of halfstep: the exported program computes these ops in the dtypes "
-            "they are given. Export with torch.autocast in its place, or a model converted by hs.convert",
-            HalfstepWarning,
-            stacklevel=3,
-        )
+        record_casts()
     put_back_when_broken((switch[0], *regions.CARRIERS))
     return switch
 

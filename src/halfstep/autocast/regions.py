@@ -176,7 +176,8 @@ _registered: set[tuple[torch._ops.OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def _key(device_type: str) -> torch._C.DispatchKey:
+def key_of(device_type: str) -> torch._C.DispatchKey:
+    """The dispatch key at which a device type's regions work."""
     if device_type == _C._get_privateuse1_backend_name():
         return _C.DispatchKey.AutocastPrivateUse1
     return _C._dispatch_key_parse(f"Autocast{device_type.upper()}")
@@ -186,7 +187,7 @@ def _site(op: torch._ops.OpOverload, device_type: str) -> Site:
     """The site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
-        key, native, rule = _key(device_type), None, None
+        key, native, rule = key_of(device_type), None, None
         name = _C._dispatch_key_name(key)
         if _C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
             native = torch.library.get_kernel(op, name)
@@ -346,6 +347,12 @@ def _code_for(policy: Policy, kernels: KernelTable) -> Code:
             place += 1
         _codes[policy, kernels], _policies[code] = code, (policy, kernels)
     return _codes[policy, kernels]
+
+
+def coded_policy(device_type: str) -> Policy | None:
+    """The policy of the region that torch's own state stands for, as in code that is compiled or exported."""
+    setting = _from_code(device_type)
+    return None if setting is None else setting.policy
 
 
 def _from_code(device_type: str) -> Setting | None:

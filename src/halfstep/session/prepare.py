@@ -348,6 +348,9 @@ def prepare(
         batch: for "auto": what `step` is called with.
         seconds: for "auto": measure no longer than this.
 
+    Preparing again at O0 or O1 is harmless: the later session takes the optimizer over. At O2 and O3 it is
+    refused: `revert()` first.
+
     Raises:
         ConfigError: an unknown level, dtype or policy, a model without parameters, an optimizer over
             parameters of another model.

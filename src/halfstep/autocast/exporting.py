@@ -1,0 +1,86 @@
+"""The casts of a region as ops of an exported program.
+
+`torch.export` records ops before they reach the dispatcher's Autocast key, where a region works, so that a
+program would be recorded without casts. Within a region each op is here given the casts of its rule first;
+they and the op below them are what is recorded, and the program needs no region to run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.autocast import casts, regions
+from halfstep.autocast.casts import Runner, Site
+from halfstep.policy.policy import Policy
+
+_C: Any = torch._C
+_MODE = "torch.fx.experimental.proxy_tensor"
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.casts = False
+
+
+_here = _Here()
+_taught: list[type] = []
+
+
+def record_casts() -> None:
+    """Have the export that is under way record what regions cast."""
+    mode: Any = sys.modules[_MODE].ProxyTorchDispatchMode
+    if mode in _taught:
+        return
+    _taught.append(mode)
+    record = mode.__torch_dispatch__
+
+    def __torch_dispatch__(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        run = None if _here.casts or not self.pre_dispatch else _run_for(func, args, given)
+        if run is None:
+            return record(self, func, types, args, kwargs)
+        _here.casts = True
+        try:
+            with self:  # on whose stack the casts are recorded too
+                return run(None, args, given)
+        finally:
+            _here.casts = False
+
+    mode.__torch_dispatch__ = __torch_dispatch__
+
+
+def _run_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
+    """What the region does with an op; None where it leaves the op alone, or there is none of ours."""
+    if not torch.is_autocast_enabled(regions.CARRIERS[0]):
+        return None
+    for device_type in dict.fromkeys(t.device.type for t in _tensors((*args, *kwargs.values()))):
+        policy = regions.coded_policy(device_type) if torch.is_autocast_enabled(device_type) else None
+        if policy is not None:
+            return _runner(func, device_type, policy)
+    return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)  # pyright: ignore[reportUnknownArgumentType]
+
+
+@cache
+def _runner(op: torch._ops.OpOverload, device_type: str, policy: Policy) -> Runner | None:
+    name = op._schema.name.removeprefix("aten::")
+    if op._schema.is_mutable and not name.endswith("_"):
+        return None
+    site = Site(op, device_type, regions.key_of(device_type), None, None)
+    return casts.runner(site, policy.rows(device_type).get(name), policy.compute_dtype, False)
