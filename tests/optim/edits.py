@@ -2,8 +2,9 @@
 
 Run by hand or in a child process: `python -m tests.optim.edits FIRST COUNT [--guard] [--fp32]`. The peer of
 fp32 weights is torch's optimizer of the same kind (of Lion the paper's lines in torch); that of 16-bit
-weights is our plain reference, made to forget everything before each step. Equal numbers, or a refusal by name: anything else is printed and counted
-as a failure. With `--guard` tensors of the user's end where a page begins that may not be touched.
+weights is our plain reference, made to forget everything before each step. Equal numbers, or a refusal by
+name: anything else is printed and counted as a failure. With `--guard` tensors of the user's end where a page
+begins that may not be touched.
 """
 
 from __future__ import annotations

@@ -304,8 +304,8 @@ class Link:
         if self._edits_data:
             warnings.warn(
                 "elements of 16-bit weights were changed through .data, where no change is counted. From "
-                "here on they are followed; such changes of single elements before were undone by the next step: "
-                "change weights under torch.no_grad() instead",
+                "here on they are followed; such changes of single elements before were undone by the next "
+                "step: change weights under torch.no_grad() instead",
                 HalfstepWarning,
                 stacklevel=2,
             )
