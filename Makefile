@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test test-all check docs machines bench gpu paper clean
+.PHONY: demo test test-all check docs machines bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -48,6 +48,9 @@ paper: .venv/demo.stamp  ## re-create the 2018 paper's phenomena; writes paper.h
 gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/<machine>/*.json
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python benchmarks/run_all.py --device cuda
+
+soak: .venv/dev.stamp  ## random infs, saves, kills, resumes on 1, 2 and 4 ranks, bit-identical at the end; MINUTES=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),5)
 
 clean:
 	rm -rf .venv report.html runs

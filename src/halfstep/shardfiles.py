@@ -92,6 +92,10 @@ def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> 
     for name, piece in pieces.items():
         size = piece.value.numel() * piece.value.element_size()
         kind = _NAMES.get(piece.value.dtype)
+        if name == "__metadata__":
+            raise CheckpointError(
+                "a tensor named '__metadata__' would hide what a safetensors file says of itself"
+            )
         if kind is None:
             raise CheckpointError(f"{name!r} is {piece.value.dtype}, which safetensors files cannot hold")
         shape = list(piece.value.shape)

@@ -119,7 +119,7 @@ def killed(folder, way, chosen, inside):
     meet = folder / f"meet{chosen.random()}"
     meet.mkdir()
     processes = start(resume, 2, (str(folder / "run"), way, STEPS * 100, True), meet)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     wanted = done + 1 + chosen.randrange(4)
     while (now := newest(folder / "run")) is None or int(now.name[5:]) < wanted:
         assert time.monotonic() < until, [p.exitcode for p in processes]
@@ -132,7 +132,7 @@ def killed(folder, way, chosen, inside):
     os.kill(processes[chosen.randrange(2)].pid, signal.SIGKILL)
     left = bool(list((folder / "run").glob(".step-*.tmp")))
     for process in processes:
-        process.join(timeout=60)  # the other rank ends by itself
+        process.join(timeout=300)  # the other rank ends by itself
         assert process.exitcode not in (None, 0)
     return left
 

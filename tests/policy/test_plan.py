@@ -224,6 +224,7 @@ def test_toml_round_trips(rules: list[PlanRule]) -> None:
     ("text", "message"),
     [
         ("[[rule]", "not TOML"),
+        ("a = " + "[" * 5000, "not TOML"),
         ("speed = 1", "given 'speed'"),
         ("[rule]\npattern = 'a'", "given a \\[rule\\] table"),
         ("[[rule]]\ndtype = 'fp32'", "rule 1 of the plan has no pattern"),

@@ -107,11 +107,14 @@ class PlanRule:
 
 
 def _globs(pattern: list[str], path: list[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return _globs(pattern[1:], path) or (bool(path) and _globs(pattern, path[1:]))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _globs(pattern[1:], path[1:])
+    """Whether components match; in time of their product, however many `**` there are."""
+    reached = {0}
+    for part in pattern:
+        if part == "**":
+            reached = set(range(min(reached), len(path) + 1)) if reached else reached
+        else:
+            reached = {i + 1 for i in reached if i < len(path) and fnmatchcase(path[i], part)}
+    return len(path) in reached
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Plan:
             raise PlanError(f"a plan is read from TOML text, got {type(text).__name__}: read the file first")
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise PlanError(f"this plan is not TOML: {error}") from error
         tables = document.pop("rule", [])
         settings, measured = document.pop("settings", None), document.pop("measured", [])

@@ -101,7 +101,7 @@ def _write(
         digest, count = shardfiles.write(file, pieces, about)
         told: Any = (file.name, digest, count)
     except OSError as error:
-        told = f"cannot write {file}: {checkpoint.reason(error, path, needed)}"
+        told = f"cannot write {path}: {checkpoint.reason(error, path, needed)}"
     except CheckpointError as error:
         told = str(error)
     everyone = gather(told, group)
@@ -116,7 +116,8 @@ def _write(
     if wrong:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{wrong[0]}; what was saved before stands")
+        stands = "what was saved before stands"
+        raise CheckpointError(wrong[0] if stands in wrong[0] else f"{wrong[0]}; {stands}")
 
 
 def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
