@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.nodes import Node, is_finite, tensors_in
@@ -72,7 +73,7 @@ def outlying_weight(
     """The parameter behind the op's inputs of which one row is far larger than the others, if any."""
     read = {t.untyped_storage().data_ptr() for t in _sources(node) if t.layout == torch.strided and t.numel()}
     worst: tuple[float, Outlier] | None = None
-    for name, p in parameters:
+    for name, p in ((name, local_of(p)) for name, p in parameters):
         if p.layout != torch.strided or not p.numel() or p.untyped_storage().data_ptr() not in read:
             continue
         p = originals.get(key_of(p), p).detach()  # as it was before the update

@@ -258,7 +258,7 @@ class Tape:
         """Runs one kernel and records it."""
         if self._busy or func.namespace == "profiler":
             return func(*args, **kwargs)
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace or func.namespace == "fsdp":  # fsdp's lay out memory for collectives
             return self._collective(func, args, kwargs)
         phase, site = self._locate(func)
         node = Node(len(self.nodes), func, phase, site)

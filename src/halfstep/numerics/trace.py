@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import gather, world_size
+from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.actors import Actors
@@ -396,7 +396,7 @@ def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
 def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     """The op read a value that was not finite before the step began: whose is it?"""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
-    for kind, name, value in _named_values(actors):
+    for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(actors)):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
             return Cause("weights", f"weights: {kind} {name} was not finite before the step")
     if any(tape.was_received(t) for t in node.outside):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import gather, world_size
+from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.gradients.per_parameter import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
@@ -255,8 +255,8 @@ class Watch:
         if self._sampling and not replaying():
             for parameter in _updated(optimizer):
                 if parameter.grad is not None:
-                    self._before[parameter] = parameter.detach().clone()
-                    self._held[parameter] = [spread(t).clone() for t in held(optimizer, parameter)]
+                    self._before[parameter] = local_of(parameter).detach().clone()
+                    self._held[parameter] = [spread(t).clone() for t in _held(optimizer, parameter)]
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if replaying():
@@ -284,11 +284,14 @@ class Watch:
             if before is None:
                 continue
             name = self._names.get(weight_of(parameter), f"parameter {place}")
-            update = parameter.detach() - before
+            update = local_of(parameter).detach() - before
             self._count("update", name, update)
-            gradient, now = parameter.grad, held(optimizer, parameter)
+            gradient, now = parameter.grad, _held(optimizer, parameter)
             # Masters that the step itself made have no value from before it.
             if gradient is None or gradient.layout != torch.strided or len(now) != len(held_before):
+                continue
+            gradient = local_of(gradient)
+            if gradient.shape != before.shape:  # partial sums of tensor parallelism
                 continue
             moved = spread(gradient) != 0
             if found_inf is not None:  # a skipped step loses nothing; its flag stays on the device
@@ -454,6 +457,11 @@ def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     if is_session(optimizer):
         return list(optimizer.optimizers)
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    """What holds the value of a parameter, on this rank."""
+    return [local_of(t) for t in held(optimizer, parameter)]
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -154,8 +154,7 @@ class Shards:
             specs = [grad._spec for grad in grads]
         except AttributeError:  # none, or of a parameter that is not sharded
             return [self.of(p) for p in params]
-        same = len(specs) == len(order.specs) and all(map(is_, specs, order.specs))
-        if same and set(map(type, found)) <= {Tensor}:
+        if specs == order.specs and set(map(type, found)) <= {Tensor}:
             return found
         parts = [self.of(p) for p in params]
         order.specs = specs if all(map(is_, parts, found)) else []
