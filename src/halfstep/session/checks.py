@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
@@ -45,3 +46,30 @@ def check_state(state: Any, level: Level, policy: Policy) -> None:
                 f"this state was saved with {what} {state.get(what)}, the session has {own}: "
                 f"prepare with that {what} to resume"
             )
+
+
+def indices_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+    named: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[int]:
+    """The numbers of the named optimizers, all for None; ConfigError for one that is not of the session."""
+    if named is None:
+        return list(range(len(optimizers)))
+    listed = [named] if isinstance(named, torch.optim.Optimizer) else list(named)
+    return [index_of(optimizers, one) for one in listed]
+
+
+def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: torch.optim.Optimizer | None) -> int:
+    """The number of an optimizer, None being the only one; ConfigError where that is not clear."""
+    if optimizer is None:
+        if not optimizers:
+            raise ConfigError(
+                "this session has no optimizer, it only evaluates: give prepare(model, optimizer) one"
+            )
+        if len(optimizers) != 1:
+            raise ConfigError(f"this session has {len(optimizers)} optimizers: name the one to step")
+        return 0
+    for index, mine in enumerate(optimizers):
+        if mine is optimizer:
+            return index
+    raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")

@@ -93,7 +93,7 @@ def scale_of(carried: Carried) -> LossScale | None:
     return NoLossScale() if isinstance(carried, Unscaled) else carried.scale
 
 
-def opened(before: Carried, scale: LossScale, group: frozenset[int], loss: int = 0) -> Scaled:
+def joining(before: Carried, scale: LossScale, group: frozenset[int], loss: int = 0) -> Scaled:
     """What backward at `scale` makes of it; who shared a loss before the step still does."""
     shared = before.group if isinstance(before, Scaled | Unscaled) else frozenset[int]()
     return Scaled(scale, group | shared, loss=loss)
@@ -120,8 +120,14 @@ class StepState:
 
     def rescaled(self, loss: int, scale: LossScale) -> StepState:
         """The state in which loss number `loss` has `scale`."""
-        scales = (*self.loss_scales[:loss], scale, *self.loss_scales[loss + 1 :])
-        return replace(self, loss_scale=scales[0], more_scales=scales[1:])
+        first, *more = (*self.loss_scales[:loss], scale, *self.loss_scales[loss + 1 :])
+        return StepState(first, self.skips, self.carried, self.steps, self.told, tuple(more))
+
+    def counted(self) -> StepState:
+        """The state after one more step."""
+        return StepState(
+            self.loss_scale, self.skips, self.carried, self.steps + 1, self.told, self.more_scales
+        )
 
     @property
     def awaits_step(self) -> bool:
@@ -131,7 +137,8 @@ class StepState:
     def carrying(self, index: int, value: Carried) -> StepState:
         """The state in which optimizer `index` carries `value`."""
         kept = self.carried
-        return replace(self, carried=(*kept[:index], value, *kept[index + 1 :]))
+        carried = (*kept[:index], value, *kept[index + 1 :])
+        return StepState(self.loss_scale, self.skips, carried, self.steps, self.told, self.more_scales)
 
     def emptied(self) -> StepState:
         """The state in which no optimizer has gradients of ours."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,14 +108,28 @@ def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collectio
             w.grad = grad
 
 
-def one_loss(loss: Any) -> Any:
-    """A loss as it is, or the sum in fp32 of several; ConfigError for a list that holds anything else."""
-    if not isinstance(loss, list | tuple):
-        return loss
-    wrong = [i for i, one in enumerate(loss) if not isinstance(one, Tensor) or one.numel() != 1]
-    if wrong or not loss:
+def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
+    """A loss as it is, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
+    if isinstance(loss, list | tuple):
+        loss = _sum_of(loss)
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise ConfigError(
-            f"backward got {len(loss)} losses, those at {wrong} are no scalar tensors: give at least one, "
+            "backward got a loss that no parameter can learn from (requires_grad is False): "
+            "compute it with gradients enabled and without detach()"
+        )
+    if loss.numel() != 1 and "gradient" not in options:
+        raise ConfigError(
+            f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
+            "reduce it (loss.mean()) or pass gradient="
+        )
+    return loss
+
+
+def _sum_of(losses: Sequence[Any]) -> Tensor:
+    wrong = [i for i, one in enumerate(losses) if not isinstance(one, Tensor) or one.numel() != 1]
+    if wrong or not losses:
+        raise ConfigError(
+            f"backward got {len(losses)} losses, those at {wrong} are no scalar tensors: give at least one, "
             "each reduced to one number"
         )
-    return torch.stack([one.float().reshape(()) for one in loss]).sum()
+    return torch.stack([one.float().reshape(()) for one in losses]).sum()

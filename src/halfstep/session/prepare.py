@@ -34,6 +34,7 @@ from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
 from halfstep.session.session import Models, Optimizers, Session
+from halfstep.session.setup import Setup
 from halfstep.session.steppers import parameters_of
 from halfstep.session.weights import fit_states
 from halfstep.tuning.search import Tuning
@@ -375,24 +376,21 @@ def prepare(
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
     warn_of_low_weights(row, optimizers)
-    scale, *more = loss_scales_of(loss_scale, row, compute)
-    scaled = any(not isinstance(one, NoLossScale) for one in (scale, *more))
+    scales = loss_scales_of(loss_scale, row, compute)
+    scaled = any(not isinstance(one, NoLossScale) for one in scales)
     skips = skips_of(on_nonfinite, skip_nonfinite, scaled)
     table = same_on_all_ranks(table_of(kernels), device, compute)
     counts = SkipCount(limit=max_skips)
     warn_of_lost_masters(row, models, optimizers, compute)
     relayout = Relayout(models if layout == "channels_last" else ())
-    conversions: list[Conversion] = []
-    masters: dict[int, MasterWeights] = {}
+    setup = Setup(models, optimizers, row, chosen, table, device, skips, relayout)
     try:
-        conversions, masters = apply_level(row, models, optimizers, plan, compute)
-        settings = (row, chosen, scale, device, skips, counts)
-        session = Session(models, optimizers, *settings, conversions, masters, table, on_nonfinite, more)
+        setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute)
+        session = Session(setup, scales, counts, on_nonfinite)
     except Exception:
-        take_back(conversions, masters)
+        take_back(setup.conversions, setup.masters)
         relayout.revert()
         raise
-    session.layout = relayout
     session.settle()
     return session
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,49 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.autocast import kernel_choice
-from halfstep.autocast.context import autocast
 from halfstep.autocast.dynamo import never_compiled
-from halfstep.autocast.kernel_choice import KernelTable
-from halfstep.convert.conversion import Conversion
-from halfstep.convert.layout import Relayout
 from halfstep.distributed import all_ranks, world_size
-from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError, UnsupportedError
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients.stats import AnyStats
 from halfstep.numerics.replayable import Replayable
-from halfstep.optim.masters import MasterWeights
-from halfstep.policy.levels import Level
-from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import losses, registry, saving
-from halfstep.session.checks import check_clip, check_scheduler, check_state
+from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
+from halfstep.session.checks import check_clip, check_scheduler, check_state, index_of, indices_of
 from halfstep.session.describe import in_words, one_line
-from halfstep.session.gradient_state import (
-    Empty,
-    Kept,
-    Scaled,
-    Share,
-    StepState,
-    Unscaled,
-    changed,
-    marks,
-    opened,
-    scale_of,
-)
-from halfstep.session.guards import (
-    CHANGED,
-    check_gradients,
-    kept_gradients,
-    one_loss,
-    refuse_direct_steps,
-)
+from halfstep.session.gradient_state import Empty, Kept, Scaled, Share, StepState, Unscaled, scale_of
+from halfstep.session.guards import CHANGED, kept_gradients, one_loss, refuse_direct_steps
 from halfstep.session.losses import inverse
 from halfstep.session.nonfinite import NonFinite
 from halfstep.session.ranks import RankGuard
+from halfstep.session.setup import OfSetup, Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, TorchStepper
-from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
-from halfstep.tuning.search import Tuning
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -76,6 +51,9 @@ PARTLY = (
     "were updated"
 )
 
+#: What gradients carry while their own step runs the optimizer's, which is no direct step then.
+UPDATING = Kept(NoLossScale())
+
 #: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
 WATCHED_STEPS = 20
 
@@ -83,87 +61,44 @@ WATCHED_STEPS = 20
 HISTORY = 10_000
 
 
-_FIXED = frozenset({"level", "device", "model", "models", "optimizers"})
-
-
-class Session:
+class Session(OfSetup):
     """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
 
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
     called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
     looks at its gradients; neither may change anything. `kernels` says by which kernels ops run.
+
+    Large because it is the front door: more than half of it is what its methods say to users.
     """
 
     def __init__(
-        self,
-        models: list[nn.Module],
-        optimizers: list[torch.optim.Optimizer],
-        level: Level,
-        policy: Policy,
-        loss_scale: LossScale,
-        device: torch.device,
-        skip_nonfinite: bool,
-        skips: SkipCount,
-        conversions: list[Conversion],
-        masters: dict[int, MasterWeights],
-        kernels: KernelTable,
-        on_nonfinite: str | None = None,
-        more_scales: Sequence[LossScale] = (),
+        self, setup: Setup, scales: Sequence[LossScale], skips: SkipCount, on_nonfinite: str | None
     ) -> None:
-        self.models, self.optimizers = models, optimizers
-        self.level, self.policy, self.device = level, policy, device
-        self.skip_nonfinite = skip_nonfinite
-        self.state = StepState(
-            loss_scale, skips, tuple(Empty() for _ in optimizers), more_scales=tuple(more_scales)
-        )
-        self.conversions, self.masters, self.kernels = conversions, masters, kernels
-        self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
-        self.layout = Relayout(())
-        self.tuning: Tuning | None = None
-        """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
-        self._stepping = False
+        super().__init__(setup)
+        optimizers = setup.optimizers
+        nothing = tuple(Empty() for _ in optimizers)
+        self.state = StepState(scales[0], skips, nothing, more_scales=tuple(scales[1:]))
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
         self._queue = OutcomeQueue()
-        self._nonfinite = NonFinite(
-            on_nonfinite,
-            models,
-            optimizers,
-            any(not isinstance(scale, NoLossScale | StaticLossScale) for scale in self.loss_scales),
-        )
+        adjusts = any(not isinstance(scale, NoLossScale | StaticLossScale) for scale in scales)
+        self._nonfinite = NonFinite(on_nonfinite, setup.models, optimizers, adjusts)
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
         self._steppers: list[Stepper] = [
-            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, masters.get(i))
+            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, setup.masters.get(i))
             for i, o in enumerate(optimizers)
         ]
-        self._releasing = [
-            (i, s) for i, s in enumerate(self._steppers) if isinstance(s, OnePassStepper) and s.releases
-        ]
-        self._ranks = RankGuard(models, optimizers, policy.compute_dtype)
-        free = all(isinstance(scale, NoLossScale) for scale in self.loss_scales)
-        self._handles = [] if free else refuse_direct_steps(optimizers, self._carried)
+        self._ranks = RankGuard(setup.models, optimizers, setup.policy.compute_dtype)
+        free = all(isinstance(scale, NoLossScale) for scale in scales)
+        self._handles: list[Any] = [] if free else refuse_direct_steps(optimizers, self._carried)
 
     def settle(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
-        if self.level.masters:
-            exact = weakref.WeakMethod(self._exact)
-            for conversion in self.conversions:
-                conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
+        self._setup.serve_copies()
         self._handles = [*self._handles, *registry.remember(self)]
-        self._settled = True
-
-    def _exact(self) -> dict[Tensor, Tensor]:
-        """The fp32 value of every weight that has a master."""
-        found: dict[Tensor, Tensor] = {}
-        for values in one_pass_masters(self.level, self.optimizers).values():
-            found.update(values)
-        for masters in self.masters.values():
-            masters.link.sync()
-            found.update((weight, master.detach()) for weight, master in masters.pairs())
-        return found
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""
@@ -179,13 +114,15 @@ class Session:
         return one_line(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and getattr(self, "_settled", False):
-            raise ConfigError(
-                f"Session.{name} cannot be set: it has no effect any more. revert() and prepare() again with "
-                "what you want"
-            )
-        if getattr(self, "_settled", False) and not hasattr(self, name):
-            raise ConfigError(f"Session has no setting {name!r}: it would have no effect")
+        if name not in self.__dict__:
+            own = getattr(type(self), name, None)
+            if isinstance(own, property) and own.fset is None:
+                raise ConfigError(
+                    f"Session.{name} cannot be set: it has no effect any more. revert() and prepare() again "
+                    "with what you want"
+                )
+            if "_handles" in self.__dict__ and own is None:
+                raise ConfigError(f"Session has no setting {name!r}: it would have no effect")
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> Any:
@@ -193,11 +130,6 @@ class Session:
             "a Session cannot be pickled or copied: save state_dict() of model, optimizer and session, then "
             "prepare() and load them"
         )
-
-    @property
-    def model(self) -> nn.Module:
-        """The first (usually the only) model."""
-        return self.models[0]
 
     @property
     def loss_scale(self) -> LossScale:
@@ -222,16 +154,6 @@ class Session:
     def skips(self) -> SkipCount:
         """How many steps were skipped, in a row and in all."""
         return self.state.skips
-
-    def autocast(self, enabled: bool = True) -> autocast:
-        """The region to run forward and loss in: ops run under the session's policy."""
-        if enabled and not torch.compiler.is_compiling():
-            policy, kernels = self.policy, self.kernels  # a replay tries another policy
-            if self._region[0] is not policy or self._region[1] is not kernels:
-                region = autocast(self.device.type, policy=policy, kernels=kernels)
-                self._region = policy, kernels, region
-            return self._region[2]
-        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
     @never_compiled
     def backward(
@@ -260,45 +182,35 @@ class Session:
                 loss_id that has no scale.
         """
         losses.check_loss_id(loss_id, len(self.loss_scales))
-        loss, scale = one_loss(loss), self.loss_scales[loss_id]
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise ConfigError(
-                "backward got a loss that no parameter can learn from (requires_grad is False): "
-                "compute it with gradients enabled and without detach()"
-            )
-        if loss.numel() != 1 and "gradient" not in kwargs:
-            raise ConfigError(
-                f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
-                "reduce it (loss.mean()) or pass gradient="
-            )
+        loss, scale = one_loss(loss, kwargs), self.loss_scales[loss_id]
         self._ranks.check(self.skip_nonfinite)
-        indices = self._indices(optimizer)
+        indices = indices_of(self.optimizers, optimizer)
         apart = len(indices) < len(self.optimizers)
         mixed = [i for i in indices if losses.mixes(self.state.carried[i], loss_id)]
-        with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
+        steppers = enumerate(self._steppers)
+        releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
+        with ExitStack() if releasing or apart or mixed else nullcontext() as stack:
             if stack is not None and apart:
                 stack.enter_context(kept_gradients(self.optimizers, indices))
-            for index, stepper in self._releasing:
+            for index, stepper in releasing:
                 assert stack is not None
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             if stack is not None and mixed:
                 stack.enter_context(self._apart(mixed, frozenset(indices), loss_id))
-            self._open([i for i in indices if i not in mixed], frozenset(indices), loss_id)
+            alone = [i for i in indices if i not in mixed]
+            self.state = opened(self.state, self._steppers, alone, frozenset(indices), loss_id)
             self._nonfinite.backward(loss)
             scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
-            for index in indices:
-                seen, here = self.state.carried[index], tuple(marks(self.optimizers[index]))
-                if isinstance(seen, Scaled):
-                    self.state = self.state.carrying(index, replace(seen, marks=here))
+            self.state = marked(self.state, self.optimizers, indices)
 
     @contextmanager
     def _apart(self, mixed: Sequence[int], group: frozenset[int], loss_id: int) -> Generator[None]:
         """A backward of one loss over optimizers that hold gradients of others: each is looked at alone."""
         scale, steppers = self.loss_scales[loss_id], [self._steppers[i] for i in mixed]
         for index in mixed:
-            self._unscale(index)
+            self.state = unscaled(self.state, self._steppers, index, self.device)
         with losses.set_aside(steppers) as aside:
             yield
             shares = [losses.look(stepper, scale, group, self.device) for stepper in steppers]
@@ -321,77 +233,16 @@ class Session:
         16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
-        index = self._index(optimizer)
-        carried = self._ours(index)
+        index = index_of(self.optimizers, optimizer)
+        carried = ours(self.state, self._steppers, index)
         self.state = self.state.carrying(index, carried)
         if not isinstance(carried.scale, NoLossScale):
-            self._unscale(index)
-
-    def _unscale(self, index: int) -> None:
-        """Divide out the scale that an optimizer's gradients carry; nothing where it was done."""
-        carried = self.state.carried[index]
-        if isinstance(carried, Scaled):
-            edited = changed(carried.marks, marks(self.optimizers[index]))
-            share = losses.look(self._steppers[index], carried.scale, carried.group, self.device)
-            carried = losses.settled(carried, len(self.loss_scales), share, edited)
-        self.state = self.state.carrying(index, carried)
-
-    def _ours(self, index: int) -> Scaled | Unscaled:
-        """What an optimizer's gradients carry; ScalerStateError where there are none, or none of ours."""
-        carried, stepper = self.state.carried[index], self._steppers[index]
-        backward = isinstance(carried, Scaled | Unscaled)
-        check_gradients(stepper, backward)
-        if backward:
-            return carried
-        if not all(isinstance(scale, NoLossScale) for scale in self.loss_scales):
-            raise ScalerStateError(
-                "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
-            )
-        return Scaled(self.loss_scale, frozenset({index}))
+            self.state = unscaled(self.state, self._steppers, index, self.device)
 
     def _carried(self, index: int) -> float | None:
         """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
         scale = scale_of(self.state.carried[index])
-        if self._stepping or isinstance(scale, NoLossScale):
-            return 1.0
         return None if scale is None else scale.read()
-
-    def _indices(self, optimizer: Optimizers) -> list[int]:
-        if optimizer is None:
-            return list(range(len(self.optimizers)))
-        named = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        return [self._index(one) for one in named]
-
-    def _index(self, optimizer: torch.optim.Optimizer | None) -> int:
-        if optimizer is None:
-            if not self.optimizers:
-                raise ConfigError(
-                    "this session has no optimizer, it only evaluates: give prepare(model, optimizer) one"
-                )
-            if len(self.optimizers) != 1:
-                raise ConfigError(f"this session has {len(self.optimizers)} optimizers: name the one to step")
-            return 0
-        for index, mine in enumerate(self.optimizers):
-            if mine is optimizer:
-                return index
-        raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")
-
-    def _open(self, indices: Sequence[int], group: frozenset[int], loss_id: int) -> None:
-        """Note which scale the coming gradients carry; bring older ones to it."""
-        scale = self.loss_scales[loss_id]
-        for index in indices:
-            before = self.state.carried[index]
-            carried = scale_of(before)
-            if carried is not None and carried is not scale:
-                self._rescale(index, carried, scale)
-            self.state = self.state.carrying(index, opened(before, scale, group, loss_id))
-
-    def _rescale(self, index: int, old: LossScale, new: LossScale) -> None:
-        gradients = self._steppers[index].gradients()
-        if gradients:
-            home = gradients[0].device
-            factor = new.tensor(home) * old.inverse(home)
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     @never_compiled
     def step(
@@ -416,26 +267,22 @@ class Session:
             ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
             LossScaleCollapsed: `max_skips` steps in a row were skipped.
         """
-        index = self._index(optimizer)
+        index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
         self._ranks.check(self.skip_nonfinite)
         stepper = self._steppers[index]
-        pending = self._ours(index)
-        self.state = self.state.carrying(index, Empty())
+        pending = ours(self.state, self._steppers, index)
+        self.state = self.state.carrying(index, UPDATING)
         carried = scale_of(pending)
-        if isinstance(pending, Unscaled):
-            edited = pending.edited
-        else:
-            edited = bool(pending.marks) and changed(pending.marks, marks(self.optimizers[index]))
+        edited = was_edited(pending, self.optimizers[index])
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
         inv_scale = None if isinstance(carried, NoLossScale | None) else carried.inverse(self.device)
-        self._stepping = True
         try:
             measured, found, answered = self._update(index, pending, inv_scale, clip_norm)
         finally:
-            self._stepping = False
+            self.state = self.state.carrying(index, Empty())
         self._nonfinite.look(self.optimizers[index], found)
         self.state = losses.adjusted(self.state, answered)
         if zero_grad:
@@ -443,7 +290,7 @@ class Session:
         else:
             kept = Kept(NoLossScale() if stepper.unscaled or carried is None else carried)
             self.state = self.state.carrying(index, kept)
-        self._count()
+        self.state = self.state.counted()
         partly = found is True and self.skip_nonfinite and stepper.releases
         return self._tell(
             losses.carried_value(pending), edited, measured, found, PARTLY if partly else None, scheduler
@@ -512,7 +359,7 @@ class Session:
                 "a rank without batches cannot tell which of several losses the others stepped: use one "
                 "loss_scale with halfstep.distributed.join, or give every rank as many batches"
             )
-        self._count()
+        self.state = self.state.counted()
         if not self.skip_nonfinite:
             return
         flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device))
@@ -520,9 +367,6 @@ class Session:
         scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
         if isinstance(found, bool):
             self.state = replace(self.state, skips=self.skips.after(not found, scale=scale.read()))
-
-    def _count(self) -> None:
-        self.state = replace(self.state, steps=self.state.steps + 1)
 
     def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
         self._arrived(scheduler, record.taken, record.finite, record.scale, record.step, edited)
@@ -554,14 +398,6 @@ class Session:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
         self._queue.drain()
 
-    @contextmanager
-    def evaluating(self) -> Generator[None]:
-        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
-        held = one_pass_masters(self.level, self.optimizers)
-        suspended = self.conversions if self.level.masters else []
-        with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
-            yield
-
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and kernels as plain values; models and optimizers save themselves."""
         self.sync()
@@ -582,7 +418,7 @@ class Session:
         check_state(state, self.level, self.policy)
         remembered = self.state.restored(state)
         if "kernels" in state:
-            self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
+            self._setup.kernels = kernel_choice.restored(state["kernels"], self.kernels)
         self.state = remembered
 
     def remember(self, history: bool = True) -> Callable[[], None]:
@@ -592,7 +428,7 @@ class Session:
         steppers = [(stepper, dict(vars(stepper))) for stepper in self._steppers]
 
         def restore() -> None:
-            self.state, self.policy, self._queue = state, policy, copy.copy(queue)
+            self.state, self._setup.policy, self._queue = state, policy, copy.copy(queue)
             if past is not None:
                 self.history = copy.copy(past)
             for stepper, saved in steppers:
@@ -651,18 +487,7 @@ class Session:
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        exact = one_pass_masters(self.level, self.optimizers)
-        for conversion in self.conversions:
-            conversion.revert()
-        for optimizer, values in exact.items():
-            optimizer.seed_masters(values)
-        for masters in self.masters.values():
-            masters.revert()
-        if self.conversions:
-            fit_states(self.level, self.optimizers)
-        self.layout.revert()
-        for handle in self._handles:
-            handle.remove()
+        self._setup.revert()
+        self.stop_watching()
         registry.forget(self.models, self.optimizers)
-        self.conversions, self.masters, self._handles = [], {}, []
         self.state = self.state.emptied()

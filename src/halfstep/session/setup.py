@@ -1,0 +1,182 @@
+"""What `prepare` made of models and optimizers: how ops run, the exact weights, and the way back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.autocast.context import autocast
+from halfstep.autocast.kernel_choice import KernelTable
+from halfstep.convert.conversion import Conversion
+from halfstep.convert.layout import Relayout
+from halfstep.optim.masters import MasterWeights
+from halfstep.policy.levels import Level
+from halfstep.policy.policy import Policy
+from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
+from halfstep.tuning.search import Tuning
+
+
+class Setup:
+    """One prepared training; steps are `Session`'s. `tuning` is what "auto" measured, if it was asked for."""
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        level: Level,
+        policy: Policy,
+        kernels: KernelTable,
+        device: torch.device,
+        skip_nonfinite: bool,
+        layout: Relayout,
+    ) -> None:
+        self.models, self.optimizers, self.level, self.device = models, optimizers, level, device
+        self.policy, self.kernels, self.skip_nonfinite, self.layout = policy, kernels, skip_nonfinite, layout
+        self.conversions: list[Conversion] = []
+        self.masters: dict[int, MasterWeights] = {}
+        self.tuning: Tuning | None = None
+        self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
+
+    def region(self, enabled: bool) -> autocast:
+        """The region that ops run in."""
+        if enabled and not torch.compiler.is_compiling():
+            policy, kernels = self.policy, self.kernels  # a replay tries another policy
+            if self._region[0] is not policy or self._region[1] is not kernels:
+                region = autocast(self.device.type, policy=policy, kernels=kernels)
+                self._region = policy, kernels, region
+            return self._region[2]
+        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
+
+    def serve_copies(self) -> None:
+        """From now on, copies of the models are made of the masters' values."""
+        if self.level.masters:
+            exact = weakref.WeakMethod(self._exact)
+            for conversion in self.conversions:
+                conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
+
+    def _exact(self) -> dict[Tensor, Tensor]:
+        """The fp32 value of every weight that has a master."""
+        found: dict[Tensor, Tensor] = {}
+        for values in one_pass_masters(self.level, self.optimizers).values():
+            found.update(values)
+        for masters in self.masters.values():
+            masters.link.sync()
+            found.update((weight, master.detach()) for weight, master in masters.pairs())
+        return found
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
+        held = one_pass_masters(self.level, self.optimizers)
+        suspended = self.conversions if self.level.masters else []
+        with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
+            yield
+
+    def revert(self) -> None:
+        """Undo it: fp32 weights (exact where there are masters), optimizers and layout as they were."""
+        exact = one_pass_masters(self.level, self.optimizers)
+        for conversion in self.conversions:
+            conversion.revert()
+        for optimizer, values in exact.items():
+            optimizer.seed_masters(values)
+        for masters in self.masters.values():
+            masters.revert()
+        if self.conversions:
+            fit_states(self.level, self.optimizers)
+        self.layout.revert()
+        self.conversions, self.masters = [], {}
+
+
+class OfSetup:
+    """Base of `Session`: what was prepared, by name, and what has nothing to do with steps."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    @property
+    def model(self) -> nn.Module:
+        """The first (usually the only) model."""
+        return self._setup.models[0]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, as they were given."""
+        return self._setup.models
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, as they were given."""
+        return self._setup.optimizers
+
+    @property
+    def level(self) -> Level:
+        """The precision level."""
+        return self._setup.level
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._setup.device
+
+    @property
+    def policy(self) -> Policy:
+        """What ops run under."""
+        return self._setup.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._setup.policy = policy
+
+    @property
+    def kernels(self) -> KernelTable:
+        """By which kernels a CPU runs LOW ops."""
+        return self._setup.kernels
+
+    @kernels.setter
+    def kernels(self, kernels: KernelTable) -> None:
+        self._setup.kernels = kernels
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether steps whose gradients are not finite are skipped."""
+        return self._setup.skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, skips: bool) -> None:
+        self._setup.skip_nonfinite = skips
+
+    @property
+    def conversions(self) -> list[Conversion]:
+        """What was done to each model."""
+        return self._setup.conversions
+
+    @property
+    def masters(self) -> dict[int, MasterWeights]:
+        """The fp32 masters of torch optimizers, by the optimizer's number."""
+        return self._setup.masters
+
+    @property
+    def layout(self) -> Relayout:
+        """Convolution weights that were put into channels_last."""
+        return self._setup.layout
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
+        return self._setup.tuning
+
+    @tuning.setter
+    def tuning(self, found: Tuning) -> None:
+        self._setup.tuning = found
+
+    def autocast(self, enabled: bool = True) -> autocast:
+        """The region to run forward and loss in: ops run under the session's policy."""
+        return self._setup.region(enabled)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
+        return self._setup.evaluating()
