@@ -18,10 +18,10 @@ def _full(f, *args, **kwargs):
             return f(tuple(map(_wide, args)))
         return f(*map(_wide, args), **kwargs)
 
-def _clamp(f, value, place, *args, **kwargs):
-    args = list(args)
-    args[place] = args[place].clamp_min(value)
-    return f(*args, **kwargs)
+def _clamp(f, value, *args, **kwargs):
+    if f is operator.truediv:
+        return f(args[0], torch.where(args[1].abs() < value, value, args[1]))
+    return f(args[0].clamp_min(value), *args[1:], **kwargs)
 
 def _scaled(f, bits, *args, **kwargs):
     return f(args[0] * 2.0**-bits, *args[1:], **kwargs).float() * 2.0**bits
@@ -31,7 +31,8 @@ OPERATORS = {
     ast.Mult: "mul", ast.Div: "truediv", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
     ast.Pow: "pow",
 }  # fmt: skip
-NAMES = {"truediv": "div", "mse_loss": "mse_loss"}
+NAMES = {"truediv": "div"}
+MODULES = ("u", "out", "head", "fc", "first", "last", "body", "model", "mix", "net")
 
 
 class Wrap(ast.NodeTransformer):
@@ -54,6 +55,13 @@ class Wrap(ast.NodeTransformer):
             return self.put(function, [node.left, node.right], [])
         return node
 
+    def visit_AugAssign(self, node):
+        value = ast.BinOp(node.target, node.op, node.value, lineno=node.lineno, end_lineno=node.end_lineno)
+        changed = self.visit_BinOp(value)
+        if changed is value:
+            return node
+        return ast.Expr(ast.Call(ast.Attribute(node.target, "copy_", ast.Load()), [changed], []))
+
     def visit_Call(self, node):
         self.generic_visit(node)
         if not node.lineno <= self.line <= node.end_lineno:
@@ -65,7 +73,7 @@ class Wrap(ast.NodeTransformer):
         if name.rstrip("_") == self.op and isinstance(node.func, ast.Attribute):
             function = ast.Attribute(ast.Name("torch", ast.Load()), name, ast.Load())
             return self.put(function, [node.func.value, *node.args], node.keywords)
-        if self.op == "linear" and name in ("u", "out", "head", "fc", "first", "last", "body"):
+        if self.op == "linear" and name in MODULES:
             return self.put(node.func, node.args, node.keywords)
         return node
 
@@ -125,7 +133,7 @@ def edited(text, spec):
         lines[line - 1] = re.sub(r"\b\d+e-\d+\b", f"{amount[0]!r}", lines[line - 1])
         return "\n".join(lines) + "\n"
     if kind == "clamp":
-        return _wrapped(text, line, op, "_clamp", amount[0], 1 if op == "div" else 0)
+        return _wrapped(text, line, op, "_clamp", amount[0])
     if kind == "scale":
         return _wrapped(text, line, op, "_scaled", amount[0])
     return _wrapped(text, line, op, "_full")

@@ -26,6 +26,8 @@ def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> Cal
     apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, actors)
     if apply is None:
         return None
+    if spec[0] == "bf16":
+        ask_for_bf16(stack)
     placed = stack.enter_context(apply())
     return (lambda: placed.met) if isinstance(placed, AtSite) else _always
 

@@ -115,9 +115,11 @@ def _epsilon_at(site: Site, op: str, value: float) -> Apply:
 def _clamped_at(site: Site, op: str, value: float) -> Apply:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         args = list(args)
-        last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
-        place = last if op == "div" else 0
-        args[place] = args[place].clamp_min(value)
+        if op == "div":
+            last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
+            args[last] = torch.where(args[last].abs() < value, value, args[last])
+        else:
+            args[0] = args[0].clamp_min(value)
         return func(*args, **kwargs)
 
     return lambda: AtSite(site, op, change)
@@ -344,13 +346,22 @@ def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     return cures
 
 
+def _never_negative(node: Node) -> bool:
+    """Whether the divisor is a length, a count or the like."""
+    floats = [t for t in node.tensors() if t.is_floating_point()]
+    return bool(floats) and not bool((floats[-1] < 0).any())
+
+
 def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.site))]
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
     if node.op in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
-        return [_cure(_spec("clamp", node, 1e-4), actors, text, ".clamp_min(1e-4)")]
+        code = "torch.where(d.abs() < 1e-4, 1e-4, d)  # d: what is divided by"
+        if node.op != "div" or _never_negative(node):
+            code = ".clamp_min(1e-4)"
+        return [_cure(_spec("clamp", node, 1e-4), actors, text, code)]
     return [Cure("advice", text)]
 
 
