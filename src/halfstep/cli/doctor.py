@@ -75,11 +75,12 @@ def run(
 
 def _examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> Document | None:
     """What all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
+    from halfstep.doctor.process import can_copy
     from halfstep.doctor.script import examine_script
 
     with joined(torch.device("cpu")):
         try:
-            document = examine_script(path, args, steps, seed)
+            document = examine_script(path, args, steps, seed, forked=can_copy())
         except ConfigError:
             if rank() == 0:
                 raise

@@ -24,7 +24,7 @@ from halfstep.doctor.document import Fault, counts_of, fault_of, findings_of
 from halfstep.doctor.ledger import Ledger, distance, tops
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
-from halfstep.doctor.substitutes import put_in_place
+from halfstep.doctor.substitutes import FP16, put_in_place
 from halfstep.numerics.sites import look
 from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape
@@ -241,9 +241,7 @@ class Examiner:
         spec = self.order.cure if self.job is None else self.job.spec
         if spec is None:
             return True
-        if spec[0] == "bf16" and (
-            self.halves or torch.float16 in {p.dtype for p in self.cast.named().values()}
-        ):
+        if spec[0] == "bf16" and (self.halves or FP16 in {p.dtype for p in self.cast.named().values()}):
             return False
         if self.job is None and spec[0] == "bf16":
             return True  # asked for before the script began

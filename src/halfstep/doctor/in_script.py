@@ -25,7 +25,7 @@ from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
 from halfstep.doctor.quiet import quiet_faults
-from halfstep.doctor.substitutes import ask_for_bf16
+from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.sites import users_names
 
@@ -166,7 +166,7 @@ class Hooks:
             return
         if module is self._root:
             self._root = None
-        if isinstance(out, Tensor) and out.dtype == torch.float16:
+        if isinstance(out, Tensor) and out.dtype == FP16:
             self._examiner.halves = True
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return

@@ -11,7 +11,8 @@ from halfstep.doctor.document import Document, Fault
 @dataclass(frozen=True)
 class Order:
     """`armed`: the step (an index) to tape, where the run cannot be copied; `cure`: the spec of one to try,
-    from step `cure_at` on; `copies`: whether the run may be copied; `result`: the file for what was found."""
+    from step `cure_at` on; `copies`: whether the run may be copied; `result`: the file for what was found;
+    `forked`: whether the run's process is a copy of the first one's."""
 
     script: str
     args: tuple[str, ...]
@@ -21,6 +22,7 @@ class Order:
     cure: tuple[Any, ...] | None = None
     cure_at: int = 1
     copies: bool = True
+    forked: bool = False
     result: str = ""
 
 

@@ -8,17 +8,14 @@ bad step, and again with each cure.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from halfstep.distributed import world_size
 from halfstep.doctor.document import CureFound, Document, Fault, findings_of
 from halfstep.doctor.order import Found, Order
+from halfstep.doctor.process import run_in_process
 from halfstep.doctor.ranks import agreed, meeting_place
 from halfstep.errors import ConfigError
 
@@ -27,9 +24,16 @@ _WARNINGS = 5
 
 
 def examine_script(
-    path: Path, args: Sequence[str] = (), steps: int = 40, seed: int = 0, copies: bool = True
+    path: Path,
+    args: Sequence[str] = (),
+    steps: int = 40,
+    seed: int = 0,
+    copies: bool = True,
+    forked: bool = False,
 ) -> Document:
     """Runs the script and returns what was found; without `copies` each look is a run of its own.
+
+    `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
 
     Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 
@@ -44,7 +48,8 @@ def examine_script(
         findings = lint_source(path.read_text(encoding="utf-8"), path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
-    order = Order(str(path), tuple(args), steps, seed, copies=copies and world_size() == 1)
+    alone = world_size() == 1
+    order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
     found = _child(order)
     if found.steps == 0 and not found.document.bad:
         why = found.error or "it ended without stepping an optimizer, GradScaler or Session"
@@ -126,21 +131,13 @@ def _child(order: Order) -> Found:
 
 
 def _own_child(order: Order, environment: Mapping[str, str]) -> Found | str:
-    """This rank's run; what it found comes back through a file. A str says why there is nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "found"
-        orders = Path(folder) / "orders"
-        orders.write_bytes(pickle.dumps(dataclasses.replace(order, result=str(result))))
-        command = [sys.executable, "-m", "halfstep.doctor.in_script", str(orders)]
-        done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
-        )
-        if not result.exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return f"{order.script} could not be run: {last}"
-        found: Found = pickle.loads(result.read_bytes())
-        found.document.warnings = _warnings(done.stderr)
-        return found
+    """This rank's run. A str says why there is nothing."""
+    found, said = run_in_process(order, environment)
+    if found is None:
+        last = (said.strip().splitlines() or ["no message"])[-1]
+        return f"{order.script} could not be run: {last}"
+    found.document.warnings = _warnings(said)
+    return found
 
 
 def _warnings(text: str) -> list[str]:

@@ -13,6 +13,9 @@ from halfstep.doctor.doors import ApexScale
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.cures import AtSite, remedy
 
+#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
+FP16 = torch.float16
+
 
 def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> Callable[[], bool] | None:
     """Apply the cure that `spec` describes from here on; None where it cannot be from outside.
@@ -68,7 +71,7 @@ def ask_for_bf16(stack: ExitStack) -> None:
     """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or `prepare`."""
     import halfstep
 
-    half, bf16 = torch.float16, torch.bfloat16
+    half, bf16 = FP16, torch.bfloat16
 
     def put(owner: Any, name: str, value: Any) -> None:
         stack.callback(setattr, owner, name, getattr(owner, name))

@@ -1,0 +1,55 @@
+"""A run in a copy of the first process: the same answer as a fresh one's, and nothing done twice."""
+
+import json
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import atexit, sys, torch
+from torch import nn
+told = sys.argv[1]
+atexit.register(lambda: open(told, "a").write("ended "))
+print("to nowhere")
+model = nn.Linear(3, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(4):
+    loss = torch.log(model(torch.randn(4, 3)).square().mean() * (i != 2))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+BOTH = """
+import atexit, dataclasses, json, os, sys, tempfile
+from halfstep.doctor.order import Order
+from halfstep.doctor.process import can_copy, run_in_process
+script, told, own = sys.argv[1:]
+atexit.register(lambda: open(own, "a").write("once "))
+kept = tempfile.TemporaryDirectory()
+order = Order(script, (told,), 4, 0)
+found = []
+for forked in (True, False):
+    assert can_copy()
+    one, said = run_in_process(dataclasses.replace(order, forked=forked), os.environ)
+    found.append([one.first_bad, one.steps, one.document.losses[:2], [f.op for f in one.document.bad]])
+assert os.path.isdir(kept.name)
+dead = dataclasses.replace(order, script=script + ".dead", forked=True)
+open(dead.script, "w").write("import os, sys; sys.stderr.write('gone\\\\n'); sys.stderr.flush(); os._exit(3)")
+print(json.dumps([*found, run_in_process(dead, os.environ)]))
+"""
+
+
+def test_a_copy_answers_as_a_fresh_process_does(tmp_path):
+    script, told, own = tmp_path / "train.py", tmp_path / "told", tmp_path / "own"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-c", BOTH, str(script), str(told), str(own)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stderr
+    forked, fresh, dead = json.loads(done.stdout)
+    assert forked == fresh
+    assert forked[0] == 2
+    assert forked[3] == ["log"]
+    assert dead == [None, "gone\n"]
+    assert told.read_text() == "ended ended "
+    assert own.read_text() == "once "
