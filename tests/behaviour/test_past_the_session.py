@@ -69,8 +69,11 @@ def test_a_loop_that_steps_itself_is_told_once_that_nothing_is_scaled(kind):
 
 def test_a_step_without_gradients_and_steps_of_the_session_say_nothing():
     model, amp = prepared("torch", "O1", "fp16")
-    amp.optimizers[0].step()
-    train(model, amp, 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        amp.optimizers[0].step()
+        train(model, amp, 2)
+    assert [str(w.message) for w in said] == []
 
 
 def test_gradients_kept_with_their_scale_are_refused():
@@ -289,6 +292,12 @@ def test_settings_without_effect_are_refused(name):
     _, amp = prepared()
     with pytest.raises(ConfigError, match=f"{name}.*effect"):
         setattr(amp, name, "O1")
+
+
+def test_a_loss_scale_that_is_none_is_refused():
+    _, amp = prepared()
+    with pytest.raises(ConfigError, match="loss_scale = 3: expected a LossScale"):
+        amp.loss_scale = 3
 
 
 def test_a_step_without_an_optimizer_says_what_to_do():

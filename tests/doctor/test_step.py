@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.report.doctor import render_doctor
+from halfstep.errors import ConfigError
+from halfstep.report.doctor import render_doctor, write_doctor
 
 
 def case(gain=1.0):
@@ -56,3 +58,30 @@ def test_the_document_is_json_and_a_page():
     plain = document.as_dict()
     assert json.loads(json.dumps(plain))["verdict"] == document.verdict
     assert "is the first op that is not finite" in render_doctor(plain)
+
+
+def test_a_document_is_written_as_it_is(tmp_path):
+    _, _, step = case(3e6)
+    document = hs.doctor.examine(step, torch.full((8, 4), 9.0))
+    page = write_doctor(document, tmp_path / "page.html").read_text()
+    assert page == render_doctor(document.as_dict())
+    with pytest.raises(ConfigError, match="report of int: expected the doctor's document"):
+        write_doctor(3, tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((3,), r"examine\(3\): expected a function"),
+        (("train.py",), "expected a function"),
+        ((lambda x: None, {"batches": 3}), "batches=3: expected tuples"),
+        ((lambda x: None, {"batches": [torch.ones(2)]}), "a batch of type Tensor: expected a tuple"),
+        ((lambda: None, {"model": 3}), "model=3: expected a Module"),
+        ((lambda: None, {"optimizer": [3]}), "expected a Optimizer"),
+        ((lambda: None, {"session": 3}), "session=3: expected what hs.prepare returns"),
+    ],
+)
+def test_what_is_no_step_is_refused(args, words):
+    step, options = args[0], args[1] if len(args) > 1 else {}
+    with pytest.raises(ConfigError, match=words):
+        hs.doctor.examine(step, **options)

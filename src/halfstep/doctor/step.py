@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
-from halfstep.numerics.actors import Actors
+from halfstep.errors import ConfigError
+from halfstep.numerics.actors import Actors, is_session
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 
@@ -38,15 +39,19 @@ def examine(
         `halfstep.report.doctor.write_doctor(document, path)`.
 
     Raises:
+        ConfigError: `step` is not a function, a batch is not a tuple, or what takes part is of another kind.
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
     from halfstep.numerics.lint import LintProbe, lint
     from halfstep.numerics.trace import trace_step
 
+    _check(step, batches, model, optimizer, session)
     document = Document(label, 0)
     todo = [batch] if batch else []
     probe = LintProbe()
     for number, one in enumerate([*todo, *batches] or [()]):
+        if not isinstance(one, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"a batch of type {type(one).__name__}: expected a tuple of step's arguments")
         trace = trace_step(
             step, *one, model=model, optimizer=optimizer, session=session, others=others,
             underflow=True, observers=[probe.look],
@@ -63,6 +68,21 @@ def examine(
     found = [*(lint(session=session) if session is not None else ()), *probe.findings]
     document.lint = findings_of(found)
     return document
+
+
+def _check(step: object, batches: object, model: object, optimizer: object, session: object) -> None:
+    if not callable(step):
+        raise ConfigError(f"examine({step!r}): expected a function that does one training step")
+    if not isinstance(batches, Iterable):
+        raise ConfigError(f"batches={batches!r}: expected tuples of step's arguments")
+    for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        listed: list[object] = (
+            [given] if isinstance(given, kind) or not isinstance(given, Iterable) else [*given]
+        )
+        if given is not None and not all(isinstance(x, kind) for x in listed):
+            raise ConfigError(f"{name}={given!r}: expected a {kind.__name__}, or several")
+    if session is not None and not is_session(session):
+        raise ConfigError(f"session={session!r}: expected what hs.prepare returns")
 
 
 def _moves(actors: Actors) -> bool:

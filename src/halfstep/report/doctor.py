@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
 from halfstep.report.page import write_page
 from halfstep.report.svg import Line, line_chart
@@ -28,13 +29,25 @@ _KINDS = {
 _SHOWN = 8
 
 
-def write_doctor(document: Mapping[str, Any], path: str | Path) -> Path:
+class Writable(Protocol):
+    """A document of the doctor, which gives its own plain values."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document as plain values."""
+        ...
+
+
+def write_doctor(document: Mapping[str, Any] | Writable, path: str | Path) -> Path:
     """Write the page of `render_doctor` to `path`, whole or not at all; ConfigError where impossible."""
     return write_page(render_doctor(document), path)
 
 
-def render_doctor(document: Mapping[str, Any]) -> str:
-    """The page for what `halfstep doctor --json` prints."""
+def render_doctor(document: Mapping[str, Any] | Writable) -> str:
+    """The page for a document of the doctor, or for what `halfstep doctor --json` prints."""
+    if not isinstance(document, Mapping):
+        if not hasattr(document, "as_dict"):
+            raise ConfigError(f"a report of {type(document).__name__}: expected the doctor's document")
+        document = document.as_dict()
     resources = files("halfstep.report")
     style = "".join(resources.joinpath(n).read_text(encoding="utf-8") for n in ("style.css", "doctor.css"))
     script = resources.joinpath("doctor.js").read_text(encoding="utf-8")

@@ -138,6 +138,11 @@ class Session(OfSetup):
 
     @loss_scale.setter
     def loss_scale(self, scale: LossScale) -> None:
+        if not isinstance(scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"amp.loss_scale = {scale!r}: expected a LossScale, such as StaticLossScale(1024.0); "
+                "prepare(loss_scale=...) takes numbers and words"
+            )
         self.state = replace(self.state, loss_scale=scale)
 
     @property
