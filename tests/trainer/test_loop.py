@@ -377,3 +377,9 @@ def test_a_checkpoint_of_another_setup_changes_nothing(saved, resumed, message):
 def test_a_generator_that_ran_out_is_told():
     with pytest.raises(DataError, match=r"gave no batches.*a generator can be read once"):
         make().fit(((X, Y) for _ in range(3)), steps=5)
+
+
+def test_level_auto_is_refused_with_the_way_to_do_it():
+    model = nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=r"hs\.tune\(model, optimizer, step, x, y\)"):
+        Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), level="auto")

@@ -51,7 +51,7 @@ _LIMITS = {
     "convolution": (5e5, 1e7, 6e7),
     "attention": (3e4, 4e5, 4e6),
     "linear": (4e5, 6e6, 5e7),
-    "lstm": (2e5, 1.5e6, 1.2e7),
+    "lstm": (4e5, 3e6, 2.4e7),
 }
 
 
@@ -318,8 +318,12 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
         return None
     geometry, size = geometries(kind)[0], "medium"
     if known:
-        counts = sorted(t.numel() for t in _tensors(args))[-2:]
-        work = math.prod(counts) ** (1.0 if kind in ONE_BACKWARD else 0.75)
+        tensors = _tensors(args)
+        if kind in ONE_BACKWARD:  # the weights of the input and of the state, at every step
+            weight = max(t.numel() for t in tensors[1:] if t.dim() == 2)
+            work = 2.0 * weight * tensors[0].numel() / tensors[0].shape[-1]
+        else:
+            work = math.prod(sorted(t.numel() for t in tensors)[-2:]) ** 0.75
         size = class_of(Site(kind, geometry, work, "", _none), dtype).size
     return OpClass(kind, low, geometry, size, threads)
 

@@ -64,9 +64,10 @@ class _Step:
 class Trainer:
     """Trains `model` with `optimizer` on batches (input, target) at a precision level.
 
-    `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`. `accumulate` batches make
-    one step. `metrics` maps names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder)
-    and `checkpoint_every` n, every n-th step is saved and `fit(..., resume=True)` goes on from the newest;
+    `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`; `plan=hs.tune(...).plan`
+    brings what was measured, a Trainer measures nothing. `accumulate` batches make one step. `metrics` maps
+    names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and `checkpoint_every` n,
+    every n-th step is saved and `fit(..., resume=True)` goes on from the newest;
     with `background_saves` from a copy, in a thread; what fails there is raised by the next save or at the
     end. A progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
 
@@ -115,6 +116,7 @@ class Trainer:
     ) -> None:
         counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
         _check_options({**counts, "keep": keep}, checkpoints)
+        _check_level(level)
         _check_callables(loss_fn, metrics, callbacks, loggers)
         saving.check_parallel(model, wrap is not None)
         if device is not None:
@@ -421,6 +423,15 @@ def _require_finite(value: Tensor, part: str, step: int) -> None:
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
+
+
+def _check_level(level: object) -> None:
+    if level == "auto":
+        raise ConfigError(
+            "Trainer(level='auto'): a Trainer does not measure, so that a resumed run is the run that began; "
+            "find the plan once with hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass "
+            "plan=found.plan or the path of the TOML file"
+        )
 
 
 def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) -> None:
