@@ -5,7 +5,7 @@ Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv 1710.037
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import pairwise
 from typing import Any
@@ -68,7 +68,7 @@ def pictures(pool: Executor, effort: float) -> dict[str, Any]:
 
 
 def language_model(pool: Executor, effort: float) -> dict[str, Any]:
-    """Section 4.4 and figure 5: an LSTM language model at several loss scales."""
+    """Section 4.5 and figure 5: an LSTM language model at several loss scales."""
     steps = max(8, int(64 * effort))
     jobs = {name: pool.submit(rescue.language_model, name, steps) for name in rescue.RESCUES}
     runs = {name: job.result() for name, job in jobs.items()}
@@ -129,9 +129,12 @@ def _smooth(losses: np.ndarray, points: int = 60) -> list[tuple[int, float]]:
     return [(int(b), float(np.mean(losses[a:b]))) for a, b in pairwise(edges) if b > a]
 
 
-def weight_gradients(names: Sequence[str], effort: float) -> list[dict[str, Any]]:
-    """Figure 2b: exponents of the weight gradients over an fp32 training, and what fp16 makes of them."""
-    return [_weight_gradients(name, effort) for name in names]
+def weight_gradients(lengths: Mapping[str, float], effort: float) -> list[dict[str, Any]]:
+    """Figure 2b: exponents of the weight gradients over an fp32 training, and what fp16 makes of them.
+
+    `lengths`: recipe to how many times its usual number of steps.
+    """
+    return [_weight_gradients(name, length * effort) for name, length in lengths.items()]
 
 
 def _weight_gradients(name: str, effort: float) -> dict[str, Any]:
@@ -140,30 +143,39 @@ def _weight_gradients(name: str, effort: float) -> dict[str, Any]:
     total: Counts | None = None
     steps = max(4, int(chosen.demo_steps * effort))
     flushed = dict.fromkeys((0, 3, 10, 16), 0.0)
+    by_step: list[tuple[int, float]] = []
     seen = 0
     for step, (x, y) in enumerate(take(steps, chosen.task().train(0))):
         optimizer.zero_grad()
         chosen.loss(model(x), y).backward()
         if step % max(1, steps // 10) == 0:
             gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            total = count(gradients) if total is None else total + count(gradients)
+            here = count(gradients)
+            total = here if total is None else total + here
+            by_step.append((step, _share_below(here)))
             seen += 1
             for bits in flushed:
                 flushed[bits] += what_if(gradients, "fp16", bits).flushed
         optimizer.step()
     assert total is not None
     histogram = total.read()
-    below = histogram.count_below(-24)
-    nonzero = histogram.total - histogram.zeros
     return {
         "name": name,
+        "steps": steps,
+        "below_by_step": by_step,
         "lowest": histogram.lowest,
         "exponents": list(histogram.exponents),
         "zeros": histogram.zeros,
         "total": histogram.total,
-        "below_2^-24": below / nonzero,
+        "below_2^-24": _share_below(total),
         "flushed_by_scale": {str(2**bits): share / seen for bits, share in flushed.items()},
     }
+
+
+def _share_below(counts: Counts) -> float:
+    """The share of the values that are not zero whose exponent lies below -24."""
+    histogram = counts.read()
+    return histogram.count_below(-24) / max(1, histogram.total - histogram.zeros)
 
 
 def activation_gradients(effort: float) -> dict[str, Any]:

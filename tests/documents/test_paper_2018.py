@@ -40,7 +40,7 @@ def test_fp16_zero_threshold_is_half_the_smallest_subnormal():
 
 
 def test_some_weight_gradients_fall_below_fp16_and_a_scale_saves_them():
-    (row,) = experiments.weight_gradients(("text-gpt",), 0.1)
+    (row,) = experiments.weight_gradients({"text-gpt": 0.1}, 1.0)
     assert 0.005 < row["below_2^-24"] < 0.3
     assert row["flushed_by_scale"]["1024"] < row["flushed_by_scale"]["8"] < row["flushed_by_scale"]["1"]
 
@@ -66,6 +66,9 @@ def test_the_page_from_recorded_numbers(tmp_path):
     assert "nan" not in html.lower().replace("finance", "")
     for named in ("table 1", "table 2", "figure 5", "figure 6", "15.82"):
         assert named in html
+    (mlp, *_) = results["weight_gradients"]
+    assert 0.02 < mlp["below_2^-24"] < 0.1  # the paper's 5 %
+    assert mlp["below_by_step"][0][1] < 0.002 < 0.05 < mlp["below_by_step"][-1][1]
     assert page._kept(results["parity"], "mixed, dynamic scale") == 6
     assert page._kept(results["parity"], "mixed, no scale") == 5  # faint gradients need one
     final = results["language_model"]["final"]
