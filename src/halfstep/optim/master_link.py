@@ -92,8 +92,8 @@ def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
     master = Master(value, requires_grad=weight.requires_grad)
     master._source = weight
     master._owner = weakref.ref(owner) if owner is not None else cast(Any, lambda: None)
-    # The weight may carry an fp32 gradient from now on; torch still makes 16-bit ones in backward.
-    weight.grad_dtype = None
+    # The weight may carry an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told to.
+    weight.grad_dtype = torch.float32 if owner is not None and owner.wide else None
     return master
 
 
@@ -167,7 +167,9 @@ def _places(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
 class Link:
     """The pairs of one optimizer, in its order, and the hooks that keep them together."""
 
-    def __init__(self, models: Sequence[nn.Module], names: Mapping[Tensor, str]) -> None:
+    def __init__(self, models: Sequence[nn.Module], names: Mapping[Tensor, str], wide: bool = False) -> None:
+        self.wide = wide
+        """Whether backward makes fp32 gradients, so that micro-batches add up in fp32."""
         self.weights: list[Tensor] = []
         self.masters: list[Master] = []
         self._named: list[str | None] = []
@@ -358,6 +360,7 @@ class Link:
         for weight, master in zip(self.weights, self.masters):
             if master in optimizer.state:
                 optimizer.state[weight] = narrow_state(optimizer.state.pop(master), weight.dtype)
+            weight.grad_dtype = None
             # grad_dtype stays None (any): torch cannot give the default back, and a fixed one would outlast
             # a cast.
             weight.grad = None if weight.grad is None else weight.grad.to(weight.dtype)

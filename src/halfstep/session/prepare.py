@@ -24,7 +24,7 @@ from halfstep.distributed import gather, rank, world_size
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.optim.master_link import Master
-from halfstep.optim.masters import MasterWeights
+from halfstep.optim.masters import MasterWeights, check_accumulate
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy, says_dtype
@@ -159,6 +159,25 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
             )
 
 
+def check_accumulation(
+    accumulate: str | None, level: Level, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise ConfigError where gradients cannot add up in fp32, or where the optimizer must be asked."""
+    check_accumulate(accumulate)
+    if accumulate is None:
+        return
+    if level.param_role != "full" and not level.masters:
+        raise ConfigError(
+            f"accumulate='fp32' at {level.name}, whose 16-bit weights have no masters to take an fp32 "
+            "gradient: choose O2"
+        )
+    own = [o for o in optimizers if getattr(o, "one_pass", False) and getattr(o, "accumulate", None) is None]
+    if own and level.masters:
+        raise ConfigError(
+            f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
+        )
+
+
 def warn_of_low_weights(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn once where a level that means fp32 weights would update 16-bit ones without masters."""
     if not level.cast_ops or level.param_role != "full":
@@ -233,6 +252,7 @@ def apply_level(
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan | None,
     compute: torch.dtype,
+    accumulate: str | None = None,
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
     conversions: list[Conversion] = []
@@ -247,7 +267,9 @@ def apply_level(
                 if getattr(optimizer, "one_pass", False):
                     optimizer.seed_masters(originals)  # pyright: ignore[reportAttributeAccessIssue]
                 else:
-                    masters[index] = MasterWeights(optimizer, list(models), initial=originals)
+                    masters[index] = MasterWeights(
+                        optimizer, list(models), initial=originals, accumulate=accumulate
+                    )
     except Exception:
         take_back(conversions, masters)
         raise
@@ -313,6 +335,7 @@ def prepare(
     skip_nonfinite: bool | None = None,
     on_nonfinite: str | None = None,
     max_skips: int = 50,
+    accumulate: str | None = None,
     step: Callable[..., Any] | None = None,
     batch: Sequence[Any] = (),
     seconds: float = 60.0,
@@ -341,6 +364,8 @@ def prepare(
             for losses that are not finite), "skip", "continue", or None: skip as `skip_nonfinite` says, and
             warn once of a step that was taken, by step and parameter.
         max_skips: skips in a row that raise LossScaleCollapsed.
+        accumulate: "fp32" adds up the gradients of micro-batches in fp32 where a torch optimizer's weights
+            are 16-bit with masters; optimizers of `halfstep.optim` take the same argument themselves.
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
             TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
             ranks, rank 0's choices hold on all. A loaded state brings its own.
@@ -364,7 +389,7 @@ def prepare(
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
-        options |= {"on_nonfinite": on_nonfinite}
+        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
@@ -375,6 +400,7 @@ def prepare(
     chosen = policy_of(row, dtype, word_dtype, policy, device)
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
+    check_accumulation(accumulate, row, optimizers)
     warn_of_low_weights(row, optimizers)
     scales = loss_scales_of(loss_scale, row, compute)
     scaled = any(not isinstance(one, NoLossScale) for one in scales)
@@ -385,7 +411,7 @@ def prepare(
     relayout = Relayout(models if layout == "channels_last" else ())
     setup = Setup(models, optimizers, row, chosen, table, device, skips, relayout)
     try:
-        setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute)
+        setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute, accumulate)
         session = Session(setup, scales, counts, on_nonfinite)
     except Exception:
         take_back(setup.conversions, setup.masters)

@@ -16,6 +16,7 @@ from halfstep.convert.sharded import shards_of
 from halfstep.distributed import ddp_around, joins_alone, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim.masters import weight_of
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.session.steppers import parameters_of
 
 
@@ -75,13 +76,14 @@ class RankGuard:
 
 
 def refuse_in_ddp(optimizer: Any) -> None:
-    """Raise UnsupportedError for an optimizer of halfstep.optim whose options DDP breaks."""
+    """Raise UnsupportedError for an optimizer whose options DDP breaks."""
     if getattr(optimizer, "release_gradients", False):
         raise UnsupportedError(
             "release_gradients updates each parameter before DistributedDataParallel has averaged its "
             "gradient, so ranks would diverge: leave it out, or use fully_shard, which reduces first"
         )
-    if getattr(optimizer, "accumulate", None) == "fp32":
+    weights = [weight_of(p) for p in parameters_of(optimizer)]
+    if any(w.dtype in LOW_DTYPES and w.grad_dtype is torch.float32 for w in weights):
         raise UnsupportedError(
             "accumulate='fp32' gives 16-bit weights fp32 gradients, which DistributedDataParallel's buffers "
             "cannot take: leave it out, or accumulate fewer micro-batches"
