@@ -37,13 +37,25 @@ def declared_in(path):
 ROWS = [row for table in tables()[:2] for row in table]
 
 
+APEX = tables()[2]
+
+
+def test_apexs_tests_are_all_there_and_those_left_out_need_cuda():
+    shown = [row for row in APEX if not row[-1].startswith("CUDA only: ")]
+    assert (len(APEX), len(shown)) == (54, 47)
+    assert len({row[0] for row in APEX}) == 54
+
+
 def test_both_tables_are_whole():
     systems, ideas = tables()[:2]
     assert (len(systems), len(ideas)) == (29, 42)
     assert {row[1] for row in ROWS if row[-1] == "comes later"} == LATER
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row[1] not in LATER], ids=lambda row: row[1])
+NAMING = [row for row in ROWS if row[1] not in LATER] + [row for row in APEX if "CUDA only" not in row[-1]]
+
+
+@pytest.mark.parametrize("row", NAMING, ids=lambda row: row[-2])
 def test_every_row_names_a_test_that_is_there(row):
     named = re.findall(r"`([\w/]+\.py)::([\w:]+)`", row[-1])
     assert named, f"no test named: {row}"
