@@ -2,6 +2,8 @@
 
 What is updated and with which scalars is decided here; arithmetic is in reference.py, storage in storage.py
 and the kernels. Subclasses give an algorithm and its arguments, nothing else.
+
+Large because it holds one class: torch's Optimizer is one.
 """
 
 import zlib

@@ -122,17 +122,9 @@ class Trainer:
         if device is not None:
             model.to(device)
         self.names = _checkpoint.parameter_names(model, optimizer)
-        self.amp = prepare(
-            model,
-            optimizer,
-            level=level,
-            dtype=dtype,
-            policy=policy,
-            plan=plan,
-            loss_scale=loss_scale,
-            kernels=kernels,
-            on_nonfinite=on_nonfinite,
-        )
+        options: dict[str, Any] = {"dtype": dtype, "policy": policy, "plan": plan, "kernels": kernels}
+        options |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
+        self.amp = prepare(model, optimizer, level=level, **options)
         self.forward = model if wrap is None else wrap(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate

@@ -1,4 +1,5 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# Numba infers types: parameters have none, and its intrinsics are called without their first argument.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
 """What the CPU kernels are made of: bits and memory as Numba intrinsics, 16-bit formats, codes, random bits.
 
 Scalar functions that LLVM inlines and vectorises; each equals its counterpart in split.py or rounding.py.

@@ -1,4 +1,6 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# Numba infers types: parameters have none, and its intrinsics are called without their first argument.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
 """CPU kernels for whole models: they walk a table of addresses, so that one call updates or measures it all.
 
 Numba finds a compiled kernel on disk by the values its function closes over, and functions of its own have

@@ -1,4 +1,5 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# Numba infers types: parameters have none, and its intrinsics are called without their first argument.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
 """How the CPU kernels read and write weights, gradients and states, one element or a pair at a time."""
 
 import numpy as np

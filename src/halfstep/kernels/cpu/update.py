@@ -1,4 +1,5 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# Numba infers types: parameters have none, and its intrinsics are called without their first argument.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
 """CPU kernels: the one-pass update of a run of elements as Numba loops, equal to reference.py.
 
 The update handles elements in pairs, 32 at a time, and prefetches: whole cache lines of every stream are then
@@ -12,11 +13,8 @@ from functools import cache
 from typing import Any
 
 from halfstep.kernels import codes as L
-from halfstep.kernels.cpu.bits import (  # noqa: F401
-    INF_BITS,
+from halfstep.kernels.cpu.bits import (
     MASK,
-    at,
-    bf16_away,
     bits_of,
     compiled,
     exponent_for,
@@ -26,8 +24,6 @@ from halfstep.kernels.cpu.bits import (  # noqa: F401
     from_fp16,
     i16,
     i32,
-    join_bf16,
-    memory,
     mix,
     peek_i16,
     peek_i32,
@@ -36,7 +32,6 @@ from halfstep.kernels.cpu.bits import (  # noqa: F401
     prefetch,
     read_signed,
     read_unsigned,
-    residual_bf16,
     u8,
     u32,
 )

@@ -1,4 +1,5 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalOperand=false
+# Triton infers types: parameters have none, and constants are passed as plain numbers.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
 """How GPU kernels read and write gradients, weights and states: split, rounding and storage in Triton.
 
 The 16 bits of a bf16 travel as int16 and are converted by integer arithmetic; those of an fp16 as float16.

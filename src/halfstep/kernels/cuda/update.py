@@ -1,5 +1,6 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalOperand=false
-# pyright: reportAssignmentType=false
+# Triton infers types: parameters have none, constants are plain numbers, branches on constants are cut.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: SIM109 -- Triton compiles a subset of Python
 """GPU kernels: scalars of a step, the one-pass update and the gradient measurement, equal to reference.py.
 
@@ -187,6 +188,8 @@ def step_tile(
     """Update elements start to end (at most TILE; exactly TILE where WHOLE) of one parameter.
 
     Where RAGGED, rows do not end with a block, and `start` and `end` count blocks.
+
+    Large because it is one kernel: what is cut off would be inlined again, with all of these arguments.
     """
     ADAPTIVE: tl.constexpr = ALGORITHM == ADAMW or ALGORITHM == ADAM
     MOMENTS: tl.constexpr = 0 if ALGORITHM == SGD else 2 if ADAPTIVE else 1

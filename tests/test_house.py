@@ -1,0 +1,42 @@
+"""How large things may be, so that the next one who adds to the house finds it as small as it was."""
+
+import statistics
+
+import pytest
+
+from tests.house import PACKAGE, REASON, count
+
+
+@pytest.fixture(scope="module")
+def house():
+    return count()
+
+
+def test_functions_are_short(house):
+    lengths = house.lengths
+    assert [name for _, without_words, name in house.functions if without_words > 60] == []
+    assert statistics.median(lengths) <= 6
+    assert lengths[int(0.95 * len(lengths))] <= 26
+
+
+def test_files_are_short_or_say_why_not(house):
+    assert [str(one) for one in house.files if one.lines > 500 and not one.reasoned] == []
+
+
+def test_classes_are_small_or_say_why_not(house):
+    large = house.above(250, 12)
+    assert [str(one) for one in large if not one.reasoned] == []
+    small = [one.name for one in house.classes if one.reasoned and one not in large]
+    assert small == [], f"these say {REASON!r} and are small again"
+
+
+def test_the_rooms_and_floors_can_be_remembered(house):
+    assert len(house.rooms) <= 30
+    assert len(house.floors) <= 11
+    placed = {room.strip().removeprefix("halfstep.") for floor in house.floors for room in floor.split("|")}
+    assert placed == set(house.rooms), "every room stands on a floor of the import contract"
+
+
+def test_no_file_asks_for_weaker_types():
+    asking = [p.name for p in PACKAGE.rglob("*.py") if "# pyright: basic" in p.read_text()]
+    assert asking == []
