@@ -1,8 +1,12 @@
 """Every way in which torch cuts a model up trains as one process does, or is refused; four gloo ranks."""
 
+import tempfile
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -185,9 +189,43 @@ def is_watched(rank):
     return plain, masters, keys, [(number, trace.bad.phase, trace.bad.op) for number, trace in replay.traces]
 
 
+def saved_by_torch(rank):
+    """Masters after training on from what torch's own checkpoint functions saved, and without a break."""
+    found = []
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        torch.distributed.broadcast_object_list(folder)
+        for again in (False, True):
+            model = hs.distributed.shard(net())
+            optimizer = hs.optim.AdamW(model.parameters(), lr=0.01, state_dtype="8bit")
+            amp = hs.prepare(model, optimizer, **BF16)
+            for step in range(STEPS):
+                if step == STEPS - 1 and again:
+                    weights, states = get_state_dict(model, optimizer)
+                    dcp.load({"weights": weights, "states": states}, checkpoint_id=folder[0])
+                    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+                elif step == STEPS - 1:
+                    weights, states = get_state_dict(model, optimizer)
+                    dcp.save({"weights": weights, "states": states}, checkpoint_id=folder[0])
+                x, y = batch(step + (10 if again and step < STEPS - 1 else 0), rank)
+                with amp.autocast():
+                    loss = nn.functional.mse_loss(model(x), y)
+                amp.backward(loss)
+                amp.step()
+            found.append([whole(value) for value in optimizer.masters().values()])
+        torch.distributed.barrier()
+    return found
+
+
 def everything(rank):
     exact = {case.__name__: case(rank) for case in EXACT}
-    return exact, {case.__name__: case(rank) for case in BOUNDED}, refusals(rank), is_watched(rank)
+    return (
+        exact,
+        {case.__name__: case(rank) for case in BOUNDED},
+        refusals(rank),
+        saved_by_torch(rank),
+        is_watched(rank),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +263,15 @@ def test_what_cannot_be_right_is_refused_by_name(ranks):
         "released": ("UnsupportedError", "release_gradients"),
         "accumulated": ("UnsupportedError", "accumulate"),
     }
-    for _, _, told, _ in ranks:
+    for _, _, told, *_ in ranks:
         for name, (kind, words) in expected.items():
             assert told[name].startswith(kind), (name, told[name])
             assert words in told[name], (name, told[name])
+
+
+def test_torch_s_own_checkpoint_functions_lose_no_bit_of_8_bit_shards(ranks):
+    for *_, (without, after), _ in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(without, after, strict=True))
 
 
 def test_watched_shards_train_the_same_and_a_bad_step_is_replayed(ranks):

@@ -62,6 +62,11 @@ def restore(
     name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm, kind: int, state_kind: int
 ) -> dict[str, Any]:
     """The state entry of `p` from a saved one of any format; writes `p` where masters say so."""
+    if any(isinstance(saved.get(key), Mapping) for key in algorithm.states):
+        raise CheckpointError(
+            f"the saved 8-bit states of {name} lost their codes: torch's flattened form cannot carry them; "
+            "save with flatten_optimizer_state_dict=False, or with Session.save"
+        )
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     state: dict[str, Any] = {}

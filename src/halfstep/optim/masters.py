@@ -195,6 +195,29 @@ class MasterWeights:
                 _put(module, key, weight)
             self.link.write_back()
 
+    @contextmanager
+    def checkpointing(self) -> Generator[None]:
+        """Within, the model's parameters are the optimizer's own, as torch's checkpoint functions want it.
+
+        `get_state_dict(model, optimizer)` of `torch.distributed.checkpoint.state_dict` and its kin know an
+        optimizer's parameters by those of the model, and with masters the two differ. Here they are the same:
+        what is saved are fp32 masters and states by name, what is loaded goes into masters and, at the end,
+        into the weights. Nothing else may run within. ConfigError without a model.
+        """
+        if not self._models:
+            raise ConfigError("checkpointing() of MasterWeights without a model: pass model=...")
+        self.link.adopt(self.optimizer, {})
+        self.link.sync(everything=True)
+        places = self.link.places(self._models)
+        try:
+            for module, key, _, master in places:
+                _put(module, key, master)
+            yield
+        finally:
+            for module, key, weight, _ in places:
+                _put(module, key, weight)
+            self.link.write_back()
+
     def revert(self) -> None:
         """Put the parameters back into the optimizer with the masters' values, cast to their present dtype.
 
