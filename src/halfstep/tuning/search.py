@@ -34,6 +34,9 @@ FIRST_ROUNDS, LAST_ROUNDS, STEPS = 2, 5, 2
 #: that follow between choices as good as equal.
 NEAR, CLOSE = 1.3, 1.05
 
+#: How often the last turns are taken at most, while some choices are as good as equal.
+CLOSE_TURNS = 3
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -155,7 +158,12 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
     if by_module:
         trials += [_first(bench, choice) for choice in _by_module(bench, trials, device)]
     trials = _turns(bench, trials, LAST_ROUNDS, NEAR)
-    return _turns(bench, trials, LAST_ROUNDS, CLOSE)
+    for _ in range(CLOSE_TURNS):
+        trials = _turns(bench, trials, LAST_ROUNDS, CLOSE)
+        best = min(t.time for t in _usable(trials))
+        if agreed(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
+            break
+    return trials
 
 
 def _first(bench: Bench, choice: Choice) -> Trial:
