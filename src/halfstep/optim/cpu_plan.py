@@ -97,7 +97,7 @@ class HostPlan:
             last = first + len(part.slots)
             part.table.addresses[:, 2] = self._gradients.addresses[first:last]
             first = last
-        return all(grad is None for grad in self._source.of_all(self._bare))
+        return not self._bare or all(grad is None for grad in self._source.of_all(self._bare))
 
     def measure(self, inv_scale: float) -> HostStats:
         """Finite flag, norm and largest magnitude of all gradients, times `inv_scale`."""

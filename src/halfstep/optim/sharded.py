@@ -63,6 +63,7 @@ class Shards:
             _check_blocks(group)
         self._outer = outer
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._sharded: list[Any] = []
         self._seen: list[Tensor] = []
         self._known: dict[Tensor, Tensor] = {}
         self._whole: dict[Tensor, Tensor] = {}
@@ -91,6 +92,7 @@ class Shards:
         self._known[p], self._whole[twin] = twin, p
         if twin is not p:
             self._pairs.append((p, twin))
+            self._sharded.append(p)
             self._seen.append(local)
         return twin
 
@@ -117,8 +119,7 @@ class Shards:
             for group, local in zip(outer.param_groups, twin.param_groups):
                 _check_blocks(group)
                 local.update({k: v for k, v in group.items() if k != "params"})
-        shards: list[Any] = [p for p, _ in self._pairs]
-        if not all(map(is_, [p._local_tensor for p in shards], self._seen)):
+        if not all(map(is_, [p._local_tensor for p in self._sharded], self._seen)):
             self._move()
         return twin
 
