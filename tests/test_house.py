@@ -1,10 +1,12 @@
 """How large things may be, so that the next one who adds to the house finds it as small as it was."""
 
+import re
 import statistics
 
 import pytest
 
-from tests.house import PACKAGE, REASON, count
+from tests.house import PACKAGE, REASON, ROOT, count
+from tests.laws import break_laws
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,23 @@ def test_the_rooms_and_floors_can_be_remembered(house):
 def test_no_file_asks_for_weaker_types():
     asking = [p.name for p in PACKAGE.rglob("*.py") if "# pyright: basic" in p.read_text()]
     assert asking == []
+
+
+def test_every_breakage_finds_its_place_once():
+    lost = []
+    for row in break_laws.load([]):
+        name, _, function = row["file"].partition("::")
+        path = ROOT / name
+        text = break_laws.around(path.read_text(), function)[1] if path.exists() else ""
+        if text.count(row["find"]) != 1:
+            lost.append(f"{row['id']}: {row['file']}")
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_named_in_pages_exist(page):
+    named = set(re.findall(r"`([\w./]+\.(?:py|toml|json|md))[:`]", (ROOT / page).read_text()))
+    assert len(named) > 4
+    homes = [ROOT, PACKAGE, *(p for p in PACKAGE.iterdir() if p.is_dir())]
+    gone = [name for name in named if not any((home / name).exists() for home in homes)]
+    assert gone == []

@@ -26,7 +26,7 @@ from halfstep.scaling.skips import SkipCount
 from halfstep.session.steppers import parameters_of
 
 #: One gradient as it was: which tensor, its dtype, how often it was changed in place.
-Mark = tuple[int, torch.dtype, int]
+GradientVersion = tuple[int, torch.dtype, int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Scaled:
 
     scale: LossScale
     group: frozenset[int]
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[GradientVersion, ...] = ()
     found: bool | Tensor | None = None
     """Whether inf or NaN was found by an optimizer of the same loss that stepped before; None if none did."""
     loss: int = 0
@@ -172,13 +172,13 @@ class StepState:
         return replace(self.emptied(), loss_scale=scale, more_scales=more, skips=skips, steps=steps)
 
 
-def marks(optimizer: torch.optim.Optimizer) -> list[Mark]:
+def marks(optimizer: torch.optim.Optimizer) -> list[GradientVersion]:
     """What tells later whether the gradients of an optimizer were changed in place; reads no values."""
     weights = (weight_of(p) for p in parameters_of(optimizer))
     return [(id(g), g.dtype, g._version) for w in weights if (g := w.grad) is not None]
 
 
-def changed(before: Collection[Mark], now: Sequence[Mark]) -> bool:
+def changed(before: Collection[GradientVersion], now: Sequence[GradientVersion]) -> bool:
     """Whether a gradient that is still the same tensor was changed in place."""
     versions = {mark[:2]: mark[2] for mark in before}
     return any(versions.get(mark[:2], mark[2]) != mark[2] for mark in now)
