@@ -120,6 +120,8 @@ class StepState:
 
     def rescaled(self, loss: int, scale: LossScale) -> StepState:
         """The state in which loss number `loss` has `scale`."""
+        if scale is self.loss_scales[loss]:
+            return self
         first, *more = (*self.loss_scales[:loss], scale, *self.loss_scales[loss + 1 :])
         return StepState(first, self.skips, self.carried, self.steps, self.told, tuple(more))
 

@@ -137,7 +137,10 @@ def settle(
         theirs = [_found(held, loss, steppers[other], device) for other, held in siblings[loss]]
         flags.append(_any([share.found, *theirs]))
     flags = _over_ranks(flags, device) if everywhere and flags else flags
-    answered = {loss: replace(share, found=found) for (loss, share), found in zip(open_.items(), flags)}
+    answered = {
+        loss: share if found is share.found else replace(share, found=found)
+        for (loss, share), found in zip(open_.items(), flags)
+    }
     for loss, share in answered.items():
         for other, _ in siblings[loss]:
             state = state.carrying(other, _told(state.carried[other], loss, share.found))
