@@ -279,8 +279,17 @@ def test_a_region_whose_body_breaks_the_graph(name, backend):
     same(BROKEN[name], backend, fullgraph=False)
 
 
+AROUND = ["inside", "nested", "item", "outside_broken"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["inside", "nested", "item", "outside_broken"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in AROUND else [pytest.mark.exhaustive])
+        for name in {**WHOLE, **BROKEN}
+    ],
+)
 def test_a_region_around_compiled_code(name, backend):
     function = {**WHOLE, **BROKEN}[name]
     compiled = torch.compile(function, backend=backend)
