@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib.resources import files
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import ConfigError
 from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
 from halfstep.report.table import cells, columns
+from halfstep.report.template import fill, text_of, write_page
 from halfstep.report.verdict import busy, verdict
 
 _MACHINE = {
@@ -35,117 +33,84 @@ def write_report(document: Mapping[str, Any], path: str | Path) -> Path:
     return write_page(render(document), path)
 
 
-def write_page(page: str, path: str | Path) -> Path:
-    """Write a finished page to `path`, whole or not at all; ConfigError where that is impossible."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the report {path}: {error}") from error
-    return path
+@dataclass(frozen=True)
+class _Figure:
+    """A chart, drawn already (its texts are escaped), with its title and note."""
+
+    title: str
+    drawing: str
+    note: str
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One setting in the legend and in the list of sentences."""
+
+    label: str
+    level: str
+    classes: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class _Section:
+    """What the page shows of one recipe."""
+
+    name: str
+    verdict: str
+    busy: str
+    about: str
+    columns: Sequence[str]
+    cells: list[list[str]]
+    rows: list[_Line]
+    curves: list[_Figure]
+    constant_scales: str
+    bars: list[_Figure]
+    bounds: list[tuple[str, list[str]]]
 
 
 def render(document: Mapping[str, Any]) -> str:
     """The page for what `halfstep train --json` prints: {"machine": {...}, "recipes": [...]}."""
-    style = files("halfstep.report").joinpath("style.css").read_text(encoding="utf-8")
-    recipes = document["recipes"]
     slow = document["machine"].get("slow", {})
-    links = "".join(f"<a href='#{escape(r['name'], quote=True)}'>{escape(r['name'])}</a>" for r in recipes)
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>halfstep: {escape(', '.join(r['name'] for r in recipes))}</title>"
-        f"<style>{style}</style></head>"
-        "<body><main><h1>Training in several precisions</h1>"
-        f"<p class='quiet'>{_machine(document['machine'])}</p>"
-        + (f"<nav>{links}</nav>" if len(recipes) > 1 else "")
-        + "".join(_section(recipe, slow) for recipe in recipes)
-        + "</main></body></html>"
-    )
+    context = {
+        "style": text_of("style.css"),
+        "machine": _machine(document["machine"]),
+        "recipes": [_section(recipe, slow) for recipe in document["recipes"]],
+    }
+    return fill("train.html", context)
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    words = [f"{words} {machine[key]}".strip() for key, words in _MACHINE.items() if machine.get(key)]
-    return escape(" · ".join(words))
+    return " · ".join(
+        f"{words} {machine[key]}".strip() for key, words in _MACHINE.items() if machine.get(key)
+    )
 
 
-def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
-    rows = recipe["rows"]
+def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> _Section:
+    rows, metric = recipe["rows"], recipe["metric"]
     base = next((row for row in rows if row["level"] == "O0"), None)
     seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
-    about = (
-        f"{recipe['about']}; {recipe['data']}, batches of {recipe['batch_size']}, "
-        f"{recipe['steps']} steps, {seeds}"
-    )
-    words = "".join(
-        f"<li class='level-{row['level']}'><b>{escape(row['label'])}</b>: "
-        f"{escape(sentence(row, base, slow))}</li>"
-        for row in rows
-    )
-    curves, bars = _loss_figure(recipe) + _scale_figure(rows), _time_figure(recipe) + _memory_figure(rows)
-    return (
-        f"<section id='{escape(recipe['name'], quote=True)}'><h2>{escape(recipe['name'])}</h2>"
-        f"<p class='headline'>{escape(verdict(recipe))}</p>{_busy(recipe)}"
-        f"<p class='quiet'>{escape(about)}</p>{_table(recipe, slow)}{_legend(rows)}"
-        f"<div class='charts'><div>{curves}</div><div>{bars}</div></div>"
-        f"{_bounds(rows)}<details><summary>What each setting does</summary>"
-        f"<ul class='levels'>{words}</ul></details></section>"
-    )
-
-
-def _busy(recipe: Mapping[str, Any]) -> str:
-    told = busy(recipe)
-    return f"<p class='loud'>{escape(told)}</p>" if told else ""
-
-
-def _bounds(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What bounds each step, as one small table."""
+    scales, constant = _scale_figure(rows)
     found = [(row["label"], bounds(row)) for row in rows]
-    body = "".join(
-        f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
-        for label, cells in found
-        if cells
-    )
-    if not body:
-        return ""
-    heads = ("level", "step", "bounded by", "arithmetic", "memory", "latency")
-    head = "".join(f"<th scope='col'>{h}</th>" for h in heads)
-    return (
-        "<h3>What bounds a step</h3><div class='scroll' tabindex='0'><table><thead><tr>"
-        f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        "<p class='quiet'>Time that each of the three would take alone, at this device's measured speeds.</p>"
+    return _Section(
+        name=recipe["name"],
+        verdict=verdict(recipe),
+        busy=busy(recipe),
+        about=f"{recipe['about']}; {recipe['data']}, batches of {recipe['batch_size']}, "
+        f"{recipe['steps']} steps, {seeds}",
+        columns=columns(metric),
+        cells=[cells(row, metric, slow) for row in rows],
+        rows=[_Line(row["label"], row["level"], _classes(row), sentence(row, base, slow)) for row in rows],
+        curves=[*_loss_figures(recipe), *scales],
+        constant_scales="; ".join(constant),
+        bars=[*_time_figure(recipe), *_memory_figure(rows)],
+        bounds=[(label, shown) for label, shown in found if shown],
     )
 
 
 def _classes(row: Mapping[str, Any]) -> str:
     own = row["label"] in (row["level"], f"{row['level']} {row['dtype']}")
     return f"level-{row['level']} dtype-{row['dtype']}" + ("" if own else " other-scale")
-
-
-def _table(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> str:
-    metric = recipe["metric"]
-    head = "".join(f"<th scope='col'>{escape(h)}</th>" for h in columns(metric))
-    rows = (cells(row, metric, slow) for row in recipe["rows"])
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div class='scroll' tabindex='0'>{table}</div>"
-
-
-def _cell(text: str) -> str:
-    bad = " class='bad'" if "failed" in text or "diverged" in text else ""
-    return f"<td{bad}>{escape(text)}</td>"
-
-
-def _legend(rows: Sequence[Mapping[str, Any]]) -> str:
-    items = "".join(
-        "<li><svg viewBox='0 0 26 10' aria-hidden='true'>"
-        f"<path class='curve {_classes(row)}' d='M0 5H26'/></svg>{escape(row['label'])}</li>"
-        for row in rows
-    )
-    return f"<ul class='legend'>{items}</ul>"
 
 
 def _average(curves: Sequence[Sequence[float]]) -> list[float]:
@@ -164,7 +129,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _loss_figure(recipe: Mapping[str, Any]) -> str:
+def _loss_figures(recipe: Mapping[str, Any]) -> list[_Figure]:
     """Losses over steps; beside O0, what each has more than it, with the band that seeds make."""
     window = max(1, recipe["steps"] // 40)
     smoothed = {
@@ -177,16 +142,16 @@ def _loss_figure(recipe: Mapping[str, Any]) -> str:
         for row in recipe["rows"]
     ]
     chart = line_chart(lines, x_label="step", y_label="training loss", describe="training loss over steps")
-    return _difference_figure(recipe, smoothed, window, note) + _chart("Training loss", chart, note)
+    return [*_difference_figure(recipe, smoothed, window, note), _Figure("Training loss", chart, note)]
 
 
 def _difference_figure(
     recipe: Mapping[str, Any], smoothed: Mapping[str, Sequence[float]], window: int, note: str
-) -> str:
+) -> list[_Figure]:
     base = next((row for row in recipe["rows"] if row["level"] == "O0"), None)
     others = [row for row in recipe["rows"] if row is not base]
     if base is None or not others:
-        return ""
+        return []
     zero = smoothed[base["label"]]
     lines: list[Line] = []
     for row in others:
@@ -200,7 +165,7 @@ def _difference_figure(
     chart = line_chart(
         lines, x_label="step", y_label="loss minus O0's", describe="loss minus O0's", band=band
     )
-    return _chart("Training loss minus O0's", chart, note)
+    return [_Figure("Training loss minus O0's", chart, note)]
 
 
 def _band(curves: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
@@ -223,7 +188,8 @@ def _thin(values: Sequence[float], most: int = 400) -> list[tuple[int, float]]:
     return [(i, values[i]) for i in range(0, len(values), stride)]
 
 
-def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> str:
+def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> tuple[list[_Figure], list[str]]:
+    """The chart of scales that moved, and what the others stayed at."""
     lines: list[Line] = []
     constant: list[str] = []
     for row in rows:
@@ -234,26 +200,26 @@ def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> str:
             points = [(i + 1.0, scale) for i, scale in enumerate(run["scales"])]
             marks = [float(step) for step in run["skipped"]]
             lines.append(Line(row["label"], _classes(row), points, marks, steps=True))
-    told = f"<p class='quiet'>Loss scale: {escape('; '.join(constant))}.</p>" if constant else ""
     if not lines:
-        return told
+        return [], constant
     chart = line_chart(
         lines, x_label="step", y_label="loss scale", powers_of_two=True, describe="loss scale over steps"
     )
-    return _chart("Loss scale", chart, "First seed. A red cross is a skipped step.") + told
+    return [_Figure("Loss scale", chart, "First seed. A red cross is a skipped step.")], constant
 
 
-def _time_figure(recipe: Mapping[str, Any]) -> str:
+def _time_figure(recipe: Mapping[str, Any]) -> list[_Figure]:
     bars = [
         Bar(row["label"], _classes(row), row["seconds"] * 1e3, f"{row['seconds'] * 1e3:,.2f} ms")
         for row in recipe["rows"]
         if row["seconds"]
     ]
     note = "Median of steps taken in turns, one of each level after the other."
-    return _chart("Time of a step", bar_chart(bars, describe="milliseconds a step"), note) if bars else ""
+    drawing = bar_chart(bars, describe="milliseconds a step")
+    return [_Figure("Time of a step", drawing, note)] if bars else []
 
 
-def _memory_figure(rows: Sequence[Mapping[str, Any]]) -> str:
+def _memory_figure(rows: Sequence[Mapping[str, Any]]) -> list[_Figure]:
     bars = [
         Bar(
             row["label"],
@@ -266,9 +232,4 @@ def _memory_figure(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["peak_bytes"]
     ]
     note = "Pale: peak of all tensors during a step. Solid: kept for backward, parameters not counted."
-    return _chart("Memory", bar_chart(bars, describe="megabytes"), note) if bars else ""
-
-
-def _chart(title: str, drawing: str, note: str) -> str:
-    plot = f"<div class='plot' tabindex='0'>{drawing}</div>"
-    return f"<figure><h3>{escape(title)}</h3>{plot}<figcaption>{escape(note)}</figcaption></figure>"
+    return [_Figure("Memory", bar_chart(bars, describe="megabytes"), note)] if bars else []
