@@ -2,10 +2,11 @@
 
 The mesh has one rank, so nothing is sent: both steps do the same arithmetic, and the ratio is the bookkeeping
 of DTensors. Small: 400 parameters of 200 layers, 32 wide; large: 8 parameters of 16 million elements in all.
-Steps of the two models take turns; ratios are of neighbours, and their medians are kept. Writes
+Steps of the two models take turns; ratios are of neighbours, and their medians are kept. Both models are
+built several times, for where their memory happens to lie decides more than the bookkeeping does. Writes
 step_shards.json.
 
-    python benchmarks/step_shards.py [--rounds 60] [--out FILE]
+    python benchmarks/step_shards.py [--rounds 14] [--out FILE]
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch import nn
 import halfstep as hs
 
 MODELS = {"small": (200, 32), "large": (4, 2048)}
+BUILDS = 4
 WARM = 25  # as long a session watches gradients for changes made past it
 BOUNDS = {"small": 1.10, "large": 1.02}
 
@@ -47,14 +49,20 @@ def seconds(model: nn.Module, amp: Any, clip: float | None) -> float:
     return time.process_time() - start
 
 
-def compare(size: str, state_dtype: str, clip: float | None, rounds: int) -> dict[str, Any]:
-    pairs = [build(*MODELS[size], state_dtype, sharded) for sharded in (True, False)]
-    times: list[list[float]] = []
+def turns(
+    size: str, state_dtype: str, clip: float | None, rounds: int, sharded_first: bool
+) -> list[tuple[float, float]]:
+    """Seconds (sharded, plain) of two new models; who comes second finds other caches, so they change places."""
+    made = {k: build(*MODELS[size], state_dtype, k) for k in (sharded_first, not sharded_first)}
+    found: list[dict[bool, float]] = []
     for turn in range(rounds + WARM):
-        order = (0, 1) if turn % 2 else (1, 0)  # whoever comes second finds the caches as the first left them
-        found = {i: seconds(*pairs[i], clip) for i in order}
-        times.append([found[0], found[1]])
-    del times[:WARM]
+        order = (True, False) if turn % 2 else (False, True)
+        found.append({k: seconds(*made[k], clip) for k in order})
+    return [(one[True], one[False]) for one in found[WARM:]]
+
+
+def compare(size: str, state_dtype: str, clip: float | None, rounds: int) -> dict[str, Any]:
+    times = [pair for turn in range(BUILDS) for pair in turns(size, state_dtype, clip, rounds, turn % 2 == 0)]
     ratio = statistics.median(ours / plain for ours, plain in times)
     sharded, plain = (statistics.median(column) * 1e3 for column in zip(*times))
     row = {"size": size, "state_dtype": state_dtype, "clip_norm": clip, "plain_ms": plain}
@@ -63,7 +71,7 @@ def compare(size: str, state_dtype: str, clip: float | None, rounds: int) -> dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfstep as hs
@@ -30,20 +32,31 @@ def batch(rank, count=4):
     return torch.randn(count, 4, generator=generator)
 
 
-def shard_after_prepare(rank):
+def in_tensor_parallel(model):
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+def shard_after_prepare(rank, way):
     model = net()
     optimizer = hs.optim.AdamW(model.parameters(), lr=0.1)
     amp = hs.prepare(model, optimizer, level="O1", dtype="bf16")
-    fully_shard(model)
-    with amp.autocast():
-        loss = model(batch(rank)).sum()
+    if way == "fully_shard":
+        fully_shard(model)
+        with amp.autocast():
+            loss = model(batch(rank)).sum()
+    else:
+        in_tensor_parallel(model)
+        with amp.autocast():
+            loss = model[0](batch(rank)).sum()
     return error_of(lambda: amp.backward(loss))
 
 
-def test_parameters_swapped_after_prepare_are_noticed():
-    for told in run(shard_after_prepare, 2):
+@pytest.mark.parametrize(("way", "gone"), [("fully_shard", 6), ("tensor parallel", 4)])
+def test_parameters_swapped_after_prepare_are_noticed(way, gone):
+    for told in run(shard_after_prepare, 2, way):
         assert "ConfigError: " in told
-        assert "6 of 6 parameters" in told
+        assert f"{gone} of 6 parameters" in told
         assert "shard" in told
 
 
