@@ -52,7 +52,7 @@ def seconds(model: nn.Module, amp: Any, clip: float | None) -> float:
 def turns(
     size: str, state_dtype: str, clip: float | None, rounds: int, sharded_first: bool
 ) -> list[tuple[float, float]]:
-    """Seconds (sharded, plain) of two new models; who comes second finds other caches, so they change places."""
+    """Seconds (sharded, plain) of two new models; the second finds other caches, so they change places."""
     made = {k: build(*MODELS[size], state_dtype, k) for k in (sharded_first, not sharded_first)}
     found: list[dict[bool, float]] = []
     for turn in range(rounds + WARM):
