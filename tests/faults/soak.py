@@ -82,12 +82,19 @@ def leg(rank, folder, until, saving):
     return skipped
 
 
-def resident():
+#: Steps after which a living process has trained, skipped, saved and loaded more than once.
+WARM = 110
+
+
+def resident(amp):
+    """Bytes of this process, less the history of outcomes, which grows to 10,000 steps and no further."""
+    amp.history.clear()
+    gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def steady(rank, folder, seconds):
-    """Train, save and load in one process for a time: its memory after a quarter of it and at the end."""
+    """Train, save and load in one process for a time: its memory after all was done once, and at the end."""
     folder = Path(folder)
     model, amp = build()
     begun, step, early = time.monotonic(), 0, 0
@@ -95,10 +102,9 @@ def steady(rank, folder, seconds):
         spent = torch.tensor(time.monotonic() - begun)
         if world_size() > 1:
             torch.distributed.broadcast(spent, 0)
-        if not early and spent > seconds / 4:
-            gc.collect()
-            early = resident()
-        if spent > seconds:
+        if step == WARM:
+            early = resident(amp)
+        if spent > seconds and step >= 3 * WARM:
             break
         train(model, amp, rank, step)
         step += 1
@@ -107,8 +113,7 @@ def steady(rank, folder, seconds):
         if step % 50 == 0:
             amp.load(folder / f"step-{step}")
     amp.wait_until_saved()
-    gc.collect()
-    return step, early, resident()
+    return step, early, resident(amp)
 
 
 def disturbed(folder, chosen, seconds):

@@ -1,6 +1,7 @@
 """Ways in which a training ends early: SIGTERM, a callback, no improvement, NaN; and whose folder it is."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -58,6 +59,33 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on(tmp_path):
     with pytest.warns(HalfstepWarning, match=r"step-00000006.pt is corrupt.*going on from step-00000004.pt"):
         assert again.fit(loader(), steps=8, resume=True).steps[0].step == 5
     assert torch.equal(weights(again), weights(whole))
+
+
+def test_saves_in_the_background_are_of_their_step_and_resume_bit_for_bit(tmp_path):
+    whole = make()
+    whole.fit(loader(), steps=9)
+    options = {"checkpoints": tmp_path, "checkpoint_every": 2, "keep": 2, "background_saves": True}
+    first = make(**options)
+    first.fit(loader(), steps=7)
+    assert [p.name for p in CheckpointFolder(tmp_path).paths()] == ["step-00000004.pt", "step-00000006.pt"]
+    assert first.save() == tmp_path / "step-00000007.pt"
+    first.wait_until_saved()
+    again = make(**options)
+    assert again.fit(loader(), steps=9, resume=True).steps[0].step == 8
+    assert torch.equal(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_what_fails_in_the_background_ends_the_training_by_name(tmp_path, steps):
+    trainer = make(checkpoints=tmp_path, checkpoint_every=2, background_saves=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-00000002.pt: no room"):
+            trainer.fit(loader(), steps=steps)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not CheckpointFolder(tmp_path).paths()
 
 
 CHILD = """

@@ -207,7 +207,7 @@ class Trainer:
             if self.epoch < epochs and not self.history.stopped:
                 cast(Position, self._position).end()  # fewer batches are left than make a step
             self._read()
-            self._settle_saves()
+            self.wait_until_saved()
         except HalfstepError:
             with suppress(HalfstepError):
                 self._read()
@@ -216,7 +216,8 @@ class Trainer:
             self.history.seconds = time.perf_counter() - started
             self._tell("on_fit_end")
 
-    def _settle_saves(self) -> None:
+    def wait_until_saved(self) -> None:
+        """Return when no save in the background is under way; CheckpointError where the last one failed."""
         if self._background is not None:
             saving.settle(self._background)
 
@@ -230,7 +231,7 @@ class Trainer:
         terminated = told == 2
         self._terminated.arrived = terminated
         if terminated and self.folder is not None:
-            self._settle_saves()
+            self.wait_until_saved()
             if not saving.agreed(self.folder.has(self.step)):
                 self.save()
         self.history.stopped = "SIGTERM" if terminated else self._stop or "another rank stopped"
