@@ -171,14 +171,14 @@ class Turns:
         self.until = time.perf_counter() + budget
         self.times: dict[str, list[tuple[int, float]]] = {label: [] for label in makers}
         self.first: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
         self.taken = 0
 
     def run(self) -> None:
         """Take them all; at least one block of turns."""
         draw = random.Random(0)
         while self.taken < self.rounds and (not self.taken or time.perf_counter() < self.until):
-            steps = {label: make() for label, make in self.makers.items()}
-            warm = {label: (timed(step), timed(step)) for label, step in steps.items()}
+            steps, warm = self._built()
             self.first = self.first or {label: seconds for label, (seconds, _) in warm.items()}
             slow = {label for label, (_, t) in warm.items() if t > SLOW * warm["fp32"][1]}
             for _ in range(min(BLOCK, self.rounds - self.taken)):
@@ -191,6 +191,19 @@ class Turns:
                     return
             for label in slow:
                 del self.makers[label]
+
+    def _built(self) -> tuple[dict[str, Step], dict[str, tuple[float, float]]]:
+        """A model of each setting with the seconds of its first two steps; what torch cannot run is noted."""
+        steps: dict[str, Step] = {}
+        warm: dict[str, tuple[float, float]] = {}
+        for label, make in list(self.makers.items()):
+            try:
+                steps[label] = make()
+                warm[label] = timed(steps[label]), timed(steps[label])
+            except RuntimeError as error:
+                self.failed[label] = f"failed: {str(error).splitlines()[0]}"
+                del self.makers[label], self.times[label], steps[label]
+        return steps, warm
 
     def seconds(self) -> dict[str, float]:
         """The median of each setting."""
@@ -222,7 +235,8 @@ def measure(case: models.Case, rounds: int, budget: float, seconds: float, limit
     if tuning.choice.label in FIXED:
         noise = max(noise, abs(turns.share("auto", tuning.choice.label) - 1))
         turns.pool("auto", tuning.choice.label)
-    shares = {label: turns.share(label, "fp32") for label in makers if label != "fp32 again"}
+    ended |= turns.failed
+    shares = {label: turns.share(label, "fp32") for label in turns.times if label != "fp32 again"}
     choice = tuning.choice.label, tuning.reason, tuning.seconds
     return Found(turns.seconds(), shares, ended, turns.first, noise, *choice, turns.taken)
 
