@@ -28,7 +28,7 @@ STYLE = """
 .below svg, svg .curve.below { stroke-width: 5; opacity: .4; } svg .curve.above { stroke-dasharray: 7 4; }
 .scale-128 { --c: var(--good, #2a8); } svg .curve.dotted { stroke-dasharray: 2 3; }
 svg .range { fill: var(--O2); opacity: .12; } svg .shifted { fill: none; stroke: var(--O3); stroke-width: 1.4; }
-.shots { display: flex; flex-wrap: wrap; gap: 1rem; } .shots svg { width: 300px; height: auto; }
+.scroll td, .scroll th { white-space: normal; } .shots { display: flex; flex-wrap: wrap; gap: 1rem; } .shots svg { width: 300px; height: auto; }
 svg .box { fill: none; stroke: var(--bad); stroke-width: .5; } svg .boxname { font-size: 3px; fill: var(--bad); }
 svg .count { fill: var(--O1); } svg .lost { fill: var(--bad); } svg .edge { stroke: var(--quiet); stroke-dasharray: 4 3; }
 """
@@ -246,7 +246,8 @@ def _histogram(
     for shift in shifts:
         path = " ".join(f"{across(e + shift + 0.5):.1f},{down(n):.1f}" for e, n in shown if e + shift <= last)
         parts.append(f"<polyline class='shifted' points='{path}'><title>times {2**shift}</title></polyline>")
-    for exponent in range(first - first % 8 + 8, last + 1, 8):
+    every = 8 if last - first < 80 else 16
+    for exponent in range(first - first % every + every, last + 1, every):
         x = across(exponent + 0.5)
         parts.append(
             f"<text class='tick' x='{x:.1f}' y='{height + 38}' text-anchor='middle'>2^{exponent}</text>"
