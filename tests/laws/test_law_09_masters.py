@@ -97,3 +97,16 @@ def test_o2_states_load_into_plain_fp32_training():
     plain_optimizer.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), masters.params(), strict=True))
     train(plain, plain_optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_masters_of_elements_that_were_not_changed_keep_every_bit_in_a_file(low):
+    model, optimizer, masters = start(OPTIMIZERS["adamw"], low)
+    train(model, optimizer, range(3))
+    before = {name: value.clone() for name, value in masters.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight[0] = 0.25
+    after = optimizer.state_dict()["masters"]
+    assert torch.equal(after["0.weight"][0], torch.full((5,), 0.25))
+    assert torch.equal(after["0.weight"][1:], before["0.weight"][1:])
+    assert torch.equal(after["3.bias"], before["3.bias"])
