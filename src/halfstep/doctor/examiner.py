@@ -455,6 +455,8 @@ class Moments:
         for cure in fault.cures:
             for spec in cure.specs:
                 status = self._try(index, spec, tape, fault)
+                if spec[0] == "bf16" and status != "works":
+                    continue  # what was made before stays in fp16 here: a run from the start tells
                 cure.status = status or cure.status
                 if status == "works":
                     cure.specs = [spec]

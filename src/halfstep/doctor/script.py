@@ -111,10 +111,17 @@ def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, i
         if not cured.applied:
             continue
         faults = [f for f in cured.document.bad if not _is_harmless(f, cured)]
-        well = not faults and not cured.error and (cured.first_bad is None or cured.settled)
+        gone = not any(_alike(f, fault) for f in faults)
+        early = cured.first_bad is not None and cured.first_bad < index and cured.settled
+        well = gone and not cured.error and (cured.first_bad is None or early)
         cure.status = "works" if well else "does not help"
         if well:
             return
+
+
+def _alike(one: Fault, other: Fault) -> bool:
+    """Whether a fault is still there; the next op of a line may have taken over from the first."""
+    return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
 
 
 def _is_harmless(fault: Fault, found: Found) -> bool:
