@@ -66,7 +66,7 @@ def travel(folder, worlds, state, steps):
     after = None
     for number, world in enumerate(worlds):
         source = number - 1 if number else None
-        everyone = run(leg, world, str(folder), source, number, state, steps)
+        everyone = run(leg, world, str(folder), source, number, state, steps, seconds=400.0)
         for before, _ in everyone:
             assert after is None or all(torch.equal(before[name], after[name]) for name in after)
         after = everyone[0][1]
