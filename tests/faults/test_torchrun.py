@@ -23,7 +23,7 @@ def torchrun(*arguments, ranks=2, folder=ROOT):
 
 def test_halfstep_train_shares_batches_and_reports_once():
     done = torchrun(
-        "-m", "halfstep_command", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json"
+        "-m", "halfstep", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout)
@@ -54,7 +54,7 @@ for step in range(3):
 
 def test_the_doctor_gives_one_verdict_over_all_ranks(tmp_path):
     (tmp_path / "train.py").write_text(SICK)
-    done = torchrun("-m", "halfstep_command", "doctor", "train.py", "--steps", "3", "--json", folder=tmp_path)
+    done = torchrun("-m", "halfstep", "doctor", "train.py", "--steps", "3", "--json", folder=tmp_path)
     assert done.returncode == 1, done.stderr[-2000:]
     document = json.loads(done.stdout)
     (fault,) = document["bad"]

@@ -1,0 +1,8 @@
+"""`python -m halfstep`, the command where no script is on the path: `torchrun ... -m halfstep train digits-mlp`."""
+
+import sys
+
+from halfstep.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
