@@ -22,9 +22,7 @@ def torchrun(*arguments, ranks=2, folder=ROOT):
 
 
 def test_halfstep_train_shares_batches_and_reports_once():
-    done = torchrun(
-        "-m", "halfstep", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json"
-    )
+    done = torchrun("-m", "halfstep", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout)
     (row,) = document["recipes"][0]["rows"]
