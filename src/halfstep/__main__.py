@@ -1,4 +1,4 @@
-"""`python -m halfstep`, the command where no script is on the path: `torchrun ... -m halfstep train digits-mlp`."""
+"""`python -m halfstep`: the command where no script is on the path, as under `torchrun -m`."""
 
 import sys
 
