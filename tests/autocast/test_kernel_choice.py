@@ -158,6 +158,27 @@ def test_a_state_brings_its_choices_and_leaves_the_rest_to_the_machine() -> None
     assert here.choose(CONV, "iw") == NATIVE, "the machine's own table was changed"
 
 
+def test_ranks_keep_their_whole_table_beside_what_a_state_brings() -> None:
+    there = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, name="measured")
+    there.choose(CONV, "iw")
+    mine = [
+        Row(NATIVE, CONV.op, CONV.dtype, CONV.geometry, CONV.size, 1, "iw"),
+        Row(Choice("rounded"), CONV.op, CONV.dtype, CONV.geometry, CONV.size, 1, "w"),
+    ]
+    table = restored(saved(there), KernelTable(mine, name="of rank 0", measured=True))
+    assert table.choose(CONV, "iw") == ROUNDED
+    assert table.choose(CONV, "w") == Choice("rounded")
+    again = restored(saved(table), KernelTable((), name="of rank 0", measured=True))
+    assert again.rows == table.rows
+
+
+def test_a_row_for_all_of_an_op_holds_over_what_was_measured_before_the_load() -> None:
+    here = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, name="measured")
+    assert here.choose(CONV, "iw") == ROUNDED
+    table = restored([{"op": "convolution", "forward": "native"}], here)
+    assert table.choose(CONV, "iw") == NATIVE
+
+
 def test_a_state_that_cannot_be_read_changes_nothing() -> None:
     amp = hs.prepare(nn.Linear(2, 2))
     state, before = amp.state_dict(), amp.kernels

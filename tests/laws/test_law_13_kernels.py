@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.autocast import kernel_functions
+from halfstep.autocast import kernel_choice, kernel_functions
 from halfstep.autocast.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
 from halfstep.autocast.kernel_functions import Linear
 
@@ -45,7 +45,7 @@ def train(amp: hs.Session, steps: range) -> None:
         amp.step()
 
 
-def session(kernels: KernelTable) -> tuple[hs.Session, torch.optim.Optimizer]:
+def session(kernels: KernelTable | str) -> tuple[hs.Session, torch.optim.Optimizer]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return hs.prepare(model, optimizer, dtype=BF16, kernels=kernels), optimizer
@@ -91,6 +91,51 @@ def test_a_run_resumed_on_another_machine_is_the_run_that_never_stopped() -> Non
     assert not all(torch.equal(a, c) for a, _, c in pairs), (
         "the two machines computed alike: nothing was shown"
     )
+
+
+@pytest.mark.parametrize("made_with", ["measured", "native", "rounded"])
+@pytest.mark.usefixtures("other_bits", "measured_here")
+def test_a_run_by_a_file_resumes_by_that_file_whatever_the_session_was_made_with(
+    made_with, monkeypatch
+) -> None:
+    convolve = kernel_functions.convolve
+    monkeypatch.setattr(
+        kernel_functions,
+        "convolve",
+        lambda how, *args: convolve(how, *args) * (1 if how == "native" else 1.01),
+    )
+    given = KernelTable([Row(Choice("rounded"), op="linear")])
+    whole, _ = session(given)
+    train(whole, range(4))
+    first, optimizer = session(given)
+    train(first, range(2))
+    saved = first.state_dict(), first.model.state_dict(), optimizer.state_dict()
+    second, optimizer = session(made_with)
+    train(second, range(1))
+    for one, state in zip((second, second.model, optimizer), saved, strict=True):
+        one.load_state_dict(state)
+    train(second, range(2, 4))
+    assert all(map(torch.equal, whole.model.parameters(), second.model.parameters()))
+    assert second.state_dict()["kernels"] == first.state_dict()["kernels"]
+
+
+@pytest.fixture
+def measured_here(monkeypatch):
+    """This machine is one on which everything is faster rounded."""
+    monkeypatch.setattr(kernel_choice, "_tables", {**kernel_choice._tables, "measured": machine(9.0, 1.0)})
+
+
+@pytest.mark.parametrize("made_with", ["native", "rounded"])
+@pytest.mark.usefixtures("measured_here")
+def test_a_run_that_measured_goes_on_measuring_what_it_had_not_met(made_with) -> None:
+    first, _ = session(FAST)
+    train(first, range(1))
+    second, _ = session(made_with)
+    second.load_state_dict(first.state_dict())
+    met, new = first.kernels.rows[0].exact, OpClass("bmm", "bf16", "matrices over 64", "large", 1)
+    assert met is not None
+    assert second.kernels.choose(*met).is_native, "the class that was met is not as saved"
+    assert second.kernels.choose(new, "iw") == Choice("rounded", "rounded", "rounded")
 
 
 def test_all_ranks_take_the_choices_of_rank_0(monkeypatch) -> None:

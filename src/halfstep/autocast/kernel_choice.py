@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
 
 #: Another way replaces torch's own kernel where it takes at most this share of its time.
@@ -58,6 +59,7 @@ class Choice:
         return self.forward == self.input == self.weight == "native"
 
 
+_FIELDS = ("op", "dtype", "geometry", "size", "threads", "needs")
 NATIVE = Choice()
 ROUNDED = Choice("rounded", "rounded", "rounded")
 
@@ -98,6 +100,11 @@ class Row:
             cast("int", self.threads),
         )
         return cls, cast("str", self.needs)
+
+    @property
+    def fits_all(self) -> bool:
+        """Whether it speaks of every op there is."""
+        return all(getattr(self, name) is None for name in _FIELDS)
 
 
 def directions(needs: str) -> tuple[str, ...]:
@@ -143,6 +150,7 @@ class KernelTable:
     """Choices by class of op; a class that it does not know is measured, or native where nothing measures.
 
     Safe to share between threads. `measure` gives the times of one class and direction; None never measures.
+    `measured`: without `measure`, its rows are all that was measured elsewhere, so that nothing new is met.
     """
 
     def __init__(
@@ -151,8 +159,10 @@ class KernelTable:
         measure: Callable[[OpClass, str], Times] | None = None,
         overhead: Callable[[], float] = lambda: 0.0,
         name: str = "given",
+        measured: bool = False,
     ) -> None:
         self.name = name
+        self.measured = measured or measure is not None
         self._measure, self._overhead = measure, overhead
         self._known: dict[tuple[OpClass, str], Row] = {}
         self._derived: dict[tuple[OpClass, str], Row] = {}
@@ -206,10 +216,16 @@ class KernelTable:
 
     def pinned(self, rows: Iterable[Row]) -> KernelTable:
         """A table with these choices that goes on as this one for classes they do not speak of."""
-        mine, theirs = self.rows, tuple(rows)
+        theirs = tuple(rows)
+        broad = [row for row in theirs if row.exact is None]
+        mine = [
+            row
+            for row in (() if self.measures else self.rows)  # what measures finds its own again
+            if row.exact is None or not any(other.fits(*row.exact) for other in broad)
+        ]
         exact = [r for r in (*mine, *theirs) if r.exact is not None]  # of two for one class the later holds
-        still_open = {replace(r, why=""): r for r in (*theirs, *mine) if r.exact is None}.values()
-        return KernelTable((*exact, *still_open), self._measure, self._overhead, "pinned")
+        last = [row for row in mine if row.exact is None]
+        return KernelTable((*exact, *broad, *last), self._measure, self._overhead, "pinned", self.measured)
 
     @property
     def digest(self) -> str:
@@ -221,8 +237,6 @@ class KernelTable:
 
 
 # --- as text and as plain values ---------------------------------------------------------------------------
-
-_FIELDS = ("op", "dtype", "geometry", "size", "threads", "needs")
 
 
 def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -346,17 +360,27 @@ def table_of(kernels: Kernels = None) -> KernelTable:
 
 
 def saved(table: KernelTable) -> list[dict[str, Any]]:
-    """What a session's state keeps of its table."""
-    return to_plain(replace(row, why="") for row in table.rows)
+    """What a session's state keeps of its table: its rows, and one for the rest unless it is measured."""
+    rows = [replace(row, why="") for row in table.rows]
+    if not table.measured and not any(row.fits_all for row in rows):
+        rows.append(Row(NATIVE))
+    return to_plain(rows)
 
 
 def restored(state: object, own: KernelTable) -> KernelTable:
-    """The table of a saved session: its choices; for classes it never met, those of `own`.
+    """The table of a saved session: its choices, and its rest.
+
+    A saved session that measured goes on measuring the classes it never met: by `own` where that measures, or
+    where ranks must agree; by this machine otherwise.
 
     Raises:
         CheckpointError: what is no such state.
     """
     try:
-        return own.pinned(from_plain(state))
+        rows = from_plain(state)
     except ValueError as error:
         raise CheckpointError(f"the kernels of a session state cannot be read: {error}") from error
+    if any(row.fits_all for row in rows):
+        return KernelTable(rows, name="pinned")
+    agreed = own.measured or world_size() > 1
+    return (own if agreed else table_of("measured")).pinned(rows)

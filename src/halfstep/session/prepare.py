@@ -242,8 +242,9 @@ def same_on_all_ranks(table: KernelTable, device: torch.device, compute: torch.d
     """Rank 0's kernels, on every rank: measured in whole before training, so that nothing is open later."""
     if world_size() == 1 or device.type != "cpu" or compute not in LOW_DTYPES:
         return table
-    mine = gather(to_plain(whole_table(table, compute)) if rank() == 0 else None)
-    return KernelTable(from_plain(mine[0]), name="of rank 0")
+    mine = gather((to_plain(whole_table(table, compute)), table.measured) if rank() == 0 else None)
+    rows, measured = mine[0]
+    return KernelTable(from_plain(rows), name="of rank 0", measured=measured)
 
 
 def apply_level(
