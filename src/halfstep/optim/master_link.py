@@ -100,19 +100,21 @@ def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
 class LoadHook:
     """Module hook: an fp32 checkpoint loaded into 16-bit weights reaches the masters unrounded.
 
-    A copied or pickled model keeps an empty one, so that masters are never copied along with a model.
+    Every module has one, since a part of a model can be loaded alone. A copied or pickled model keeps empty
+    ones, so that masters are never copied along with a model.
     """
 
-    def __init__(self, link: "Link | None" = None, prefix: str = "") -> None:
+    def __init__(self, link: "Link | None" = None) -> None:
         self._link: weakref.ref[Link] | None = weakref.ref(link) if link is not None else None
-        self._prefix = prefix
 
     def __call__(self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
-        """Hand the checkpoint's values to the masters of this module's parameters."""
+        """Hand the checkpoint's values to the masters of this module's own parameters."""
         link = self._link() if self._link is not None else None
         if link is not None:
-            given = {id(p): state.get(prefix + name) for name, p in module.named_parameters()}
-            link.take({key: value for key, value in given.items() if value is not None})
+            own = {id(p): state.get(prefix + name) for name, p in module._parameters.items()}
+            given = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+            if given:
+                link.take(given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoadHook":
         return LoadHook()

@@ -94,8 +94,8 @@ class MasterWeights:
             optimizer.register_load_state_dict_pre_hook(link.before_load),
             optimizer.register_load_state_dict_post_hook(link.after_load),
         ]
-        for model in self._models:
-            handles.append(model.register_load_state_dict_pre_hook(LoadHook(link)))
+        for module in dict.fromkeys(module for model in self._models for module in model.modules()):
+            handles.append(module.register_load_state_dict_pre_hook(LoadHook(link)))
         return handles
 
     @property

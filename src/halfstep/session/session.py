@@ -98,7 +98,7 @@ class Session(OfSetup):
     def settle(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         self._setup.serve_copies()
-        self._handles = [*self._handles, *registry.remember(self)]
+        self._handles = [*self._handles, *self._setup.follow_loads(), *registry.remember(self)]
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""

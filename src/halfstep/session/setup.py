@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
+from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.loading import LoadedMasters
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
@@ -57,6 +60,13 @@ class Setup:
             exact = weakref.WeakMethod(self._exact)
             for conversion in self.conversions:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
+
+    def follow_loads(self) -> list[RemovableHandle]:
+        """From now on, fp32 checkpoints reach the masters of `halfstep.optim` unrounded; returns hooks."""
+        if not self.level.masters:
+            return []
+        own = [o for o in self.optimizers if isinstance(o, OnePassOptimizer)]
+        return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
