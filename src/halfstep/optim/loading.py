@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class LoadedMasters:
         return LoadedMasters, ()
 
 
-def _fits(value: Any, p: Tensor) -> bool:
+def _fits(value: Any, p: Tensor) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.shape != p.shape or not value.is_floating_point():
         return False
     return (local_of(value) is value) == (local_of(p) is p)
