@@ -84,6 +84,7 @@ def test_the_first_row_that_fits_holds_and_what_no_row_knows_is_native() -> None
 def test_rows_survive_toml_and_state(tmp_path) -> None:
     rows = (
         Row(Choice("native", "rounded", "onednn"), "linear", "bf16", "plain", "large", 4, "iw", 'says "so"'),
+        Row(ROUNDED, "aten::conv_tbc", "bf16", "", "", 0, "*"),
         Row(ROUNDED, dtype="fp16"),
     )
     file = tmp_path / "kernels.toml"
@@ -101,6 +102,13 @@ def test_rows_survive_toml_and_state(tmp_path) -> None:
         ("format = 1\n[[kernel]]\nopp = 'x'", "row 1 has 'opp'; expected some of op, dtype"),
         ("format = 1\n[[kernel]]\nthreads = 'x'", "threads = 'x'; expected a number"),
         ("format = 1\nkernel = 'x'", "expected a list"),
+        ("format = 1\n[[kernel]]\nop = 'convolutoin'", "row 1 has op = 'convolutoin'; .* mean 'convolution'"),
+        ("format = 1\n[[kernel]]\nop = 'aten::liner'", "did you mean 'aten::linear'"),
+        ("format = 1\n[[kernel]]\ndtype = 'bf17'", "dtype = 'bf17'; expected 'bf16', 'fp16'; did you"),
+        ("format = 1\n[[kernel]]\nsize = 'tyny'", "size = 'tyny'; .* did you mean 'tiny'"),
+        ("format = 1\n[[kernel]]\ngeometry = '2d dens'", "did you mean '2d dense'"),
+        ("format = 1\n[[kernel]]\nop = 'linear'\ngeometry = '2d dense'", "expected 'plain', 'thin'"),
+        ("format = 1\n[[kernels]]\nop = 'linear'", "it has 'kernels'; expected format = 1"),
         ("not toml", "kernels file"),
     ],
 )

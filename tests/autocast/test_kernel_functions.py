@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.autocast import autocast
 from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
-from halfstep.autocast.kernel_probes import PROBES, geometries
+from halfstep.autocast.kernel_names import geometries
+from halfstep.autocast.kernel_probes import PROBES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Unit roundoff: half the distance of neighbouring values just above 1.

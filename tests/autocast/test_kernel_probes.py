@@ -12,6 +12,7 @@ import torch
 
 from halfstep.autocast import kernel_probes as probes
 from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, KernelTable, OpClass
+from halfstep.autocast.kernel_names import KINDS, geometries
 
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 
@@ -133,9 +134,14 @@ def test_what_catches_up_with_size_is_run_again(tmp_path) -> None:
     assert found.times(replace(CLASS, size="large"), "input")["native"] == 0.8
 
 
+def test_every_kind_has_a_name_by_which_files_speak_of_it() -> None:
+    assert set(probes.PROBES) == set(KINDS)
+    assert set(probes._BATCHES) == set(geometries("bmm"))
+
+
 @pytest.mark.parametrize("op", [*probes.PROBES])
 def test_every_kind_of_op_has_probes_that_run(op: str) -> None:
-    for geometry in probes.geometries(op):
+    for geometry in geometries(op):
         cls = OpClass(op, "bf16", geometry, "tiny", 1)
         for direction in DIRECTIONS:
             if direction == "weight" and op in probes.ONE_BACKWARD:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from halfstep.autocast.kernel_names import check_row
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
 
@@ -308,9 +309,14 @@ def read_toml(path: str | Path) -> tuple[Row, ...]:
     """
     try:
         data = tomllib.loads(Path(path).read_text())
+        if stray := sorted(set(data) - {"format", "kernel"}):
+            raise ValueError(f"it has {stray[0]!r}; expected format = 1 and tables [[kernel]]")
         if data.get("format") != 1:
             raise ValueError(f"format = {data.get('format')!r}, this version reads format = 1")
-        return from_plain(data.get("kernel", []))
+        rows = from_plain(data.get("kernel", []))
+        for number, row in enumerate(to_plain(rows), 1):
+            check_row(number, row)
+        return rows
     except (OSError, ValueError) as error:
         raise ConfigError(f"kernels file {str(path)!r}: {error}") from error
 

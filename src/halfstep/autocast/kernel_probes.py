@@ -36,6 +36,7 @@ from halfstep.autocast.kernel_choice import (
     Times,
 )
 from halfstep.autocast.kernel_functions import Geometry
+from halfstep.autocast.kernel_names import SIZES, geometries, sizes
 from halfstep.formats import dtype_name, parse_dtype
 
 #: A candidate is given up where it takes this many times the best so far.
@@ -53,8 +54,6 @@ Call = Callable[[], object]
 
 
 # --- shapes ------------------------------------------------------------------------------------------------
-
-SIZES = ("tiny", "small", "medium", "large")
 
 
 class _Base(NamedTuple):
@@ -227,30 +226,6 @@ PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {
 }
 #: One backward kernel gives the gradients of all inputs: the direction `weight` is that of `input`.
 ONE_BACKWARD = frozenset({"attention", "lstm", "gru", "rnn_tanh"})
-_SHAPES = {
-    "1d": ("dense", "pointwise", "depthwise", "strided-depthwise", "transposed"),
-    "2d": (
-        "dense",
-        "pointwise",
-        "narrow-pointwise",
-        "stem",
-        "grouped",
-        "depthwise",
-        "strided-depthwise",
-        "transposed",
-    ),
-    "3d": ("dense", "pointwise", "strided-depthwise", "transposed"),
-}
-
-
-@functools.cache
-def geometries(op: str) -> tuple[str, ...]:
-    """The geometries that a kind of op is divided into."""
-    if op == "convolution":
-        common = [f"{dims} {shape}" for dims, shapes in _SHAPES.items() for shape in shapes]
-        return (*common, *(f"2d {shape} channels_last" for shape in _SHAPES["2d"]))
-    named = {"bmm": tuple(_BATCHES), "attention": ("full", "causal")}
-    return named.get(op, ("plain", "thin") if op == "linear" else ("plain",))
 
 
 def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
@@ -261,12 +236,6 @@ def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
         for geometry in geometries(op)
         for size in sizes(geometry)
     )
-
-
-def sizes(geometry: str) -> tuple[str, ...]:
-    """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
-    common = geometry[:2] in ("1d", "3d", "th") or geometry.endswith("channels_last")
-    return SIZES[:3] if common else SIZES
 
 
 def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:

@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 from halfstep.autocast import kernel_functions as functions
 from halfstep.autocast.kernel_choice import Choice, KernelTable, OpClass
 from halfstep.autocast.kernel_functions import Geometry
-from halfstep.autocast.kernel_probes import ONE_BACKWARD, geometries, sizes
+from halfstep.autocast.kernel_names import geometries, sizes
+from halfstep.autocast.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
 
 Args = Sequence[Any]
