@@ -28,6 +28,7 @@ from halfstep.optim import arguments, backends, checkpoints, cuda, entries, stor
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
+from halfstep.optim.hand_edits import HandEdits
 from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.sharded import Shards, any_shard
@@ -94,6 +95,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.looked: HostStats | None = None
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
+        self._edits = HandEdits()
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -168,6 +170,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             entries.settle(entry, weight, *formats, self._name(group, place), value)
             slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
+        self._edits.know(p, entry.get("lacking"))
         slot.shift = self.key_shifts.get(p, 0)
         self._slots[p] = slot
         return slot
@@ -374,15 +377,21 @@ class OnePassOptimizer(torch.optim.Optimizer):
                 self._shards.show()
             return loss
         self._late.check()
+        self._edits.take()
         if self._plan is not None and not found_inf and self._planned():  # plans are of CPUs alone
             scale = backends.number(inv_scale)
-            backends.check_range(self._run_plan(scale, scale * backends.number(clip_coef), look))
+            over = self._run_plan(scale, scale * backends.number(clip_coef), look)
+            self._edits.after_plan()
+            backends.check_range(over)
             return loss
         self.looked = None
         if self.release is None:
             self._recall()
-        with torch.no_grad():
-            self._step(self._places(), inv_scale, clip_coef, found_inf)
+        try:
+            with torch.no_grad():
+                self._step(self._places(), inv_scale, clip_coef, found_inf)
+        finally:
+            self._edits.after_step()
         if self.release is not None:
             self.release.finish()
             return loss
@@ -406,6 +415,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             return None
         if any(self.algorithm(group).code == L.NO_KERNEL for group in self.param_groups):
             return None
+        self._edits.plan([p for p, grad in zip(params, grads) if grad is not None])
         return HostPlan(self.param_groups, self.algorithm, self._slots, self.source)
 
     def _step(
@@ -461,7 +471,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self, p: Tensor, *, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
     ) -> None:
         """`step` for one parameter."""
+        self._edits.take_one(p)
         self._step([(p, *self._find(p))], inv_scale, clip_coef, found_inf)
+        self._edits.after_one(p)
 
     # ---- masters ------------------------------------------------------------------------------------
 
@@ -492,6 +504,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if self._shards is not None:
             return self._shards.master_of(p)
         group, _ = self._find(p)
+        self._edits.take_one(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
         kind = storage.kind_of(p.dtype, group["master"])
         extra = state.get("master" if kind in storage.WITH_MASTER else "lacking")
@@ -509,6 +522,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """
         if self._shards is not None:
             return self._shards.state_dict()
+        self._edits.take()
         with self._without_strangers():
             packed = super().state_dict()
         if self.release is not None:
@@ -569,6 +583,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for p, entry in restored.items():
             self.state[p].update(entry)
+            self._edits.know(p, entry.get("lacking"))
         self._forget()
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:

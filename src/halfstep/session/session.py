@@ -417,8 +417,7 @@ class Session(OfSetup):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, by the kernels that it was saved with.
 
-        Classes of ops that a session with measured kernels had not met when it was saved are measured when
-        they are met.
+        Classes of ops that a session with measured kernels had not met by then are measured when met.
 
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
