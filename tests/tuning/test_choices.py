@@ -1,6 +1,6 @@
 """What is decided from given measurements; no machine's speed is asked here."""
 
-from halfstep.tuning.choices import Choice, Trial, decide, gradient_bound, loss_bound
+from halfstep.tuning.choices import NO_TIME, Choice, Trial, decide, gradient_bound, loss_bound
 
 FP32 = Choice("O0")
 O1, O2 = Choice("O1", "bf16"), Choice("O2", "bf16")
@@ -62,6 +62,16 @@ def test_nothing_else_at_all() -> None:
     found = decide([timed(FP32, 100), Trial(O1, failed="no")])
     assert found.trial.choice == FP32
     assert found.reason == "O0: nothing else can be used; O1 bf16: no"
+
+
+def test_where_time_ran_out_the_reason_says_so_and_what_to_give() -> None:
+    late = [Trial(O1, failed=NO_TIME), Trial(O2, failed=NO_TIME)]
+    found = decide([timed(FP32, 100), *late])
+    assert found.trial.choice == FP32
+    assert found.reason == (
+        "O0: nothing else was measured in the time there was; give more by seconds= (--seconds)"
+    )
+    assert "nothing else can be used" in decide([timed(FP32, 100), *late, Trial(LAST, failed="no")]).reason
 
 
 def test_fp32_in_another_layout_counts_as_a_gain() -> None:

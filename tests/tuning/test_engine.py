@@ -1,15 +1,19 @@
 """The bench that choices are tried on: first steps that compile count neither as slow nor as measuring."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.tuning.choices import Choice
+from halfstep.tuning import budget, engine
+from halfstep.tuning.choices import NO_TIME, Choice
 from halfstep.tuning.engine import Bench
+from halfstep.tuning.search import search
 
 
 def bench(waits: list[float], seconds: float = 60.0) -> Bench:
@@ -47,7 +51,7 @@ def test_nor_of_a_level_that_would_seem_hopeless() -> None:
 def test_the_budget_begins_after_fp32s_first_steps() -> None:
     tried = bench([0.3, 0.3], seconds=0.5)
     tried.first(Choice("O0"))
-    assert tried.left() > 0.4
+    assert tried.budget.left() > 0.4
 
 
 def test_what_takes_longer_than_is_left_is_measured_no_further() -> None:
@@ -55,4 +59,81 @@ def test_what_takes_longer_than_is_left_is_measured_no_further() -> None:
     tried.first(Choice("O0"))
     time.sleep(0.02)
     found = tried.first(Choice("O1", "bf16"))
-    assert found.failed == "one step takes longer than what is left to measure"
+    assert found.failed == NO_TIME
+
+
+def convolutions(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.Dropout(dropout),
+        nn.Flatten(),
+        nn.Linear(128, 3),
+    )
+
+
+def trained_by(model: nn.Module, wait: Any = None) -> tuple[Any, Any, Any, tuple[Tensor, Tensor]]:
+    """Optimizer, step, prepare for a choice, and batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def step(amp: hs.Session, x: Tensor, y: Tensor) -> Tensor:
+        if wait is not None:
+            wait()
+        with amp.autocast():
+            loss = F.cross_entropy(model(x), y)
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    def make(choice: Choice) -> Any:
+        rules = choice.rules if choice.rules.rules else None
+        return hs.prepare(
+            model, optimizer, level=choice.level, dtype=choice.dtype, layout=choice.layout, plan=rules
+        )
+
+    return optimizer, step, make, (x, torch.arange(4) % 3)
+
+
+@pytest.mark.parametrize("seconds", [5.0, 12.0, 40.0, 100.0])
+def test_no_more_is_measured_than_the_seconds_hold(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    for module in (budget, engine):
+        monkeypatch.setattr(module, "time", clock)
+
+    def second() -> None:
+        now[0] += 1.0
+
+    model = convolutions(0.0)
+    optimizer, step, make, batch = trained_by(model, second)
+    found = search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"),
+                   seconds=seconds)  # fmt: skip
+    fp32s_first = 3.0
+    assert now[0] <= fp32s_first + seconds + 1.0
+    assert found.trials[0].seconds
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_layout_is_not_far_for_the_dropout_mask_that_it_draws(level: str) -> None:
+    model = convolutions(0.5)
+    optimizer, step, make, batch = trained_by(model)
+    tried = Bench([model], [optimizer], step, batch, make, 60.0)
+    tried.first(Choice("O0"))
+    dtype = None if level == "O0" else "bf16"
+    assert (tried.first(Choice(level, dtype)).gradient_error or 0.0) < 0.02
+    last = tried.first(Choice(level, dtype, "channels_last"))
+    assert last.failed is None
+    assert (last.gradient_error or 0.0) < 0.02
+    assert (last.gradient_error is None) == (level == "O0"), "nothing to compare fp32 with but itself"
+
+
+def test_a_layout_of_a_fixed_level_is_not_far_for_its_mask_either() -> None:
+    model = convolutions(0.5)
+    optimizer, step, make, batch = trained_by(model)
+    found = search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"),
+                   level="O1", seconds=0.3)  # fmt: skip
+    assert [t.too_far for t in found.trials] == [None, None]
+    assert found.trials[1].gradient_error is None

@@ -102,6 +102,7 @@ def test_auto_says_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
                      layout="auto", seconds=1.0)  # fmt: skip
     assert amp.tuning is not None
     assert amp.tuning.reason in capsys.readouterr().err
+    assert amp.tuning.reason in str(amp)
     labels = [trial.choice.label for trial in amp.tuning.trials]
     assert {"O0", "O1 bf16", "O2 bf16"} <= set(labels)
     assert any("channels_last" in label for label in labels)

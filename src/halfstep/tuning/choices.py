@@ -24,6 +24,9 @@ WORTH = 0.98
 #: a wrong or overflowing gradient is at 1 or more.
 ULPS = 128
 
+#: Why a choice was not measured where the seconds were spent before.
+NO_TIME = "no time was left to measure it"
+
 #: The loss: distance to fp32's over fp32's, in the same units.
 LOSS_ULPS = 4
 
@@ -129,6 +132,8 @@ def decide(trials: Sequence[Trial]) -> Decision:
     base, others = trials[0], trials[1:]
     usable = [t for t in others if t.failed is None and t.too_far is None and t.seconds]
     known = "fp32" if base.choice.dtype is None else base.choice.label
+    if others and all(t.failed == NO_TIME for t in others):
+        return Decision(base, f"{base.choice.label}: {_NOTHING_ELSE}")
     if not usable:
         return Decision(base, f"{base.choice.label}: nothing else can be used{_and(_refusals(others))}")
     best = min(usable, key=lambda t: t.time)
@@ -156,6 +161,9 @@ def _distance(trial: Trial) -> str:
     name = dtype_name(parse_dtype(trial.choice.dtype))
     limit = gradient_bound(trial.choice.dtype)
     return f"its gradient is {trial.gradient_error:.2g} away from fp32's ({name} may be {limit:.2g})"
+
+
+_NOTHING_ELSE = "nothing else was measured in the time there was; give more by seconds= (--seconds)"
 
 
 def _refusals(trials: Sequence[Trial]) -> str:

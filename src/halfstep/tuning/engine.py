@@ -7,6 +7,7 @@ on the same batch. On several ranks all take the same steps, and what is dropped
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from halfstep.autocast.kernel_probes import measurements
 from halfstep.distributed import gather
 from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.tuning.choices import Choice, Trial, distance
+from halfstep.tuning.budget import Budget, agreed
+from halfstep.tuning.choices import NO_TIME, Choice, Trial, distance
 
 Step = Callable[..., Any]
 """(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""
@@ -63,14 +66,11 @@ class Bench:
         self._start = Snapshot(Actors(step, [*models, *optimizers]))
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
-        self._seconds, self._until = seconds, time.perf_counter() + seconds
+        self.budget = Budget(seconds)
         self._clock = _clock(self._device)
-        self._base: Seen | None = None
+        self._bases: dict[str, Seen] = {}
+        self._plain = Choice("O0")
         self._best: float | None = None
-
-    def left(self) -> float:
-        """Seconds left of the budget, as rank 0 sees it."""
-        return float(agreed(self._until - time.perf_counter()))
 
     @contextmanager
     def entered(self, choice: Choice) -> Generator[_Run]:
@@ -90,32 +90,49 @@ class Bench:
         return together(gather(self._first(choice)))
 
     def _first(self, choice: Choice) -> Trial:
+        begins = not self._bases
         try:
             with self.entered(choice) as run:
-                began = time.perf_counter()
+                began, probes = time.perf_counter(), measurements.probes
                 seen = self._look(run)
                 spent = time.perf_counter() - began
-                slow = self._base is not None and spent > max(1.0, self.left())
+                left = self.budget.left()
+                probed = measurements.probes > probes  # only a first step measures kernels
+                slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
                 slow = agreed(slow)
-                taken = () if slow else (self._settled(run),)
+                taken = () if slow else (self._settled(run, choice),)
+            if slow:
+                return Trial(choice, failed=NO_TIME)
+            if begins:
+                self._begin(choice, seen)
+            return Trial(choice, taken, *self._errors(choice, seen))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
-        if slow:
-            return Trial(choice, failed="one step takes longer than what is left to measure")
-        if self._base is None:
-            self._base = seen
-            self._until = time.perf_counter() + self._seconds  # kernels that compile are not measuring
-        base = self._base
-        mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
-        return Trial(choice, taken, *distance(seen.loss, mine, base.loss, theirs))
 
-    def _settled(self, run: Callable[[], Any]) -> float:
+    def _begin(self, choice: Choice, seen: Seen) -> None:
+        self._bases[choice.layout] = seen
+        self._plain = choice
+        self.budget.begin()  # kernels that compile are not measuring
+
+    def _errors(self, choice: Choice, seen: Seen) -> tuple[float | None, float | None]:
+        """How far from the base in the same layout: another one draws another dropout mask."""
+        plain = replace(self._plain, layout=choice.layout)
+        if choice == plain and choice.layout not in self._bases:
+            self._bases[choice.layout] = seen
+            far = _apart(seen, self._bases[self._plain.layout])
+            return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
+        if choice.layout not in self._bases:
+            with self.entered(plain) as run:
+                self._bases[choice.layout] = self._look(run)
+        return _apart(seen, self._bases[choice.layout])
+
+    def _settled(self, run: Callable[[], Any], choice: Choice) -> float:
         """A step's seconds; one that seems hopeless is taken again, since the first ones may compile."""
-        taken = self._timed(run)
+        taken = self._timed(run, choice)
         first = self._best is None
-        hopeless = self._best is not None and HOPELESS * self._best < taken < self.left()
+        hopeless = self._best is not None and HOPELESS * self._best < taken < self.budget.left()
         if first or agreed(hopeless):
-            taken = min(taken, self._timed(run))
+            taken = min(taken, self._timed(run, choice))
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
 
@@ -146,14 +163,14 @@ class Bench:
     def in_turns(self, trials: Sequence[Trial], rounds: int, steps: int) -> list[Trial]:
         """Add `rounds` timings to each trial, all taking turns; ends early where the budget does."""
         times = [list(trial.seconds) for trial in trials]
-        for turn in range(rounds):
-            order = list(range(len(trials)))
-            for index in order if turn % 2 else reversed(order):
-                with self.entered(trials[index].choice) as run:
-                    run()
-                    times[index] += [self._timed(run) for _ in range(steps)]
-            if self.left() <= 0:
+        places = range(len(trials))
+        for index in (i for turn in range(rounds) for i in (places if turn % 2 else reversed(places))):
+            choice = trials[index].choice
+            if not self.budget.affords(choice.label, steps + 1):
                 break
+            with self.entered(choice) as run:
+                run()
+                times[index] += [self._timed(run, choice) for _ in range(steps)]
         times = agreed(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
@@ -163,10 +180,12 @@ class Bench:
             run()
             return step_times(run, self.models)
 
-    def _timed(self, run: Callable[[], Any]) -> float:
-        started = self._clock()
+    def _timed(self, run: Callable[[], Any], choice: Choice) -> float:
+        began, started = time.perf_counter(), self._clock()
         run()
-        return self._clock() - started
+        taken = self._clock() - started
+        self.budget.saw(choice.label, time.perf_counter() - began)
+        return taken
 
     def close(self) -> None:
         """Put everything back as it was when the bench was made."""
@@ -198,9 +217,10 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
 
 
-def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank; every rank must ask."""
-    return gather(value)[0]
+def _apart(seen: Seen, base: Seen) -> tuple[float | None, float | None]:
+    """The distance of loss and gradients from the base's."""
+    mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
+    return distance(seen.loss, mine, base.loss, theirs)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

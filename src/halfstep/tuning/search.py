@@ -19,8 +19,9 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
-from halfstep.tuning.choices import Choice, Decision, Trial, decide
-from halfstep.tuning.engine import HOPELESS, Bench, Step, agreed
+from halfstep.tuning.budget import agreed
+from halfstep.tuning.choices import NO_TIME, Choice, Decision, Trial, decide
+from halfstep.tuning.engine import HOPELESS, Bench, Step
 from halfstep.tuning.flow import flow_of
 from halfstep.tuning.modules import cast_cost, plan_by_module
 
@@ -33,6 +34,9 @@ FIRST_ROUNDS, LAST_ROUNDS, STEPS = 2, 5, 2
 #: What takes more than this share of the best choice's time takes no part in the last turns, and in those
 #: that follow between choices as good as equal.
 NEAR, CLOSE = 1.3, 1.05
+
+#: Steps that a plan by module costs: two profiles, whose steps take longer, and the flow between modules.
+PROFILED = 16
 
 #: How often the last turns are taken at most, while some choices are as good as equal.
 CLOSE_TURNS = 3
@@ -167,9 +171,8 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
 
 
 def _first(bench: Bench, choice: Choice) -> Trial:
-    if bench.left() <= 0:
-        return Trial(choice, failed="no time left to measure it")
-    return bench.first(choice)
+    """The first steps of a choice; two of those seen before must fit into what is left."""
+    return bench.first(choice) if bench.budget.affords(choice.label, 2) else Trial(choice, failed=NO_TIME)
 
 
 def _usable(trials: Sequence[Trial]) -> list[Trial]:
@@ -189,7 +192,7 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
     chosen = agreed(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
-    timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS) if bench.left() > 0 else []
+    timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS)
     for index, trial in zip(chosen, timed):
         trials[index] = trial
     return trials
@@ -197,12 +200,14 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
 
 def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[Choice]:
     """The fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
-    if len(bench.models) != 1 or bench.left() <= 0:
+    if len(bench.models) != 1:
         return []
     found: list[Choice] = []
     for level in ("O1", "O2"):
         own = [t for t in _usable(trials) if t.choice.level == level and t.choice.dtype]
         for trial in _best(own, 1):
+            if not bench.budget.affords(trial.choice.label, PROFILED):
+                return found
             rules = agreed(_rules_for(bench, trial.choice, device))
             if rules.rules:
                 found.append(replace(trial.choice, rules=rules))
