@@ -55,6 +55,41 @@ def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
     assert 0 < again.gradient_error < 0.05
 
 
+WAITING = """
+import time
+import torch
+import halfstep as hs
+time.sleep(1.5)
+model = torch.nn.Linear(2, 2)
+amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for number in range(50):
+    time.sleep({0} if number else 0)
+    amp.backward(model(torch.ones(1, 2)).sum())
+    amp.step()
+"""
+
+
+def test_the_limit_counts_from_a_scripts_first_step(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITING.replace("{0}", "0"))
+    assert _tune_script._Runs(script, (), 1.0).first(Choice("O0")).failed is None
+
+
+def test_steps_longer_than_the_limit_name_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITING.replace("{0}", "0.5").replace("1.5", "0"))
+    said = _tune_script._Runs(script, (), 0.1).first(Choice("O0")).failed
+    assert said is not None
+    assert "4 steps take longer than --seconds 0.1" in said
+
+
+def test_a_script_that_never_steps_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(_tune_script, "START", 0.2)
+    assert _tune_script._Runs(script, (), 60.0).first(Choice("O0")).failed == "it took no step in 0 s"
+
+
 def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -28,10 +28,18 @@ class _Enough(BaseException):
 
 
 class Timer:
-    """Prepares what the script prepares, as the choice says, and times the steps of its session."""
+    """Prepares what the script prepares, as the choice says, and times the steps of its session.
 
-    def __init__(self, choice: Choice, steps: int, warm: int) -> None:
+    After `seconds` from the end of its first step, which may compile, it ends with what it has; at that end
+    it makes the file `begun`.
+    """
+
+    def __init__(
+        self, choice: Choice, steps: int, warm: int, seconds: float = float("inf"), begun: Path | None = None
+    ) -> None:
         self.choice, self.steps, self.warm = choice, steps, warm
+        self.seconds, self.begun = seconds, begun
+        self.until = float("inf")
         self.session: Session | None = None
         self.ends: list[float] = []
         self.loss: float | None = None
@@ -78,7 +86,11 @@ class Timer:
         alone = session.device.type == "cpu" and torch.get_num_threads() == 1
         if len(session.history) % len(session.optimizers) == 0:
             self.ends.append(time.process_time() if alone else time.perf_counter())
-        if len(self.ends) > self.steps:
+        if self.ends and self.until == float("inf"):
+            self.until = time.perf_counter() + self.seconds
+            if self.begun is not None:
+                self.begun.touch()
+        if len(self.ends) > self.steps or time.perf_counter() > self.until:
             raise _Enough
 
     def found(self, failed: str | None) -> dict[str, Any]:
@@ -86,6 +98,8 @@ class Timer:
         seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][self.warm - 1 :]
         if failed is None and self.session is None:
             failed = "it never calls hs.prepare"
+        if failed is None and not seconds and time.perf_counter() > self.until:
+            failed = too_long(self.warm + 1, self.seconds)
         if failed is None and not seconds:
             failed = f"it took {len(self.ends)} steps, and {self.warm + 1} are needed"
         if failed is not None or self.session is None:
@@ -100,9 +114,16 @@ class Timer:
         }
 
 
+def too_long(steps: int, seconds: float) -> str:
+    """That steps did not fit into the seconds, and what to give."""
+    return (
+        f"{steps} steps take longer than --seconds {seconds:g}, counted from its first step's end: give more"
+    )
+
+
 def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
     """Run a script as the order says; what it raises is part of what was found."""
-    timer = Timer(order["choice"], order["steps"], order["warm"])
+    timer = Timer(order["choice"], order["steps"], order["warm"], order["seconds"], Path(order["begun"]))
     timer.install()
     torch.manual_seed(0)
     script = order["script"]

@@ -7,7 +7,6 @@ is not tried, since a script's step cannot be taken again.
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from halfstep.cli._tune_in_script import too_long
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.tuning.choices import Choice, Trial, decide, distance
@@ -26,6 +26,10 @@ from halfstep.tuning.search import NEAR, Tuning
 
 #: Steps of one run: the first ones warm up and are compared, the others are timed.
 STEPS, WARM = 8, 3
+
+#: Seconds that a script may take to its first step's end, and a step under way when the time is over; between
+#: two looks at it.
+START, LAST_STEP, WATCH = 900.0, 30.0, 0.05
 
 #: Times that every choice takes its turn.
 TURNS = 3
@@ -78,23 +82,43 @@ class _Runs:
         return Trial(choice, (median(found["seconds"]),), *errors)
 
     def _child(self, choice: Choice) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            order, result = Path(folder) / "order", Path(folder) / "found"
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            order, result, begun = (folder / part for part in ("order", "found", "begun"))
             what = {"script": str(self.path), "args": self.args, "steps": STEPS, "warm": WARM}
-            order.write_bytes(pickle.dumps({**what, "choice": choice, "result": str(result)}))
-            command = [sys.executable, "-m", "halfstep.cli._tune_in_script", str(order)]
-            try:
-                done = subprocess.run(
-                    command,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=os.environ,
-                    text=True,
-                    timeout=self.seconds,
-                )
-            except subprocess.TimeoutExpired:
-                return {"failed": f"{STEPS} steps take longer than {self.seconds:.0f} s"}
-            if not result.exists():
-                said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                return {"failed": said}
-            return pickle.loads(result.read_bytes())
+            what |= {"choice": choice, "seconds": self.seconds, "begun": str(begun), "result": str(result)}
+            order.write_bytes(pickle.dumps(what))
+            with (folder / "errors").open("w+") as errors:
+                command = [sys.executable, "-m", "halfstep.cli._tune_in_script", str(order)]
+                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+                try:
+                    late = _late(child, begun, self.seconds)
+                finally:
+                    child.kill()
+                    child.wait()
+                if result.exists():
+                    return pickle.loads(result.read_bytes())
+                errors.seek(0)
+                return {"failed": late or (errors.read().strip().splitlines() or ["no message"])[-1]}
+
+
+def _late(child: subprocess.Popen[bytes], begun: Path, seconds: float) -> str | None:
+    """Wait for the child; why it was given up, or None where it ended.
+
+    Its start (imports, data, kernels that compile) is no part of the seconds.
+    """
+    started = time.perf_counter()
+    while not begun.exists():
+        if time.perf_counter() - started > START:
+            return f"it took no step in {START:.0f} s"
+        if _ended(child, WATCH):
+            return None
+    return None if _ended(child, seconds + LAST_STEP) else too_long(STEPS, seconds)
+
+
+def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -31,7 +31,7 @@ def run(
         args: The script's own arguments, after `--`.
         dtype: 16-bit dtype to try: bf16 or fp16. Default: what the device prefers.
         out: Write the plan to this TOML file, for hs.prepare(plan=...).
-        seconds: Measure a recipe no longer than this; each run of a script gets a share of it.
+        seconds: Measure a recipe no longer than this; of a script, each run, from its first step on.
         device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
         threads: CPU threads of torch for a recipe. Default: torch's own.
         json: Print JSON instead of the table.
