@@ -1,5 +1,7 @@
 """Exact masters under edits by hand: what was set is the master, the rest keeps its bits."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +133,26 @@ def test_weights_and_bits_restored_together_are_taken_as_they_are():
     with torch.no_grad():
         weight.copy_(kept[0]), bits.copy_(kept[1])
     assert torch.equal(master(amp, weight), wanted)
+
+
+@pytest.mark.parametrize("clear", ["clear", "replace", "one"])
+@pytest.mark.parametrize("kept", ["exact", "fp32"])
+def test_a_cleared_state_starts_moments_anew_and_keeps_masters(kept, clear):
+    amp, weight = trained(master=kept)
+    own, wanted = amp.optimizers[0], master(amp, weight)
+    if clear == "replace":
+        own.state = collections.defaultdict(dict)
+    elif clear == "one":
+        del own.state[weight]
+    else:
+        own.state.clear()
+    assert torch.equal(master(amp, weight), wanted)
+    train(amp, lr=0.0)
+    assert torch.equal(master(amp, weight), wanted)
+    assert float(own.state[weight]["step"]) == 1
+
+
+def test_a_dtype_changed_by_hand_takes_no_bits_of_the_other():
+    amp, weight = trained()
+    amp.revert()
+    assert torch.equal(amp.optimizers[0].master_of(weight), weight)

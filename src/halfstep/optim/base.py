@@ -37,6 +37,7 @@ from halfstep.optim.state import State
 
 Group = dict[str, Any]
 Place = tuple[int, int]
+MASTER_KEYS = ("master", "lacking")
 BACKENDS = ("auto", "reference", "triton")
 
 
@@ -96,6 +97,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
         self._edits = HandEdits()
+        self._kept_masters: dict[Tensor, Group] = {}
+        """What the state held of each weight's master: one that is cleared starts only moments anew."""
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -165,15 +168,22 @@ class OnePassOptimizer(torch.optim.Optimizer):
         formats = self._formats(weight, group)
         if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
             entry.pop("lacking", None)  # the bits of a weight of another dtype
+            self._kept_masters.pop(p, None)
             self._kept_dtype[p] = weight.dtype
         self._plan = self._check = None
+        entry.update(self._lost_master(p, entry))
         with torch.inference_mode(False), torch.no_grad():
             entries.settle(entry, weight, *formats, self._name(group, place), value)
             slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
         self._edits.know(p, entry.get("lacking"))
+        self._kept_masters[p] = {key: entry[key] for key in MASTER_KEYS if key in entry}
         slot.shift = self.key_shifts.get(p, 0)
         self._slots[p] = slot
         return slot
+
+    def _lost_master(self, p: Tensor, entry: Mapping[str, Any]) -> Group:
+        """The master that was there before `entry` was cleared; nothing where `entry` has one."""
+        return {} if any(key in entry for key in MASTER_KEYS) else self._kept_masters.get(p, {})
 
     def _entry(self, p: Tensor) -> dict[str, Any]:
         return self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
@@ -506,6 +516,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         group, _ = self._find(p)
         self._edits.take_one(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
+        state = {**state, **self._lost_master(p, state)}
         kind = storage.kind_of(p.dtype, group["master"])
         extra = state.get("master" if kind in storage.WITH_MASTER else "lacking")
         if extra is None or extra.shape != p.shape or kind == L.PLAIN:
