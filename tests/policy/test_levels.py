@@ -74,6 +74,7 @@ def test_words(word: object, level: str, dtype: torch.dtype | None) -> None:
         ("2", "unknown level '2': did you mean 'O2'"),
         (4, "unknown level '4': expected one of O0"),
         (True, "unknown level 'True': expected one of O0"),
+        ("atuo", r"or a word such as bf16-mixed; prepare\(\) takes 'auto' too"),
     ],
 )
 def test_unknown_levels(word: object, message: str) -> None:
@@ -88,7 +89,12 @@ def test_unknown_levels(word: object, message: str) -> None:
         ("O2", "fp32", "runs in fp16 or bf16, given fp32"),
         ("O3", "e4m3fn", "given e4m3fn"),
         ("O0", "bf16", "fp32 throughout, given bf16"),
-        ("O1", "bf17", "unknown number format"),
+        ("O1", "bf17", "unknown number format 'bf17' as dtype=: .*did you mean bf16"),
+        (
+            "O2",
+            "half16",
+            "unknown number format 'half16' as dtype=: a level computes in fp16 or bf16, O0 in fp32",
+        ),
     ],
 )
 def test_dtypes_a_level_cannot_run_in(level: str, dtype: str | None, message: str) -> None:

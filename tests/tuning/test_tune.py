@@ -153,6 +153,26 @@ def test_auto_without_a_step_says_what_to_give(wanted: str) -> None:
         hs.prepare(model, KINDS["torch SGD"](model), **{wanted: "auto"})
 
 
+@pytest.mark.parametrize("batch", [BATCH[0], {"x": BATCH[0]}])
+def test_a_batch_that_is_no_tuple_is_told_how_to_be_one(batch: Any) -> None:
+    model = network()
+    with pytest.raises(hs.ConfigError, match=r"for one argument batch=\(x,\)"):
+        hs.prepare(model, KINDS["torch SGD"](model), level="auto", step=step_of(model), batch=batch)
+
+
+def test_auto_is_read_in_any_case() -> None:
+    model = network()
+    with pytest.raises(hs.ConfigError, match=r"function step\(amp, \*batch\)"):
+        hs.prepare(model, KINDS["torch SGD"](model), level="Auto")
+
+
+def test_a_dtype_to_try_that_is_none_offers_those_that_work() -> None:
+    model = network()
+    for arguments in ({"level": "O1"}, {"level": "auto", "step": step_of(model), "batch": BATCH}):
+        with pytest.raises(hs.ConfigError, match="'half16' as dtype=: a level computes in fp16 or bf16"):
+            hs.prepare(model, KINDS["torch SGD"](model), dtype="half16", **arguments)
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, "long"])
 def test_seconds_are_a_number_above_0(seconds: Any) -> None:
     model = network()

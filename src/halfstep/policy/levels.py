@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.formats import dtype_name, parse_dtype
+from halfstep.formats import dtype_name, format_of, parse_dtype
 from halfstep.policy.policy import Policy
 
 Role = Literal["full", "low", "as computed"]
@@ -45,13 +45,13 @@ class Level:
     def check_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
         """Return the compute dtype this level takes from `dtype`; ConfigError for one it cannot run in."""
         if self.compute_role == "full":
-            if dtype is not None and parse_dtype(dtype) != torch.float32:
-                given = dtype_name(parse_dtype(dtype))
+            if dtype is not None and dtype_of(dtype) != torch.float32:
+                given = dtype_name(dtype_of(dtype))
                 raise ConfigError(f"level {self.name} is fp32 throughout, given {given}: choose O1, O2 or O3")
             return torch.float32
         if dtype is None:
             raise ConfigError(f"level {self.name} needs a 16-bit dtype: give fp16 or bf16")
-        parsed = parse_dtype(dtype)
+        parsed = dtype_of(dtype)
         if parsed not in LOW_DTYPES:
             given = dtype_name(parsed)
             raise ConfigError(f"level {self.name} runs in fp16 or bf16, given {given}: level O0 is fp32")
@@ -120,6 +120,23 @@ WORDS: Mapping[str, tuple[str, torch.dtype | None]] = MappingProxyType(
 )
 
 
+def dtype_of(x: str | torch.dtype) -> torch.dtype:
+    """The dtype that a name or a torch dtype given as dtype= means.
+
+    Raises:
+        ConfigError: there is none; the message offers those that a level computes in.
+    """
+    try:
+        format_of(x)
+    except ConfigError:
+        near = difflib.get_close_matches(str(x).lower(), ("fp16", "half", "float16", "bf16", "bfloat16"), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"unknown number format {x!r} as dtype=: a level computes in fp16 or bf16, O0 in fp32{hint}"
+        ) from None
+    return parse_dtype(x)
+
+
 def level_of(word: str | int | Level | None) -> tuple[Level, torch.dtype | None]:
     """Return the level that a name or a word of Lightning or Accelerate means, and the dtype it fixes.
 
@@ -143,5 +160,6 @@ def level_of(word: str | int | Level | None) -> tuple[Level, torch.dtype | None]
     near = difflib.get_close_matches(text.lower(), list(WORDS), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(
-        f"unknown level {text!r}: expected one of {', '.join(LEVELS)}, or a word such as bf16-mixed{hint}"
+        f"unknown level {text!r}: expected one of {', '.join(LEVELS)}, or a word such as bf16-mixed; "
+        f"prepare() takes 'auto' too{hint}"
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.errors import ConfigError, PlanError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.policy.levels import Level, level_of
+from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.tuning.choices import Choice
 from halfstep.tuning.engine import Step
@@ -30,6 +30,11 @@ def read_plan(plan: Any) -> Plan | None:
     if isinstance(plan, str | Path):
         return Plan.read(plan)
     raise PlanError(f"got {type(plan).__name__} as a plan: expected a Plan or the path of a TOML file")
+
+
+def as_auto(level: Any) -> Any:
+    """The level as it was given; "auto" in whatever case, as levels' own names are read."""
+    return "auto" if isinstance(level, str) and level.strip().lower() == "auto" else level
 
 
 def settings_of(
@@ -70,17 +75,23 @@ def choose(
 ) -> Tuning:
     """Measure and decide; `make(models, optimizers, **arguments)` prepares. Leaves everything as it was.
 
-    Raises ConfigError without a step, for seconds not above 0, and where fp32 takes no step either.
+    Raises ConfigError without a step, for a batch that is no tuple, for seconds not above 0, and where fp32
+    takes no step either.
     """
     if not callable(step):
         raise ConfigError(
             f"level {_word(level)!r} with layout {layout!r} is measured, but step={step!r:.60}: expected a "
             "function step(amp, *batch) that makes one training step, and batch=(...)"
         )
+    if isinstance(batch, Tensor) or not isinstance(batch, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"batch is a {type(batch).__name__}: expected what step(amp, *batch) is called with, as a tuple; "
+            "for one argument batch=(x,)"
+        )
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(f"seconds={seconds!r}: expected a number above 0")
     row, word = (None, None) if level == "auto" else level_of(level)
-    low = dtype_name(parse_dtype(dtype) if dtype is not None else word or devices.default_dtype(device))
+    low = dtype_name(dtype_of(dtype) if dtype is not None else word or devices.default_dtype(device))
     fixed = level if isinstance(level, str) else level.name
 
     def prepared(choice: Choice) -> Any:

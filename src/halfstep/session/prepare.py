@@ -22,16 +22,16 @@ from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.distributed import gather, rank, world_size
 from halfstep.errors import ConfigError, HalfstepWarning
-from halfstep.formats import dtype_name, parse_dtype
+from halfstep.formats import dtype_name
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
-from halfstep.policy.levels import LOW_DTYPES, Level, level_of
+from halfstep.policy.levels import LOW_DTYPES, Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy, says_dtype
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
-from halfstep.session.auto import arguments_of, choose, read_plan, settings_of, tell
+from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import Setup
@@ -92,7 +92,7 @@ def policy_of(
     Raises ConfigError where two of them disagree or the level has no such dtype, UnsupportedError where the
     device has not.
     """
-    given = None if dtype is None else parse_dtype(dtype)
+    given = None if dtype is None else dtype_of(dtype)
     if given is not None and word_dtype is not None and given != word_dtype:
         raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
     asked = given or word_dtype
@@ -386,7 +386,7 @@ def prepare(
     models = as_models(model)
     optimizers = as_optimizers(optimizer)
     plan = read_plan(plan)
-    level, dtype, layout = settings_of(plan, level, dtype, check_layout(layout))
+    level, dtype, layout = settings_of(plan, as_auto(level), dtype, check_layout(layout))
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
