@@ -79,9 +79,10 @@ def count() -> House:
                 size = node.end_lineno - node.lineno + 1
                 house.classes.append(Big(f"{name}::{node.name}", size, len(attributes_of(node)), reasoned))
     house.rooms = sorted(
-        p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+        p.stem
+        for p in PACKAGE.iterdir()
+        if (p.suffix == ".py" and not p.stem.startswith("__")) or (p / "__init__.py").exists()
     )
-    house.rooms.remove("__init__")
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     house.floors = contracts[0]["layers"]
     return house

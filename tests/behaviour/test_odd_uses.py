@@ -308,7 +308,7 @@ PIECES = {
         "level O0 is fp32 throughout, given fp16: choose O1, O2 or O3",
     ),
     "a level by number": (lambda: hs.prepare(*small(), level=2), "did you mean 'O2'"),
-    "a scale in a list": (lambda: hs.prepare(*small(), loss_scale=[2]), r"loss_scale=\[2\]: expected"),
+    "a scale in two lists": (lambda: hs.prepare(*small(), loss_scale=[[2]]), r"loss_scale=\[2\]: expected"),
     "masters of a number": (lambda: low_masters(model=3), "got model=3, expected a torch.nn.Module"),
     "names of a number": (lambda: low_masters(names=3), "got names=3, expected \\(name, parameter\\) pairs"),
     "refresh by a list": (lambda: low_masters().refresh([1]), "mapping from names to tensors, got list"),
