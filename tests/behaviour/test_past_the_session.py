@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +356,46 @@ def test_an_orthogonal_parametrization_is_not_made_in_16_bits(level):
     assert {p.dtype for p in model.parameters()} == {F32}
     amp = hs.prepare(model, optimizer, level="O1", dtype="bf16")
     train(model, amp, 2)
+
+
+# --- said in our own words ---------------------------------------------------------------------------------
+
+
+@each_kind
+def test_a_layer_added_to_the_optimizer_alone_is_told_apart_from_one_that_was_replaced(kind):
+    model, amp = prepared(kind, "O1")
+    amp.optimizers[0].add_param_group({"params": list(nn.Linear(2, 2).parameters())})
+    with pytest.raises(ConfigError, match=r"2 of 8 parameters of this AdamW were added .* prepare again"):
+        train(model, amp)
+    model, amp = prepared(kind, "O1")
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(ConfigError, match="1 of 6 parameters of this AdamW are no longer the model's"):
+        train(model, amp)
+
+
+def test_a_scheduler_s_class_a_number_as_a_loss_and_a_level_by_place_are_named():
+    _, amp = prepared(level="O1")
+    with pytest.raises(ConfigError, match=r"got the class: expected .* StepLR\(optimizer, \.\.\.\)"):
+        amp.step(scheduler=torch.optim.lr_scheduler.StepLR)
+    with pytest.raises(ConfigError, match=r"backward got 1\.0 of type float, expected the loss as a tensor"):
+        amp.backward(1.0)
+    fresh = net()
+    with pytest.raises(ConfigError, match=r"prepare got 'O2' after model and optimizer.* level='O2'"):
+        hs.prepare(fresh, OPTIMIZERS["torch"](fresh.parameters()), "O2")
+    assert not fresh._forward_pre_hooks
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_raise_and_skip_nonfinite_contradict_each_other(skips):
+    with pytest.raises(ConfigError, match=f"on_nonfinite='raise' with skip_nonfinite={skips}: drop one"):
+        prepared(on_nonfinite="raise", skip_nonfinite=skips)
+
+
+@each_kind
+def test_preparing_twice_at_o2_is_refused_by_the_words_in_troubleshooting(kind):
+    model, amp = prepared(kind)
+    rows = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        hs.prepare(model, amp.optimizers[0], level="O2", dtype="bf16")
+    known = ["this model was already converted", "optimizer 0 (AdamW) already has master weights"]
+    assert sum(words in str(refused.value) and f"`{words}`" in rows for words in known) == 1

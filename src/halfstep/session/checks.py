@@ -29,6 +29,11 @@ def check_scheduler(scheduler: Any) -> None:
             "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
             "call scheduler.step(metric) yourself, after an evaluation"
         )
+    if isinstance(scheduler, type):
+        raise ConfigError(
+            f"step(scheduler={scheduler.__name__}) got the class: expected a scheduler made of it and the "
+            f"optimizer, {scheduler.__name__}(optimizer, ...)"
+        )
     if not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
             f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"

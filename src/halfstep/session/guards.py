@@ -112,7 +112,12 @@ def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
     """A loss as it is, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
     if isinstance(loss, list | tuple):
         loss = _sum_of(loss)
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"backward got {loss!r:.60} of type {type(loss).__name__}, expected the loss as a tensor (not "
+            "its item()), or several in a list"
+        )
+    if not loss.requires_grad:
         raise ConfigError(
             "backward got a loss that no parameter can learn from (requires_grad is False): "
             "compute it with gradients enabled and without detach()"

@@ -27,7 +27,7 @@ def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool
     if on_nonfinite is None:
         return scaled if skip_nonfinite is None else skip_nonfinite
     skips = on_nonfinite != "continue"
-    if skip_nonfinite not in (None, skips):
+    if skip_nonfinite not in (None, skips) or (on_nonfinite == "raise" and skip_nonfinite is not None):
         raise ConfigError(
             f"on_nonfinite={on_nonfinite!r} with skip_nonfinite={skip_nonfinite}: drop one of them"
         )

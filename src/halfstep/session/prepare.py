@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -326,7 +326,7 @@ def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 def prepare(
     model: Models,
     optimizer: Optimizers = None,
-    *,
+    *more: Never,
     level: str | Level = "O1",
     dtype: str | torch.dtype | None = None,
     policy: str | Policy | None = None,
@@ -383,6 +383,11 @@ def prepare(
             parameters of another model.
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
+    if more:
+        raise ConfigError(
+            f"prepare got {more[0]!r:.60} after model and optimizer, expected arguments by name: level='O2', "
+            "dtype='bf16'. Several optimizers go in a list"
+        )
     models = as_models(model)
     optimizers = as_optimizers(optimizer)
     plan = read_plan(plan)

@@ -28,6 +28,7 @@ class RankGuard:
     ) -> None:
         self._models, self._optimizers, self._compute = models, optimizers, compute
         self._wrappers: list[weakref.ref[Any]] | None = None
+        self._prepared = [weakref.ref(weight_of(p)) for o in optimizers for p in parameters_of(o)]
 
     def check(self, shares_flag: bool) -> None:
         """Raise ConfigError or UnsupportedError; `shares_flag`: steps tell each other what they found."""
@@ -54,12 +55,20 @@ class RankGuard:
     def _check_parameters(self) -> None:
         """The optimizers must still hold the model's own parameters."""
         mine = {id(p) for model in self._models for p in (*model.parameters(), *shards_of(model))}
+        prepared = {id(p) for ref in self._prepared if (p := ref()) is not None}
         for optimizer in self._optimizers:
-            held = [weight_of(p) for p in parameters_of(optimizer)]
-            gone = sum(id(p) not in mine for p in held)
+            held, kind = [weight_of(p) for p in parameters_of(optimizer)], type(optimizer).__name__
+            gone = [p for p in held if id(p) not in mine]
+            added = sum(id(p) not in prepared for p in gone)
+            if added:
+                raise ConfigError(
+                    f"{added} of {len(held)} parameters of this {kind} were added to it after prepare and "
+                    "are not the model's: amp.revert(), add the layer to the model and its parameters to the "
+                    "optimizer, then prepare again (or give prepare all models)"
+                )
             if gone:
                 raise ConfigError(
-                    f"{gone} of {len(held)} parameters of this {type(optimizer).__name__} are no longer the "
+                    f"{len(gone)} of {len(held)} parameters of this {kind} are no longer the "
                     "model's: they were replaced after prepare (fully_shard and tensor parallel do that) and "
                     "would never train. Shard the model first, then build the optimizer, then prepare"
                 )
