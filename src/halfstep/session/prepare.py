@@ -40,8 +40,13 @@ from halfstep.session.weights import fit_states
 from halfstep.tuning.search import Tuning
 
 
-def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list; ConfigError for anything that is none."""
+def as_optimizers(optimizer: Optimizers, *more: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; ConfigError for anything that is none, and for `more` by place."""
+    if more:
+        raise ConfigError(
+            f"prepare got {more[0]!r:.60} after model and optimizer, expected arguments by name: level='O2', "
+            "dtype='bf16'. Several optimizers go in a list"
+        )
     if optimizer is None:
         return []
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -383,13 +388,7 @@ def prepare(
             parameters of another model.
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
-    if more:
-        raise ConfigError(
-            f"prepare got {more[0]!r:.60} after model and optimizer, expected arguments by name: level='O2', "
-            "dtype='bf16'. Several optimizers go in a list"
-        )
-    models = as_models(model)
-    optimizers = as_optimizers(optimizer)
+    models, optimizers = as_models(model), as_optimizers(optimizer, *more)
     plan = read_plan(plan)
     level, dtype, layout = settings_of(plan, as_auto(level), dtype, check_layout(layout))
     if "auto" in (level, layout):
