@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
+from halfstep.autocast.kernel_choice import ROUNDED, KernelTable, Row
+from halfstep.autocast.kernel_names import SIZES
 from halfstep.errors import CheckpointError
 from halfstep.session.writing import checksum_of
 
@@ -289,3 +291,32 @@ def test_what_fails_in_the_background_is_told_at_the_next_call(tmp_path, capfd):
         run[3].wait_until_saved()
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert run[3].load(tmp_path / "a").extra == 1
+
+
+def test_choices_of_kernels_stand_in_the_manifest_as_a_table(tmp_path):
+    def run():
+        ops = [Row(ROUNDED, "linear", "bf16", "plain", size, 1, "iw") for size in SIZES]
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hs.prepare(model, optimizer, kernels=KernelTable(ops))
+
+    first, second = run(), run()
+    first.save(tmp_path / "a")
+    text = (tmp_path / "a" / "manifest.json").read_text()
+    assert text.count('"geometry"') == 1, "each row names its keys"
+    second.load(tmp_path / "a")
+    assert second.state_dict() == first.state_dict()
+
+
+def test_the_layout_before_is_read(tmp_path):
+    first, second = build("O1", "bf16", "torch"), build("O1", "bf16", "torch")
+    train(first, range(2))
+    amp = first[3]
+    amp.save(tmp_path / "a", schedulers=[first[2]])
+    path = tmp_path / "a" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["format"] = 2
+    path.write_text(json.dumps({**manifest, "sha256": checksum_of(manifest)}))
+    second[3].load(tmp_path / "a", schedulers=[second[2]])
+    assert_same(values(second), values(first))

@@ -32,7 +32,7 @@ from halfstep.shardfiles import Piece
 if TYPE_CHECKING:
     from halfstep.session.session import Session
 
-FORMAT = 2
+FORMAT = 3
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
 _OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
@@ -65,12 +65,23 @@ def _encode(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
+        if kind == "list" and (columns := _columns(entries)) is not None:
+            return {"rows": [columns, [[row.get(c, []) for c in columns] for row in entries]]}
         return {kind: [_encode(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
     if hasattr(value, "item"):
         return value.item()
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
     )
+
+
+def _columns(entries: Sequence[Any]) -> list[str] | None:
+    """The keys of a list of dicts of plain values, in their order; None where it is no such table."""
+    if len(entries) < 2 or not all(isinstance(row, dict) for row in entries):
+        return None
+    keys = list(dict.fromkeys(key for row in entries for key in row))
+    plain = all(v is None or type(v) in (bool, int, float, str) for row in entries for v in row.values())
+    return keys if plain and all(type(k) is str for k in keys) else None
 
 
 def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
@@ -81,6 +92,9 @@ def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         return read(held)
     if kind == "dict":
         return {_decode(k, read): _decode(v, read) for k, v in held}
+    if kind == "rows":
+        columns, rows = held
+        return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]
     items = [_decode(item, read) for item in held]
     return items if kind == "list" else tuple(items)
 
@@ -289,8 +303,8 @@ def _checked(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = {}
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] not in (1, FORMAT):
-            told = f"{path} has layout {manifest['format']!r}; this version reads 1 and {FORMAT}"
+        if manifest["format"] not in (1, 2, FORMAT):
+            told = f"{path} has layout {manifest['format']!r}; this version reads 1, 2 and {FORMAT}"
         elif manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
             told = f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
         for number, (name, known) in enumerate(sorted(manifest["files"].items())):
@@ -334,7 +348,8 @@ def _check(
         raise CheckpointError(
             f"the checkpoint is of other optimizers: {algorithms} saved it, here are {here}"
         )
-    count = len(dict(manifest["rest"]["dict"])["schedulers"]["list"])
+    ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
+    count = len(held[1] if kind == "rows" else held)
     if count != len(schedulers):
         raise CheckpointError(f"the checkpoint holds {count} schedulers, load() was given {len(schedulers)}")
 
