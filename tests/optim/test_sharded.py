@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -217,12 +222,37 @@ def saved_by_torch(rank):
     return found
 
 
+def set_from_outside(rank):
+    """An fp32 checkpoint of the whole model, what it left in the masters, and a filled weight's values."""
+    model = hs.distributed.shard(net())
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01)
+    amp = hs.prepare(model, optimizer, **BF16)
+
+    def step():
+        x, y = batch(0, rank)
+        with amp.autocast():
+            loss = nn.functional.mse_loss(model(x), y)
+        amp.backward(loss)
+        amp.step()
+
+    step()
+    given = {name: torch.randn_like(p) for name, p in net().state_dict().items()}
+    set_model_state_dict(model, dict(given), options=StateDictOptions(full_state_dict=True))
+    loaded = {name: whole(optimizer.master_of(p)) for name, p in model.named_parameters()}
+    step()
+    first = next(model.parameters())
+    with torch.no_grad():
+        first.fill_(0.5)
+    return given, loaded, whole(optimizer.master_of(first)).unique().tolist()
+
+
 def everything(rank):
     exact = {case.__name__: case(rank) for case in EXACT}
     return (
         exact,
         {case.__name__: case(rank) for case in BOUNDED},
         refusals(rank),
+        set_from_outside(rank),
         saved_by_torch(rank),
         is_watched(rank),
     )
@@ -267,6 +297,13 @@ def test_what_cannot_be_right_is_refused_by_name(ranks):
         for name, (kind, words) in expected.items():
             assert told[name].startswith(kind), (name, told[name])
             assert words in told[name], (name, told[name])
+
+
+def test_masters_of_shards_take_what_is_loaded_and_set_by_hand(ranks):
+    given, loaded, filled = ranks[0][3]
+    assert loaded.keys() == given.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in given.items())
+    assert filled == [0.5]
 
 
 def test_torch_s_own_checkpoint_functions_lose_no_bit_of_8_bit_shards(ranks):

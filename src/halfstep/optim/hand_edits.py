@@ -8,6 +8,8 @@ first change on, a copy of the weight as the step left it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,9 @@ class HandEdits:
         self._ahead: dict[Tensor, int] = {}
         self._left: dict[Tensor, Tensor] = {}
         self._expected: int | None = None
+        self._counted: list[Tensor] | None = None
+        self.wholes: Mapping[Tensor, Tensor] = {}
+        """What a local tensor is a shard of: it counts what a user does, the shard what steps do."""
         self.planned = 0
         """How many of the weights one call of the CPU plan updates."""
 
@@ -39,22 +44,39 @@ class HandEdits:
             for known in (self._bits, self._ahead, self._left):
                 known.pop(p, None)
         elif self._bits.get(p) is not bits:
-            self._bits[p], self._ahead[p] = bits, _ahead(p, bits)
+            self._bits[p], self._ahead[p] = bits, self._ahead_of(p, bits)
             if p in self._left:
                 self._left[p] = p.detach().clone()
-        self._expected = None
+        self._expected = self._counted = None
 
     def take(self) -> None:
         """Clear the bits of what was set by hand since the last step."""
-        if sum(map(_version, self._bits)) != self._expected:
+        if self._expected is None or self._total() != self._expected:
             for p in self._bits:
                 self.take_one(p)
-            self._expected = sum(map(_version, self._bits))
+            self._expected = self._total()
+
+    def _total(self) -> int:
+        if self._counted is None:
+            self._counted = [*self._bits, *(w for p in self._bits if (w := self._whole(p)) is not None)]
+        if not self.wholes:
+            return sum(map(_version, self._counted))
+        with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
+            return sum(map(_version, self._counted))
+
+    def _whole(self, p: Tensor) -> Tensor | None:
+        whole = self.wholes.get(p)
+        return None if whole is p else whole
+
+    def _ahead_of(self, p: Tensor, bits: Tensor) -> int:
+        """How many changes of the weight its bits have not seen."""
+        whole = self._whole(p)
+        return p._version - bits._version + (0 if whole is None else whole._version)
 
     def take_one(self, p: Tensor) -> None:
         """`take` for one weight."""
         bits = self._bits.get(p)
-        if bits is None or _ahead(p, bits) <= self._ahead[p]:
+        if bits is None or self._ahead_of(p, bits) <= self._ahead[p]:
             return
         if p.dtype not in LOW_DTYPES or p.shape != bits.shape or p.device != bits.device:
             return  # the next step makes new bits
@@ -63,7 +85,7 @@ class HandEdits:
         with torch.inference_mode(False), torch.no_grad():
             bits.masked_fill_(_was_set(p.detach(), bits, self._left.get(p)), 0)
             self._left[p] = p.detach().clone()
-        self._ahead[p] = _ahead(p, bits)
+        self._ahead[p] = self._ahead_of(p, bits)
 
     def after_plan(self) -> None:
         """`after_step` of the CPU plan, which counts one change of each weight that it updates."""
@@ -86,11 +108,6 @@ class HandEdits:
     def plan(self, updated: list[Tensor]) -> None:
         """From now on the CPU plan updates these parameters."""
         self.planned = sum(p in self._bits for p in updated)
-
-
-def _ahead(p: Tensor, bits: Tensor) -> int:
-    """How many changes of the weight its bits have not seen."""
-    return p._version - bits._version
 
 
 def _was_set(weight: Tensor, bits: Tensor, left: Tensor | None) -> Tensor:

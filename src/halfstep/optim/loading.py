@@ -52,7 +52,7 @@ class LoadedMasters:
         held = {p for group in optimizer.param_groups for p in group["params"]} if came else set[Tensor]()
         for p, value in came.items():
             if p in held and p.dtype in storage.LOW_DTYPES and _fits(value, p):
-                self._came[p] = local_of(p)._version, value.detach(), optimizer.master_of(p)
+                self._came[p] = p._version, value.detach(), optimizer.master_of(p)
 
     @torch.no_grad()
     def after(self, module: nn.Module, keys: Any) -> None:
@@ -61,7 +61,7 @@ class LoadedMasters:
         values: dict[Tensor, Tensor] = {}
         for p in (p for p in module._parameters.values() if p is not None and p in self._came):
             version, value, master = self._came.pop(p)
-            if local_of(p)._version != version:
+            if p._version != version:
                 values[p] = _exact(p.detach(), value, master)
         if optimizer is not None and values:
             optimizer.seed_masters(values)

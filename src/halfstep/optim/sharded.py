@@ -81,6 +81,7 @@ class Shards:
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
         twin.key_shifts = self._shifts()
         twin.source = self
+        twin._edits.wholes = self._whole
         return twin
 
     def _local(self, p: Tensor) -> Tensor:
