@@ -524,6 +524,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
         out = torch.empty_like(p, dtype=torch.float32)
         return out.copy_(storage.read_weight(kind, storage.local_tensor(p).detach(), extra))
 
+    def awaits(self, p: Tensor) -> bool:
+        """Whether the bits that `p` lacks were loaded since the last step: its own may come after."""
+        if self._shards is not None:
+            return self._shards.awaits(p)
+        return p in self._edits.awaiting
+
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> Group:
@@ -594,7 +600,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for p, entry in restored.items():
             self.state[p].update(entry)
-            self._edits.know(p, entry.get("lacking"))
+            self._edits.loaded(p, entry.get("lacking"))
         self._forget()
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:

@@ -31,6 +31,8 @@ class HandEdits:
         self._bits: dict[Tensor, Tensor] = {}
         self._ahead: dict[Tensor, int] = {}
         self._left: dict[Tensor, Tensor] = {}
+        self.awaiting: set[Tensor] = set()
+        """Weights whose bits were loaded since the last step: 16 bits that come in belong to them."""
         self._expected: int | None = None
         self._counted: list[Tensor] | None = None
         self.wholes: Mapping[Tensor, Tensor] = {}
@@ -47,7 +49,14 @@ class HandEdits:
             self._bits[p], self._ahead[p] = bits, self._ahead_of(p, bits)
             if p in self._left:
                 self._left[p] = p.detach().clone()
+        self.awaiting.discard(p)
         self._expected = self._counted = None
+
+    def loaded(self, p: Tensor, bits: Tensor | None) -> None:
+        """Bits of a checkpoint, whose 16-bit weights may come before or after them."""
+        self._left.pop(p, None)
+        self.know(p, bits)
+        self.awaiting.add(p)
 
     def take(self) -> None:
         """Clear the bits of what was set by hand since the last step."""
@@ -82,6 +91,9 @@ class HandEdits:
             return  # the next step makes new bits
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return
+        if p in self.awaiting:
+            self._ahead[p] = self._ahead_of(p, bits)
+            return
         with torch.inference_mode(False), torch.no_grad():
             bits.masked_fill_(_was_set(p.detach(), bits, self._left.get(p)), 0)
             self._left[p] = p.detach().clone()
@@ -96,12 +108,14 @@ class HandEdits:
     def after_step(self) -> None:
         """Keep how a step left the weights that were changed by hand before."""
         self._expected = None
+        self.awaiting.clear()
         for p, left in self._left.items():
             left.copy_(p.detach())
 
     def after_one(self, p: Tensor) -> None:
         """`after_step` for one weight."""
         self._expected = None
+        self.awaiting.discard(p)
         if p in self._left:
             self._left[p].copy_(p.detach())
 

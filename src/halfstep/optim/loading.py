@@ -52,6 +52,8 @@ class LoadedMasters:
         held = {p for group in optimizer.param_groups for p in group["params"]} if came else set[Tensor]()
         for p, value in came.items():
             if p in held and p.dtype in storage.LOW_DTYPES and _fits(value, p):
+                if value.dtype in storage.LOW_DTYPES and optimizer.awaits(p):
+                    continue
                 self._came[p] = p._version, value.detach(), optimizer.master_of(p)
 
     @torch.no_grad()

@@ -223,6 +223,10 @@ class Shards:
         """The exact fp32 value of every parameter, as DTensors."""
         return {p: self.master_of(p) for p in self._known}
 
+    def awaits(self, p: Tensor) -> bool:
+        """`OnePassOptimizer.awaits`."""
+        return self.twin.awaits(self._known[p])
+
     def master_of(self, p: Tensor) -> Tensor:
         """The exact fp32 value of one parameter."""
         local = self._known[p]
