@@ -86,11 +86,27 @@ def _wrapped(text, line, op, helper, *extra):
 
 
 def _in_bf16(text):
+    if "amp.initialize(" in text:  # Apex's O1 knows fp16 alone: the script moves to a session
+        text = _of_a_session(text)
     for old, new in (
         ("torch.float16", "torch.bfloat16"), ("torch.half", "torch.bfloat16"), (".half()", ".bfloat16()"),
         ('"fp16"', '"bf16"'), ('"float16"', '"bfloat16"'),
     ):  # fmt: skip
         text = text.replace(old, new)
+    return text
+
+
+def _of_a_session(text):
+    """A script of Apex's O1, `loss` on a line of its own, in halfstep's own words at bf16."""
+    for old, new in (
+        (r"from halfstep\.compat\.apex import amp", "import halfstep as hs"),
+        (r".* = amp\.initialize\((\w+), (\w+),.*", r'amp = hs.prepare(\1, \2, level="O1", dtype="bf16")'),
+        (r"^( +)(loss = .*)$", r"\1with amp.autocast():\n\1    \2"),
+        (r"with amp\.scale_loss\(loss, \w+\) as (\w+):\n +\1\.backward\(\)", "amp.backward(loss)"),
+        (r"^( +)optimizer\.step\(\)$", r"\1amp.step()"),
+    ):
+        text, count = re.subn(old, new, text, flags=re.M)
+        assert count, f"nothing in the script is {old}"
     return text
 
 
