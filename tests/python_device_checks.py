@@ -117,6 +117,7 @@ def test_names_that_cannot_be_taken(name, says):
     ("what", "says"),
     [
         ({"dtypes": ("int8",)}, "unknown number format 'int8'"),
+        ({"dtypes": ()}, "computes in none; list at least one"),
         ({"dtypes": ("bf16",), "slow": ("fp16",)}, r"slow=\['fp16'\] is not among the dtypes"),
         ({"collective": "nosuchccl"}, "collective='nosuchccl' is no backend of torch.distributed"),
     ],

@@ -115,6 +115,12 @@ def test_what_may_not_come_in():
         init(make()[0], wrapped)
 
 
+def test_a_level_in_the_place_of_enabled_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(amp.AmpError, match="a level goes by name, opt_level="):
+        amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+
+
 def test_scale_loss_needs_initialize_and_known_optimizers():
     model, optimizer = make()
     with pytest.raises(RuntimeError, match=r"amp\.initialize"), amp.scale_loss(torch.ones(()), optimizer):

@@ -80,6 +80,7 @@ try:
     hs.devices.register("pydev", policy="no such table")
 except hs.errors.ConfigError as error:
     print(error)
+assert hs.devices.default_dtype("pydev") == torch.float16, "what is refused changes nothing"
 """
 
 

@@ -74,18 +74,33 @@ def declare(
     """Take a vendor's word for what device type `name` computes in, in place of measuring it.
 
     Raises:
-        ConfigError: a dtype is not floating point, or `slow` names one that `dtypes` lacks.
+        ConfigError: a dtype is not floating point, `slow` names one that `dtypes` lacks, or there is none.
     """
     if not isinstance(name, str):
         raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")
     row = Declared(name, _listed("dtypes", dtypes), _listed("slow", slow))
+    if not row.dtypes:
+        raise ConfigError(f"dtypes={dtypes!r:.60}: {name!r} computes in none; list at least one 16-bit dtype")
     if stray := [dtype_name(d) for d in row.slow if d not in row.dtypes]:
         raise ConfigError(f"slow={stray} is not among the dtypes of {name!r}; list every dtype in dtypes=")
-    _declared[name] = row
+    redeclare(name, row)
+    return row
+
+
+def declared(name: str) -> Declared | None:
+    """What was declared of device type `name`; None where nothing was."""
+    return _declared.get(name)
+
+
+def redeclare(name: str, row: Declared | None) -> None:
+    """Put a declaration in the place of what was said of `name` before; None takes that back."""
+    if row is None:
+        _declared.pop(name, None)
+    else:
+        _declared[name] = row
     # A question without a device may have another answer now.
     for key in [k for k, c in _known.items() if k[0] == "None" or c.device.partition(":")[0] == name]:
         del _known[key]
-    return row
 
 
 def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:

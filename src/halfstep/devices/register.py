@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from halfstep.devices.capabilities import declare
+from halfstep.devices.capabilities import declare, declared, redeclare
 from halfstep.errors import ConfigError
 
 
@@ -78,12 +78,17 @@ def register(
     brought = finite_check, update_scale, None if isinstance(collective, str) else collective
     if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
         raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
+    before = declared(name)
     said = declare(name, dtypes, slow)
     row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective, policy)
     if taken != name:
         backend_registration.rename_privateuse1_backend(name)
-    for follower in _followers:
-        follower(row)
+    try:
+        for follower in _followers:
+            follower(row)
+    except Exception:
+        redeclare(name, before)  # what is refused changes nothing
+        raise
     return row
 
 

@@ -182,6 +182,8 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
+    if isinstance(enabled, str):
+        raise AmpError(f"enabled={enabled!r:.40}: expected True or False; a level goes by name, opt_level=")
     if not enabled:
         off: dict[str, Any] = {**chosen.options, "enabled": False}
         state.opt_properties = None if state.ledgers else Properties(**off)
