@@ -1,6 +1,6 @@
 """The exception tree: every error and warning halfstep raises on purpose.
 
-Each message says what was given, what was expected and what to change. Nothing else lives here.
+Each message says what was given, what was expected and what to change; `show` writes what was given.
 """
 
 
@@ -54,3 +54,14 @@ class DataError(HalfstepError, ValueError):
 
 class HalfstepWarning(UserWarning):
     """Base of every warning issued by halfstep."""
+
+
+def show(x: object) -> str:
+    """`x` as an error shows it: its repr, or its class where that is no short line (a model)."""
+    try:
+        shown = repr(x)
+    except Exception:  # the caller's own class: an error in its repr must not hide ours
+        shown = "\n"
+    if len(shown) <= 100 and shown.isprintable():
+        return shown
+    return f"an object of class {type(x).__name__}"

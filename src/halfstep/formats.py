@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def format_of(x: str | torch.dtype | Format) -> Format:
         name = _ALIASES.get(x.strip().lower().removeprefix("torch."))
         found = FORMATS[name] if name is not None else None
     if found is None:
-        raise ConfigError(f"unknown number format {x!r}; expected one of {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown number format {show(x)}; expected one of {', '.join(FORMATS)}")
     return found
 
 

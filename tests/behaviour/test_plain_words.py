@@ -27,6 +27,13 @@ def test_a_wrong_argument_is_refused_in_our_words(call, message):
         call()
 
 
+def test_an_object_that_prints_as_a_page_is_named_by_its_class():
+    model = nn.Linear(2, 1)
+    with pytest.raises(hs.ConfigError) as caught:
+        hs.Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters()))  # the wrong way round
+    assert str(caught.value) == "loss_fn=an object of class SGD; expected a function (output, target) -> loss"
+
+
 class Own:
     pass
 

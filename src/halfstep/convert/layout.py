@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 
 LAYOUTS = ("keep", "auto", "channels_last")
 
@@ -22,7 +22,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def check_layout(layout: str) -> str:
     """Return the layout; ConfigError for a word that is none."""
     if layout not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+        raise ConfigError(f"layout={show(layout)}: expected one of {', '.join(LAYOUTS)}")
     return layout
 
 

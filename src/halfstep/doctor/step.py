@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.numerics.actors import Actors, is_session
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
@@ -72,17 +72,17 @@ def examine(
 
 def _check(step: object, batches: object, model: object, optimizer: object, session: object) -> None:
     if not callable(step):
-        raise ConfigError(f"examine({step!r}): expected a function that does one training step")
+        raise ConfigError(f"examine({show(step)}): expected a function that does one training step")
     if not isinstance(batches, Iterable):
-        raise ConfigError(f"batches={batches!r}: expected tuples of step's arguments")
+        raise ConfigError(f"batches={show(batches)}: expected tuples of step's arguments")
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         listed: list[object] = (
             [given] if isinstance(given, kind) or not isinstance(given, Iterable) else [*given]
         )
         if given is not None and not all(isinstance(x, kind) for x in listed):
-            raise ConfigError(f"{name}={given!r}: expected a {kind.__name__}, or several")
+            raise ConfigError(f"{name}={show(given)}: expected a {kind.__name__}, or several")
     if session is not None and not is_session(session):
-        raise ConfigError(f"session={session!r}: expected what hs.prepare returns")
+        raise ConfigError(f"session={show(session)}: expected what hs.prepare returns")
 
 
 def _moves(actors: Actors) -> bool:

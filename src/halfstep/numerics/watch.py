@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import gather, local_of, world_size
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.gradients.per_parameter import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
 from halfstep.names import canonical
@@ -94,7 +94,7 @@ def watch(
         raise ConfigError(f"watch got a {type(model).__name__}, expected the torch.nn.Module that is trained")
     for name, value, least in (("every", every, 0), ("keep", keep, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"watch(..., {name}={value!r}): expected a whole number, {least} or more")
+            raise ConfigError(f"watch(..., {name}={show(value)}): expected a whole number, {least} or more")
     return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
 
 

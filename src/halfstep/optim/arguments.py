@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.optim import storage
 
 HARMLESS: dict[str, Any] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
@@ -79,13 +79,13 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     for name in _NUMBERS:
         value = group.get(name, 0.0)
         if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0):
-            raise ConfigError(f"{name}={value!r}: must be a number of at least 0")
+            raise ConfigError(f"{name}={show(value)}: must be a number of at least 0")
     betas = group.get("betas", ())
     if not isinstance(betas, list | tuple) or ("betas" in group and len(betas) != 2):
-        raise ConfigError(f"betas={betas!r}: must be a pair of numbers in [0, 1)")
+        raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
     for i, beta in enumerate(betas):
         value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
         if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"betas[{i}]={beta!r}: must be a number in [0, 1)")
+            raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.names import canonical
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
@@ -235,7 +235,7 @@ class MasterWeights:
 def check_accumulate(accumulate: Any) -> None:
     """Raise ConfigError unless it is None or "fp32"."""
     if accumulate not in (None, "fp32"):
-        raise ConfigError(f"accumulate={accumulate!r}: choose 'fp32' or None (the weights' own dtype)")
+        raise ConfigError(f"accumulate={show(accumulate)}: choose 'fp32' or None (the weights' own dtype)")
 
 
 def _check_value(name: str, value: Any, master: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.errors import ConfigError, PlanError
+from halfstep.errors import ConfigError, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import canonical_all
 from halfstep.policy.levels import Level, level_of
@@ -333,7 +333,7 @@ def _rule_from_toml(table: Any, index: int) -> PlanRule:
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_KEYS)}"
             raise PlanError(f"{where} ({table['pattern']!r}) has the unknown key {key!r}: {hint}")
         if not isinstance(value, _KEYS[key]):
-            raise PlanError(f"{where}: {key} must be a {_KEYS[key].__name__}, given {value!r}")
+            raise PlanError(f"{where}: {key} must be a {_KEYS[key].__name__}, given {show(value)}")
     values: dict[str, Any] = dict(table)
     try:
         if "rule" in values:

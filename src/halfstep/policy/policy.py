@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.op_names import canonical_op
@@ -147,7 +147,7 @@ class Policy:
         edits: dict[str, Rule] = {}
         for rule, named in given.items():
             if not isinstance(named, Iterable):
-                raise ConfigError(f"{rule.value}={named!r}: expected a list of ops, by name or function")
+                raise ConfigError(f"{rule.value}={show(named)}: expected a list of ops, by name or function")
             for op_like in [named] if isinstance(named, str) else named:
                 name = _resolve(op_like)
                 if edits.setdefault(name, rule) is not rule:

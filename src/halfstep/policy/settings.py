@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.errors import PlanError
+from halfstep.errors import PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.levels import level_of
 
@@ -102,6 +102,6 @@ def _checked(name: str, table: Any, keys: Mapping[str, tuple[type, ...]]) -> dic
             raise PlanError(f"[{name}] of the plan has the unknown key {key!r}: {hint}")
         if not isinstance(value, keys[key]):
             raise PlanError(
-                f"[{name}] of the plan: {key} must be a {keys[key][-1].__name__}, given {value!r}"
+                f"[{name}] of the plan: {key} must be a {keys[key][-1].__name__}, given {show(value)}"
             )
     return dict(table)

@@ -23,6 +23,7 @@ from halfstep.errors import (
     HalfstepWarning,
     ScalerStateError,
     UnsupportedError,
+    show,
 )
 from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
@@ -75,17 +76,19 @@ class GradScaler(TorchNames):
         across_ranks: bool = True,
     ) -> None:
         if device is not None and not isinstance(device, str | torch.device):
-            raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {device!r}")
+            raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {show(device)}")
         try:
             torch.device("cpu" if device is None else device)
         except RuntimeError as error:
-            raise ConfigError(f"GradScaler: unknown device {device!r}; expected cpu, cuda, ...") from error
+            raise ConfigError(
+                f"GradScaler: unknown device {show(device)}; expected cpu, cuda, ..."
+            ) from error
         self._device = device
         if loss_scale is None:
             rates = (growth_factor, backoff_factor, growth_interval)
             loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
         elif not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {loss_scale!r}")
+            raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {show(loss_scale)}")
         self._loss_scale = loss_scale if enabled else NoLossScale()
         self._skips = SkipCount(limit=max_skips)
         self._group = group
@@ -124,7 +127,7 @@ class GradScaler(TorchNames):
             return type(outputs)(map(self.scale, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
             return map(self.scale, outputs)
-        raise ConfigError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+        raise ConfigError(f"outputs must be a Tensor or an iterable of Tensors, got {show(outputs)}")
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the scale out of the optimizer's gradients in place, once an iteration, e.g. to clip them.

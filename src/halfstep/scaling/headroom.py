@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.formats import FP16
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
@@ -51,12 +51,14 @@ class HeadroomLossScale(LossScale):
         if isinstance(self.limit, Mapping):
             object.__setattr__(self, "limit", LossScale.from_state(self.limit))
         if not isinstance(self.limit, DynamicLossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {self.limit!r}")
+            raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {show(self.limit)}")
         if isinstance(self.history, list):
             object.__setattr__(self, "history", tuple(self.history))
         known = isinstance(self.history, Tensor)
         if not known and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
-            raise ConfigError(f"HeadroomLossScale: history must be a tuple of numbers, got {self.history!r}")
+            raise ConfigError(
+                f"HeadroomLossScale: history must be a tuple of numbers, got {show(self.history)}"
+            )
 
     @property
     def value(self) -> float | Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.trees import as_float32, map_floats, multiply, reciprocal
 
 #: The largest power of two in float32: no scale lies above.
@@ -34,13 +34,13 @@ def is_number(value: Any) -> bool:
 def check_scale(owner: str, value: Any, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a number within [low, high]."""
     if not (is_number(value) and low <= value <= high):
-        raise ConfigError(f"{owner}: the scale must be a number in [{low:g}, {high:g}], got {value!r}")
+        raise ConfigError(f"{owner}: the scale must be a number in [{low:g}, {high:g}], got {show(value)}")
 
 
 def check_count(owner: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
+        raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {show(value)}")
 
 
 def check_bounds(owner: str, low: float, high: float) -> None:
@@ -140,7 +140,7 @@ class LossScale:
     def from_state(state: Mapping[str, Any]) -> LossScale:
         """Build the loss scale that `state_dict` described; ConfigError where it describes none."""
         if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"expected the mapping that LossScale.state_dict() returns, got {state!r}")
+            raise ConfigError(f"expected the mapping that LossScale.state_dict() returns, got {show(state)}")
         kinds = LossScale._kinds
         kind = state.get("kind")
         if not isinstance(kind, str) or kind not in kinds:

@@ -86,6 +86,11 @@ class Outcome:
         return self.read().taken
 
     @property
+    def skipped(self) -> bool:
+        """Whether the weights were left as they were: not `taken`."""
+        return not self.read().taken
+
+    @property
     def finite(self) -> bool:
         """Whether every gradient was finite."""
         return self.read().finite

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.errors import ConfigError, PlanError
+from halfstep.errors import ConfigError, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
@@ -50,7 +50,7 @@ def settings_of(
     theirs = level_of(own.level)[0].name
     given = level if level in ("auto", "O1") else level_of(level)[0].name
     if given not in ("O1", theirs):
-        raise ConfigError(f"level={level!r} beside a plan made for {own.level}: give one of the two")
+        raise ConfigError(f"level={show(level)} beside a plan made for {own.level}: give one of the two")
     if dtype is not None and own.dtype is not None and parse_dtype(dtype) != own.dtype:
         raise ConfigError(
             f"dtype={dtype!r} beside a plan made for {dtype_name(own.dtype)}: give one of the two"
@@ -89,7 +89,7 @@ def choose(
             "for one argument batch=(x,)"
         )
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ConfigError(f"seconds={seconds!r}: expected a number above 0")
+        raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
     row, word = (None, None) if level == "auto" else level_of(level)
     low = dtype_name(dtype_of(dtype) if dtype is not None else word or devices.default_dtype(device))
     fixed = level if isinstance(level, str) else level.name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed import all_ranks, local_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, show
 from halfstep.gradients.stats import AnyStats
 from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import LossScale
@@ -30,8 +30,8 @@ def check_loss_id(loss_id: int, count: int) -> None:
     whole = isinstance(loss_id, int) and not isinstance(loss_id, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not (whole and 0 <= loss_id < count):
         raise ConfigError(
-            f"loss_id={loss_id!r}: this session has {count} loss scale{'s' * (count > 1)}, numbered from 0; "
-            "give prepare(loss_scale=[...]) one for each loss"
+            f"loss_id={show(loss_id)}: this session has {count} loss scale{'s' * (count > 1)}, "
+            "numbered from 0; give prepare(loss_scale=[...]) one for each loss"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import local_of
-from halfstep.errors import ConfigError, HalfstepWarning, NonFiniteError
+from halfstep.errors import ConfigError, HalfstepWarning, NonFiniteError, show
 from halfstep.names import named_parameters
 from halfstep.optim.masters import weight_of
 from halfstep.session.guards import epsilon_hint
@@ -21,15 +21,15 @@ CHOICES = ("raise", "skip", "continue")
 def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool) -> bool:
     """Whether steps on such gradients are skipped; ConfigError for choices that contradict each other."""
     if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"skip_nonfinite={skip_nonfinite!r}: expected True, False or None")
+        raise ConfigError(f"skip_nonfinite={show(skip_nonfinite)}: expected True, False or None")
     if on_nonfinite is not None and on_nonfinite not in CHOICES:
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: expected 'raise', 'skip', 'continue' or None")
+        raise ConfigError(f"on_nonfinite={show(on_nonfinite)}: expected 'raise', 'skip', 'continue' or None")
     if on_nonfinite is None:
         return scaled if skip_nonfinite is None else skip_nonfinite
     skips = on_nonfinite != "continue"
     if skip_nonfinite not in (None, skips) or (on_nonfinite == "raise" and skip_nonfinite is not None):
         raise ConfigError(
-            f"on_nonfinite={on_nonfinite!r} with skip_nonfinite={skip_nonfinite}: drop one of them"
+            f"on_nonfinite={show(on_nonfinite)} with skip_nonfinite={skip_nonfinite}: drop one of them"
         )
     if scaled and not skips:
         raise ConfigError(

@@ -21,7 +21,7 @@ from halfstep.autocast.kernel_probes import whole_table
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.distributed import gather, rank, world_size
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, HalfstepWarning, show
 from halfstep.formats import dtype_name
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
@@ -220,12 +220,12 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
             given = float(given)
         except ValueError:
             raise ConfigError(
-                f"unknown loss scale {given!r}: expected a number, 'dynamic', 'headroom', 'none' "
+                f"unknown loss scale {show(given)}: expected a number, 'dynamic', 'headroom', 'none' "
                 "or a LossScale"
             ) from None
     if not isinstance(given, Real | torch.Tensor):
         raise ConfigError(
-            f"loss_scale={given!r}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
+            f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
         )
     return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
 

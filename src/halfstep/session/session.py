@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from halfstep.autocast import kernel_choice
 from halfstep.autocast.dynamo import never_compiled
 from halfstep.distributed import all_ranks, world_size
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats
 from halfstep.numerics.replayable import Replayable
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
@@ -140,7 +140,7 @@ class Session(OfSetup):
     def loss_scale(self, scale: LossScale) -> None:
         if not isinstance(scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"amp.loss_scale = {scale!r}: expected a LossScale, such as StaticLossScale(1024.0); "
+                f"amp.loss_scale = {show(scale)}: expected a LossScale, such as StaticLossScale(1024.0); "
                 "prepare(loss_scale=...) takes numbers and words"
             )
         self.state = replace(self.state, loss_scale=scale)

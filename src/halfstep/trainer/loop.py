@@ -23,7 +23,7 @@ from halfstep import checkpoint as _checkpoint
 from halfstep import rng
 from halfstep.background import Background
 from halfstep.distributed import watchdog, world_size
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
@@ -324,7 +324,7 @@ class Trainer:
             raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
         for name, value in (("steps", steps), ("epochs", epochs)):
             if value is not None and not _is_count(value):
-                raise ConfigError(f"fit got {name}={value!r}; expected a whole number")
+                raise ConfigError(f"fit got {name}={show(value)}; expected a whole number")
         if not isinstance(loader, Iterable):
             raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
         if steps is not None:
@@ -431,12 +431,12 @@ def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) ->
     for name, value in counts.items():
         least = 0 if name == "checkpoint_every" else 1
         if not _is_count(value) or value < least:
-            raise ConfigError(f"{name}={value!r}; expected a whole number, {least} or more")
+            raise ConfigError(f"{name}={show(value)}; expected a whole number, {least} or more")
     every = counts["checkpoint_every"]
     if every and checkpoints is None:
         raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
     if checkpoints is not None and not isinstance(checkpoints, str | Path):
-        raise ConfigError(f"checkpoints={checkpoints!r}; expected a folder's path")
+        raise ConfigError(f"checkpoints={show(checkpoints)}; expected a folder's path")
 
 
 def _progress_bar(wanted: bool | None) -> list[Callback]:
@@ -450,9 +450,9 @@ def _is_count(value: Any) -> bool:
 
 def _check_callables(loss_fn: Any, metrics: Any, callbacks: Any, loggers: Any) -> None:
     if not callable(loss_fn):
-        raise ConfigError(f"loss_fn={loss_fn!r}; expected a function (output, target) -> loss")
+        raise ConfigError(f"loss_fn={show(loss_fn)}; expected a function (output, target) -> loss")
     if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
-        raise ConfigError(f"metrics={metrics!r}; expected names and functions (output, target) -> value")
+        raise ConfigError(f"metrics={show(metrics)}; expected names and functions (output, target) -> value")
     for name, given in (("callbacks", callbacks), ("loggers", loggers)):
         if not isinstance(given, Sequence) or isinstance(given, str):
-            raise ConfigError(f"{name}={given!r}; expected a list")
+            raise ConfigError(f"{name}={show(given)}; expected a list")
