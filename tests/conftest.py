@@ -7,9 +7,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HALFSTEP_KERNELS", str(Path(__file__).parent / "kernels.toml"))
 os.environ.pop("COLUMNS", None)  # set by workers of a parallel run; output would be folded to it
 
+import hypothesis
 import pytest
 import torch
 
+hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing here
+hypothesis.settings.load_profile("untimed")
 torch.set_num_threads(1)
 
 

@@ -158,8 +158,8 @@ def test_state_round_trip(scale, adjust):
         (lambda: StaticLossScale(math.inf), "inf"),
         (lambda: StaticLossScale("128"), "'128'"),
         (lambda: DynamicLossScale(init=0.5), "0.5"),
-        (lambda: DynamicLossScale(growth=1.0), "growth"),
-        (lambda: DynamicLossScale(backoff=1.0), "backoff"),
+        (lambda: DynamicLossScale(growth=0.9), "growth"),
+        (lambda: DynamicLossScale(backoff=1.1), "backoff"),
         (lambda: DynamicLossScale(interval=0), "interval"),
         (lambda: DynamicLossScale(interval=2.0), "2.0"),
         (lambda: DynamicLossScale(hysteresis=0), "hysteresis"),
@@ -177,6 +177,15 @@ def test_state_round_trip(scale, adjust):
 def test_bad_input_is_one_clear_error(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+def test_a_growth_of_one_and_an_interval_without_end_leave_the_scale_alone():
+    still = DynamicLossScale(init=8.0, growth=1.0, backoff=1.0, interval=2**63 - 1)
+    for finite in (True, False, True):
+        assert still.adjust(finite).read() == 8.0
+        assert still.adjust(torch.tensor(finite)).read() == 8.0
+    endless = DynamicLossScale(init=8.0, interval=2**63 - 1)
+    assert endless.adjust(torch.tensor(True)).read() == 8.0
 
 
 def test_with_value_sets_and_clamps_without_reading():

@@ -8,13 +8,15 @@ is kept neither by `id()` nor on the optimizer. What loss scales do is decided i
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep import distributed
 from halfstep.errors import (
@@ -26,8 +28,7 @@ from halfstep.errors import (
     show,
 )
 from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
-from halfstep.gradients.unscale import any_of, kernels_of, unscale_
-from halfstep.scaling.checked import Checked, PerOptimizer, Stage
+from halfstep.gradients.unscale import any_of, kernels_of
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
@@ -37,12 +38,14 @@ from halfstep.scaling.loss_scale import (
     NoLossScale,
 )
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.scaling.per_optimizer import PerOptimizer, State, flags_of
 from halfstep.scaling.skips import SkipCount
-from halfstep.scaling.torch_names import TorchNames
+from halfstep.scaling.torch_names import TorchNames, gradients
 from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OURS = "halfstep"
+_PER_RUN = ("_queue", "_states", "_lent_scale", "_lent_tracker")
 
 
 class GradScaler(TorchNames):
@@ -85,17 +88,21 @@ class GradScaler(TorchNames):
             ) from error
         self._device = device
         if loss_scale is None:
+            if growth_factor == 1.0 or backoff_factor == 1.0:
+                raise ConfigError(
+                    f"growth_factor must be above 1, got {growth_factor!r}, backoff_factor below, got "
+                    f"{backoff_factor!r}: for a scale that stays give loss_scale=StaticLossScale(...)"
+                )
             rates = (growth_factor, backoff_factor, growth_interval)
             loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
         elif not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {show(loss_scale)}")
-        self._loss_scale = loss_scale if enabled else NoLossScale()
+        self._value = loss_scale if enabled else NoLossScale()
         self._skips = SkipCount(limit=max_skips)
         self._group = group
         self._across_ranks = across_ranks
-        self._has_scaled = False
         self._warned = False
-        self._checked = PerOptimizer()
+        self._states = PerOptimizer()
         self._queue = OutcomeQueue()
 
     @property
@@ -117,7 +124,8 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return outputs
         if isinstance(outputs, Tensor):
-            self._has_scaled = True
+            if self._first_device is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
             return multiply(outputs, self._loss_scale.tensor(outputs.device))
         if isinstance(outputs, Mapping):
             return {key: self.scale(item) for key, item in outputs.items()}
@@ -138,12 +146,14 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return
         self._require_scaled("unscale_")
-        self._refuse_out_of_turn(optimizer)
-        grads = _gradients(optimizer)
-        inv_scale = self._loss_scale.inverse(_home(grads))
-        found = self._over_ranks(unscale_(grads, inv_scale))
-        _, norm, max_abs = self._look(grads)
-        self._checked.put(optimizer, Checked(Stage.UNSCALED, found, norm, max_abs))
+        state = self._states.of(optimizer)
+        _refuse_out_of_turn(state)
+        inv_scale = self._loss_scale.inverse(_home(gradients(optimizer)))
+        found_inf = torch.zeros((), device=inv_scale.device)
+        flags = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        _, norm, max_abs = self._look(gradients(optimizer))
+        self._note(state, flags or {found_inf.device: found_inf}, norm, max_abs)
+        state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
         """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
@@ -157,21 +167,32 @@ class GradScaler(TorchNames):
             return self._plain_step(optimizer, args, kwargs)
         _refuse_closure(args, kwargs)
         self._require_scaled("step")
-        entry = self._checked.get(optimizer)
-        if entry is not None and entry.stage is Stage.STEPPED:
+        state = self._states.of(optimizer)
+        if state["stage"] is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
-        if entry is None and not _gradients(optimizer) and not self._shares_flag():
+        if state["stage"] is OptState.READY and not gradients(optimizer) and not self._shares_flag():
             raise ScalerStateError(
                 "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
                 "Call scaler.scale(loss).backward() before step."
             )
-        if getattr(optimizer, "one_pass", False):
-            take = self._one_pass_step
-        else:
-            take = self._fused_step if _takes_flags(optimizer) else self._checked_step
-        entry, result = take(optimizer, entry, args, kwargs)
-        self._checked.put(optimizer, replace(entry, stage=Stage.STEPPED))
-        return self._outcome(entry, result)
+        result = self._step_of(optimizer)(optimizer, args, kwargs)
+        state = self._states.of(optimizer)
+        state["stage"] = OptState.STEPPED
+        return self._outcome(state, result)
+
+    def _step_of(self, optimizer: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+        """How to step this optimizer: what a subclass replaced is always called."""
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            takes_us = "grad_scaler" in inspect.signature(optimizer.step).parameters
+            return self._handed_step if takes_us else self._fused_step
+        own = self._replaced("unscale_", "_unscale_grads_", "_maybe_opt_step")
+        return (
+            self._one_pass_step if getattr(optimizer, "one_pass", False) and not own else self._checked_step
+        )
+
+    def _replaced(self, *names: str) -> bool:
+        """Whether a subclass, or somebody on this instance, put a method in place of ours."""
+        return any(getattr(getattr(self, n), "__func__", None) is not getattr(GradScaler, n) for n in names)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once an iteration, after all steps; or set it to `new_scale`.
@@ -182,18 +203,19 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return
         self._require_scaled("update")
-        checked, self._checked = list(self._checked), PerOptimizer()
+        checked, self._states = self._states.looked_at(), PerOptimizer()
         if new_scale is not None:
             self._loss_scale = self._loss_scale.with_value(new_scale)
             return
         if not checked:
             raise ScalerStateError("No inf checks were recorded prior to update.")
-        found = any_of([entry.found_inf for entry in checked])
-        max_abs = _largest([entry.max_abs for entry in checked], found.device)
+        found = any_of([flag for state in checked for flag in flags_of(state)])
+        max_abs = _largest([state.get("max_abs") for state in checked], found.device)
         outcome = Outcome(taken=~found, finite=~found, scale=self._loss_scale.value)
         self._loss_scale = self._next(found, max_abs)
         for record in self._queue.push(outcome):
-            self._skips = self._skips.after(record.taken, scale=record.scale)
+            self._skips = self._skips.counted(record.taken)
+            self._skips.check(scale=record.scale)
 
     def _next(self, found: Tensor, max_abs: Tensor | None) -> LossScale:
         if found.device.type == "cpu":
@@ -206,9 +228,9 @@ class GradScaler(TorchNames):
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step without scaling: never skips, but says what the gradients were."""
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
-        stats = None if closure else measure_whole(_gradients(optimizer))
+        stats = None if closure else measure_whole(gradients(optimizer))
         result = optimizer.step(*args, **kwargs)
-        stats = stats or measure_whole(_gradients(optimizer))
+        stats = stats or measure_whole(gradients(optimizer))
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, max_abs=stats.max_abs, result=result
         )
@@ -236,53 +258,66 @@ class GradScaler(TorchNames):
             return finite_and_norm(grads, inv_scale)
         return measure(grads, inv_scale)
 
-    def _one_pass_step(
-        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Checked, Any]:
-        inv_scale = None
-        if entry is None:
-            inv_scale = self._loss_scale.inverse(_home(_gradients(optimizer)))
+    def _one_pass_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, inv_scale = self._states.of(optimizer), None
+        if state["stage"] is OptState.READY:
+            inv_scale = self._loss_scale.inverse(_home(gradients(optimizer)))
             stats = optimizer.measure(inv_scale=inv_scale)
-            found = self._over_ranks(~stats.finite)
-            entry = Checked(Stage.UNSCALED, found, stats.norm, stats.max_abs)
-        return entry, optimizer.step(*args, inv_scale=inv_scale, found_inf=entry.found_inf, **kwargs)
+            self._note(state, {stats.finite.device: ~stats.finite}, stats.norm, stats.max_abs)
+        found = any_of(flags_of(state))
+        return optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)
 
-    def _fused_step(
-        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Checked, Any]:
-        """Hand scale and flag to torch's fused kernels, which look for them on the optimizer."""
-        scale = None
-        if entry is None:
-            grads = _gradients(optimizer)
-            scale = self._loss_scale.tensor(_home(grads))
+    def _fused_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand scale and flag to torch's fused kernels, which look for them on the optimizer.
+
+        A `grad_scale` that its owner put there is divided out as well, as torch does.
+        """
+        state, scale = self._states.of(optimizer), getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            grads = gradients(optimizer)
+            ours = self._loss_scale.tensor(_home(grads))
             finite, norm, max_abs = self._look(grads, self._loss_scale.inverse(_home(grads)))
-            entry = Checked(Stage.UNSCALED, self._over_ranks(~finite), norm, max_abs)
+            own = self._replaced("_check_inf_per_device", "_unscale_grads_")
+            flags = self._check_inf_per_device(optimizer) if own else {finite.device: ~finite}
+            self._note(state, flags, norm, max_abs)
+            scale = ours if scale is None else ours * scale
         before = {
             name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
         }
         try:
-            optimizer.grad_scale, optimizer.found_inf = scale, entry.found_inf.float()
-            return entry, optimizer.step(*args, **kwargs)
+            optimizer.grad_scale, optimizer.found_inf = scale, any_of(flags_of(state)).float()
+            return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
             vars(optimizer).update(before)
 
-    def _checked_step(
-        self, optimizer: Any, entry: Checked | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Checked, Any]:
-        if entry is None:
-            self.unscale_(optimizer)
-            entry = cast(Checked, self._checked.get(optimizer))
-        return entry, None if bool(entry.found_inf) else optimizer.step(*args, **kwargs)
+    def _handed_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand this scaler to an optimizer whose `step` asks for it and does all of the checking itself."""
+        return optimizer.step(*args, **kwargs, grad_scaler=self)
 
-    def _outcome(self, entry: Checked, result: Any) -> Outcome:
-        finite = ~entry.found_inf
+    def _checked_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._states.of(optimizer)["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return self._maybe_opt_step(optimizer, self._states.of(optimizer), *args, **kwargs)
+
+    def _note(
+        self, state: State, flags: Mapping[torch.device, Tensor], norm: Tensor, max_abs: Tensor | None
+    ) -> None:
+        """Keep what a look at gradients found, the flags as all ranks see them."""
+        if self._shares_flag():
+            found = self._over_ranks(any_of(list(flags.values())))
+            flags = {device: found.to(device, non_blocking=True) for device in flags}
+        floats = {device: flag.float() for device, flag in flags.items()}
+        state.update(found_inf_per_device=floats, norm=norm, max_abs=max_abs)
+
+    def _outcome(self, state: State, result: Any) -> Outcome:
+        finite = ~any_of(flags_of(state))
         return Outcome(
             taken=finite,
             finite=finite,
             scale=self._loss_scale.value,
-            grad_norm=entry.norm,
-            max_abs=entry.max_abs,
+            grad_norm=state.get("norm"),
+            max_abs=state.get("max_abs"),
             result=result,
         )
 
@@ -293,21 +328,11 @@ class GradScaler(TorchNames):
         return distributed.all_ranks(found, self._group) if self._across_ranks else found
 
     def _require_scaled(self, method: str) -> None:
-        if not self._has_scaled:
+        if self._first_device is None:
             raise ScalerStateError(
                 f"Attempted {method} but no loss was scaled yet.  This may indicate your script did not use "
                 "scaler.scale(loss or outputs) earlier in the iteration."
             )
-
-    def _refuse_out_of_turn(self, optimizer: Any) -> None:
-        entry = self._checked.get(optimizer)
-        if entry is None:
-            return
-        if entry.stage is Stage.UNSCALED:
-            raise ScalerStateError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
-        raise ScalerStateError("unscale_() is being called after step().")
 
     def get_scale(self) -> float:
         """Return the scale as a float, 1.0 when disabled (synchronises on an accelerator)."""
@@ -336,18 +361,6 @@ class GradScaler(TorchNames):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps in a row before growth."""
         self._edit(interval=new_interval)
-
-    def _dynamic(self) -> DynamicLossScale:
-        scale = self._loss_scale
-        scale = scale.limit if isinstance(scale, HeadroomLossScale) else scale
-        if not isinstance(scale, DynamicLossScale):
-            raise UnsupportedError(f"{type(scale).__name__} neither grows nor backs off")
-        return scale
-
-    def _edit(self, **changes: Any) -> None:
-        edited = replace(self._dynamic(), **changes)
-        scale = self._loss_scale
-        self._loss_scale = replace(scale, limit=edited) if isinstance(scale, HeadroomLossScale) else edited
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries; empty when disabled.
@@ -406,37 +419,34 @@ class GradScaler(TorchNames):
 
     def _count_skips(self) -> None:
         for record in self._queue.drain():
-            self._skips = self._skips.after(record.taken, scale=record.scale)
+            self._skips = self._skips.counted(record.taken)
+            self._skips.check(scale=record.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        if len(self._checked):
+        if self._states.looked_at():
             raise ScalerStateError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update()."
             )
         self._count_skips()
-        kept = {k: v for k, v in vars(self).items() if k not in ("_queue", "_checked")}
-        return kept | {"_loss_scale": LossScale.from_state(self._loss_scale.state_dict())}
+        kept = {k: v for k, v in vars(self).items() if k not in _PER_RUN}
+        return kept | {"_value": LossScale.from_state(self._loss_scale.state_dict())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._checked, self._queue = PerOptimizer(), OutcomeQueue()
+        self._states, self._queue = PerOptimizer(), OutcomeQueue()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
         self._count_skips()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        vars(twin).update(vars(self))
-        twin._checked, twin._queue = copy.deepcopy(self._checked, memo), OutcomeQueue()
+        vars(twin).update({k: v for k, v in vars(self).items() if k not in _PER_RUN})
+        twin._value = self._loss_scale
+        twin._states, twin._queue = copy.deepcopy(self._states, memo), OutcomeQueue()
         return twin
 
     def __repr__(self) -> str:
         return f"GradScaler({self._loss_scale})"
-
-
-def _gradients(optimizer: Any) -> list[Tensor]:
-    found = (p.grad for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-    return [grad for grad in found if grad is not None]
 
 
 def _home(grads: list[Tensor]) -> torch.device:
@@ -449,8 +459,13 @@ def _largest(peaks: list[Tensor | None], device: torch.device) -> Tensor | None:
     return torch.stack(known).amax() if len(known) == len(peaks) else None
 
 
-def _takes_flags(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+def _refuse_out_of_turn(state: State) -> None:
+    if state["stage"] is OptState.UNSCALED:
+        raise ScalerStateError(
+            "unscale_() has already been called on this optimizer since the last update()."
+        )
+    if state["stage"] is OptState.STEPPED:
+        raise ScalerStateError("unscale_() is being called after step().")
 
 
 def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -67,16 +67,21 @@ class HeadroomLossScale(LossScale):
         if isinstance(peak, Tensor):
             room = _power_of_two_below(self.overflow_at / (peak * 2.0**self.bits))
             return torch.minimum(room, self.limit.tensor(peak.device)).clamp(min=self.limit.min)
-        assert not isinstance(limit, Tensor)  # history and limit move to a device together
         spared = peak * 2.0**self.bits
         if spared == 0.0:
             return limit
+        assert not isinstance(limit, Tensor)  # history and limit move to a device together
         room = as_float32(self.overflow_at / spared)
         return as_float32(max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min))
 
     def with_value(self, value: float | Tensor) -> HeadroomLossScale:
         """Return this scale with its limit set to `value` and its memory of gradients emptied."""
         return replace(self, limit=self.limit.with_value(value), history=())
+
+    @property
+    def at_lowest(self) -> bool:
+        """Whether it is down to the `min` of its limit (reads)."""
+        return self.read() <= self.limit.min
 
     def _peak(self) -> float | Tensor:
         if isinstance(self.history, Tensor):

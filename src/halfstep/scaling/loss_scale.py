@@ -121,6 +121,11 @@ class LossScale:
         """
         return self
 
+    @property
+    def at_lowest(self) -> bool:
+        """Whether an overflow lowers it no further, so that the scale cannot be its cause (reads)."""
+        return self.adjust(False, 0.0).read() >= self.read()
+
     def with_value(self, value: float | Tensor) -> LossScale:
         """Return this kind of scale set by hand to `value` (a number, or a 1-element tensor, not read)."""
         raise ConfigError(f"the value of a {type(self).__name__} cannot be set")
@@ -211,10 +216,10 @@ class DynamicLossScale(LossScale):
         owner = type(self).__name__
         check_bounds(owner, self.min, self.max)
         check_scale(owner, self.init, self.min, self.max)
-        if not is_number(self.growth) or not 1.0 < self.growth < math.inf:
-            raise ConfigError(f"{owner}: growth must be a finite number above 1, got {self.growth!r}")
-        if not is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
-            raise ConfigError(f"{owner}: backoff must be a number between 0 and 1, got {self.backoff!r}")
+        if not is_number(self.growth) or not 1.0 <= self.growth < math.inf:
+            raise ConfigError(f"{owner}: growth must be a finite number of at least 1, got {self.growth!r}")
+        if not is_number(self.backoff) or not 0.0 < self.backoff <= 1.0:
+            raise ConfigError(f"{owner}: backoff must be above 0 and at most 1, got {self.backoff!r}")
         check_count(owner, "interval", self.interval)
         check_count(owner, "hysteresis", self.hysteresis)
         if self.current is None:
@@ -242,6 +247,11 @@ class DynamicLossScale(LossScale):
             return replace(self, current=kept)
         check_scale(type(self).__name__, value, self.min, self.max)
         return replace(self, current=as_float32(value))
+
+    @property
+    def at_lowest(self) -> bool:
+        """Whether it is down to `min` (reads)."""
+        return self.read() <= self.min
 
     def on_host(self) -> DynamicLossScale:
         """Return the same scale with its state as Python numbers (one read if it lives on a device)."""
@@ -286,7 +296,7 @@ class DynamicLossScale(LossScale):
         wide = current if device.type == "mps" else current.double()
         grown = (wide * self.growth).clamp(self.min, self.max).float()
         shrunk = (wide * self.backoff).clamp(self.min, self.max).float()
-        full = clean >= self.interval
+        full = clean >= min(self.interval, 2**31 - 1)  # counted in int32
         after_clean = torch.where(full, grown, current)
         after_overflow = torch.where(overflows >= self.hysteresis, shrunk, current)
         kept = torch.where(full, 0, _count_tensor(self.overflows, device))

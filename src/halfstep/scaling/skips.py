@@ -29,13 +29,22 @@ class SkipCount:
         Raises LossScaleCollapsed when `limit` steps in a row were skipped; `scale` and `first_bad_op`
         (where tracing is on) go into the message.
         """
+        counted = self.counted(taken)
+        counted.check(scale=scale, first_bad_op=first_bad_op)
+        return counted
+
+    def counted(self, taken: bool) -> SkipCount:
+        """Return the count after one more step, however many were skipped."""
         in_row = 0 if taken else self.in_row + 1
-        if in_row >= self.limit:
+        return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)
+
+    def check(self, *, scale: float | None = None, first_bad_op: str = "") -> None:
+        """Raise LossScaleCollapsed where `limit` steps in a row were skipped."""
+        if self.in_row >= self.limit:
             where = f" The first bad op was {first_bad_op}." if first_bad_op else ""
             at = "" if scale is None else f" The loss scale is down to {scale:g}."
             raise LossScaleCollapsed(
-                f"{in_row} steps in a row were skipped because the gradients held inf or NaN.{at}{where} "
-                "The cause is not the scale: look for NaN in the data, a division by zero or an op that "
-                "overflows in the forward pass, or train in bf16."
+                f"{self.in_row} steps in a row were skipped because the gradients held inf or NaN.{at}"
+                f"{where} The cause is not the scale: look for NaN in the data, a division by zero or an op "
+                "that overflows in the forward pass, or train in bf16."
             )
-        return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)

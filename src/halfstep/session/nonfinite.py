@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, HalfstepWarning, NonFiniteError, show
 from halfstep.names import named_parameters
 from halfstep.optim.masters import weight_of
+from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
+from halfstep.session.gradient_state import Share
 from halfstep.session.guards import epsilon_hint
 from halfstep.session.steppers import parameters_of
 
@@ -39,64 +42,90 @@ def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool
     return skips
 
 
-class NonFinite:
-    """One session's choice, what it has said, and where the gradients of the present step were bad.
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """What is kept of a step until it is known whether its gradients were finite."""
 
-    Where a loss scale adjusts itself, an overflow is part of its work, and "raise" is about losses that are
-    not finite themselves.
+    edited: bool = False
+    """Whether they were changed past the session while they carried a scale."""
+    where: str = ""
+    losses: tuple[Tensor, ...] = ()
+    shares: tuple[Share, ...] = ()
+    """What each loss brought, and the scale that it carried."""
+
+
+NOTHING = Looked()
+
+
+class NonFinite:
+    """One session's choice, and what it has said.
+
+    An overflow under a loss scale that can still go down is that scale's work, NaN too: inf minus inf and
+    inf times 0 make it of an overflow. So "raise" is about losses that are not finite themselves, and about
+    gradients that are not although their loss scale is as low as it goes.
     """
 
     def __init__(
-        self,
-        choice: str | None,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        adjusts: bool,
+        self, choice: str | None, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._choice, self._models, self._optimizers, self._adjusts = choice, models, optimizers, adjusts
+        self._choice, self._models, self._optimizers = choice, models, optimizers
         self._said = False
-        self._where = ""
         self._losses: list[Tensor] = []
 
     def backward(self, loss: Tensor) -> None:
         """Remember a loss of the coming step."""
-        if self._choice == "raise" and self._adjusts:
+        if self._choice == "raise":
             self._losses.append(loss.detach())
 
-    def look(self, optimizer: torch.optim.Optimizer, found: bool | Tensor) -> None:
-        """Note which gradients are bad while they are there; only where somebody will be told."""
-        if found is not True or self._said or self._choice in ("skip", "continue"):
-            return
+    def look(
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: bool | Tensor,
+        shares: Mapping[int, Share],
+        edited: bool,
+    ) -> Looked:
+        """Note what somebody will be told if the step was bad; which gradients were while they are there."""
+        losses, self._losses = self._losses, []
+        if found is False or self._said or self._choice in ("skip", "continue"):
+            return Looked(edited) if edited else NOTHING
+        where = self._where(optimizer) if found is True else ""
+        return Looked(edited, where, tuple(losses), tuple(shares.values()))
+
+    def _where(self, optimizer: torch.optim.Optimizer) -> str:
         names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
         weights = [weight_of(p) for p in parameters_of(optimizer)]
         held = [(w, w.grad) for w in weights if w.grad is not None]
         bad = [w for w, g in held if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
-        if bad:
-            first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
-            self._where = f"of {len(bad)} of {len(held)} parameters (first: {first}) "
+        if not bad:
+            return ""
+        first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
+        return f"of {len(bad)} of {len(held)} parameters (first: {first}) "
 
-    def tell(self, step: int | None, taken: bool, finite: bool) -> None:
+    def tell(self, step: int | None, taken: bool, finite: bool, looked: Looked) -> None:
         """Warn once of a bad step that was taken; raise NonFiniteError where that was asked for."""
-        losses, self._losses = self._losses, []
-        where, self._where = self._where, ""
         if finite:
             return
         if self._choice == "raise":
-            self._raise(step, where, losses)
+            self._raise(step, looked)
         elif taken and self._choice is None and not self._said:
             self._said = True
             warnings.warn(
-                f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain PyTorch "
-                f"does; {epsilon_hint(self._optimizers)} (said once)",
+                f"step {step}: gradients {looked.where}hold inf or NaN and the step was taken, as plain "
+                f"PyTorch does; {epsilon_hint(self._optimizers)} (said once)",
                 HalfstepWarning,
                 stacklevel=5,
             )
 
-    def _raise(self, step: int | None, where: str, losses: Sequence[Tensor]) -> None:
-        bad = [loss for loss in losses if not bool(loss.isfinite().all())]
-        if self._adjusts and not bad:
+    def _raise(self, step: int | None, looked: Looked) -> None:
+        bad = [loss for loss in looked.losses if not bool(loss.isfinite().all())]
+        lowest = [share.scale for share in looked.shares if bool(share.found) and share.scale.at_lowest]
+        if not bad and not lowest:
             return
-        what = f"the loss is {float(bad[0].float().sum())}" if bad else f"gradients {where}hold inf or NaN"
+        what = f"gradients {looked.where}hold inf or NaN"
+        if bad:
+            what = f"the loss is {float(bad[0].float().sum())}"
+        elif not isinstance(lowest[0], NoLossScale | StaticLossScale):
+            what += f" although the loss scale is down to {lowest[0].read():g}"
         raise NonFiniteError(
             f"step {step}: {what}; the step was not taken, weights are those before it "
             "(on_nonfinite='raise'). `amp.replayable` or `halfstep doctor` name the op"

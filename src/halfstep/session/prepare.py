@@ -364,14 +364,16 @@ def prepare(
         layout: of convolution weights in memory: "keep", "channels_last", or "auto", the faster of the two.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise. A list gives each loss a scale of its own: `backward(loss, loss_id=1)` uses
-            the second.
+            the second; None in the list is what it is alone.
         skip_nonfinite: skip steps whose gradients are not finite; None skips wherever a loss scale is used.
-        on_nonfinite: "raise" (NonFiniteError, with the weights of before; where a loss scale adjusts itself,
-            for losses that are not finite), "skip", "continue", or None: skip as `skip_nonfinite` says, and
-            warn once of a step that was taken, by step and parameter.
+        on_nonfinite: "raise" (NonFiniteError, with the weights of before), "skip", "continue", or None: skip
+            as `skip_nonfinite` says, and warn once of a step that was taken, by step and parameter. Under a
+            loss scale that adjusts itself, gradients with inf or NaN may be its own overflow: it goes down,
+            and "raise" raises when it is down to its `min`; for a loss that is not finite, at once.
         max_skips: skips in a row that raise LossScaleCollapsed.
         accumulate: "fp32" adds up the gradients of micro-batches in fp32 where a torch optimizer's weights
-            are 16-bit with masters; optimizers of `halfstep.optim` take the same argument themselves.
+            are 16-bit with masters (fp32 weights, at O0 and O1, add up in fp32 anyway); optimizers of
+            `halfstep.optim` take the same argument themselves.
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
             TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
             ranks, rank 0's choices hold on all. A loaded state brings its own.

@@ -25,7 +25,7 @@ from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats
 from halfstep.numerics.replayable import Replayable
-from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
+from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import losses, registry, saving
@@ -35,7 +35,7 @@ from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import Empty, Kept, Scaled, Share, StepState, Unscaled, scale_of
 from halfstep.session.guards import CHANGED, kept_gradients, one_loss, refuse_direct_steps
 from halfstep.session.losses import inverse
-from halfstep.session.nonfinite import NonFinite
+from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.setup import OfSetup, Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, TorchStepper
@@ -82,8 +82,7 @@ class Session(OfSetup):
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
         self._queue = OutcomeQueue()
-        adjusts = any(not isinstance(scale, NoLossScale | StaticLossScale) for scale in scales)
-        self._nonfinite = NonFinite(on_nonfinite, setup.models, optimizers, adjusts)
+        self._nonfinite = NonFinite(on_nonfinite, setup.models, optimizers)
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
@@ -157,8 +156,8 @@ class Session(OfSetup):
 
     @property
     def skips(self) -> SkipCount:
-        """How many steps were skipped, in a row and in all."""
-        return self.state.skips
+        """How many steps were skipped, in a row and in all (on an accelerator known at most 2 steps late)."""
+        return replace(self.state.skips, steps=self.steps)
 
     @never_compiled
     def backward(
@@ -270,7 +269,9 @@ class Session(OfSetup):
         Raises:
             ScalerStateError: no gradients, or gradients that did not come through `backward`.
             ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
-            LossScaleCollapsed: `max_skips` steps in a row were skipped.
+            LossScaleCollapsed: `max_skips` skips in a row. NonFiniteError: as `on_nonfinite` says.
+
+        The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
@@ -288,7 +289,7 @@ class Session(OfSetup):
             measured, found, answered = self._update(index, pending, inv_scale, clip_norm)
         finally:
             self.state = self.state.carrying(index, Empty())
-        self._nonfinite.look(self.optimizers[index], found)
+        looked = self._nonfinite.look(self.optimizers[index], found, answered, edited)
         self.state = losses.adjusted(self.state, answered)
         if zero_grad:
             stepper.clear()
@@ -297,9 +298,8 @@ class Session(OfSetup):
             self.state = self.state.carrying(index, kept)
         self.state = self.state.counted()
         partly = found is True and self.skip_nonfinite and stepper.releases
-        return self._tell(
-            losses.carried_value(pending), edited, measured, found, PARTLY if partly else None, scheduler
-        )
+        reason = PARTLY if partly else None
+        return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)
 
     def _update(
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
@@ -329,11 +329,11 @@ class Session(OfSetup):
     def _tell(
         self,
         scale: float | Tensor,
-        edited: bool,
         measured: AnyStats,
         found: bool | Tensor,
         reason: str | None,
         scheduler: Any,
+        looked: Looked,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
         here = isinstance(found, bool)
@@ -345,12 +345,12 @@ class Session(OfSetup):
             max_abs=measured.max_abs,
             step=self.steps,
             reason=reason,
-            on_read=None if here else partial(self._arrived_late, scheduler, edited),
+            on_read=None if here else partial(self._arrived_late, scheduler, looked),
         )
         self.history.append(outcome)
         if here:
             taken = not (found and self.skip_nonfinite)
-            self._arrived(scheduler, taken, not found, float(scale), self.steps, edited)
+            self._arrived(scheduler, taken, not found, float(scale), self.steps, looked)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
@@ -371,24 +371,24 @@ class Session(OfSetup):
         found = bool(flag) if self.device.type == "cpu" else flag
         scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
         if isinstance(found, bool):
-            self.state = replace(self.state, skips=self.skips.after(not found, scale=scale.read()))
+            self._arrived(None, not found, True, scale.read(), self.steps, NOTHING)
 
-    def _arrived_late(self, scheduler: Any, edited: bool, record: StepRecord) -> None:
-        self._arrived(scheduler, record.taken, record.finite, record.scale, record.step, edited)
+    def _arrived_late(self, scheduler: Any, looked: Looked, record: StepRecord) -> None:
+        self._arrived(scheduler, record.taken, record.finite, record.scale, record.step, looked)
 
     def _arrived(
-        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, edited: bool
+        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, looked: Looked
     ) -> None:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
         if scheduler is not None and taken:
             scheduler.step()
-        self._nonfinite.tell(step, taken, finite)
-        if edited and finite and CHANGED not in self.state.told:
+        if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
+            self.state = replace(self.state, skips=self.state.skips.counted(taken))
+        self._nonfinite.tell(step, taken, finite, looked)
+        if looked.edited and finite and CHANGED not in self.state.told:
             self.state = replace(self.state, told=self.state.told | {CHANGED})
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
-        if not taken or self.skips.in_row:  # a clean step after clean steps changes no count of skips
-            after = self.skips.after(taken, scale=None if taken else scale)
-            self.state = replace(self.state, skips=after)
+        self.state.skips.check(scale=None if taken else scale)
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.

@@ -1,0 +1,327 @@
+"""What public code does to torch's GradScaler: methods of its own, writes into its tensors and its table."""
+
+import copy
+import pickle
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+import halfstep as hs
+from halfstep.errors import UnsupportedError
+from halfstep.scaling import HeadroomLossScale, StaticLossScale
+
+SCALERS = {"torch": torch.amp.GradScaler, "halfstep": hs.GradScaler}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.125),
+    "fused": lambda p: torch.optim.SGD(p, lr=0.125, fused=True),
+    "one-pass": lambda p: hs.optim.SGD(p, lr=0.125),
+}
+kinds = pytest.mark.parametrize("kind", SCALERS)
+
+
+def rig(kind, optimizer="sgd", **arguments):
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaler = SCALERS[kind]("cpu", **{"init_scale": 4.0, "growth_interval": 2, **arguments})
+    return weight, OPTIMIZERS[optimizer]([weight]), scaler
+
+
+def backward(weight, scaler, bad=False):
+    weight.grad = None
+    scaler.scale((weight * torch.tensor([1.0, 2.0, torch.inf if bad else 4.0])).sum()).backward()
+
+
+def iterate(weight, optimizer, scaler, bad=False):
+    backward(weight, scaler, bad)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def overriding(kind):
+    """A scaler that zeroes NaN while it unscales, notes what it is asked, and steps by its own rule."""
+
+    class Own(SCALERS[kind]):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.calls = []
+
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            self.calls.append(("unscale", float(inv_scale), float(found_inf)))
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.nan_to_num_(posinf=8.0)
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            flags = [float(flag) for flag in optimizer_state["found_inf_per_device"].values()]
+            self.calls.append(("step", optimizer_state["stage"], flags))
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    return Own
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_methods_of_a_subclass_are_called_as_torch_calls_them(optimizer):
+    seen = {}
+    for kind in SCALERS:
+        weight = torch.nn.Parameter(torch.ones(3))
+        scaler, stepped = overriding(kind)("cpu", init_scale=4.0), OPTIMIZERS[optimizer]([weight])
+        for bad in (False, True):
+            iterate(weight, stepped, scaler, bad)
+        seen[kind] = (scaler.calls, weight.tolist(), scaler.get_scale())
+    assert seen["halfstep"] == seen["torch"]
+    assert len(seen["halfstep"][0]) >= 2
+
+
+@kinds
+def test_a_method_put_on_the_instance_is_called(kind):
+    weight, optimizer, scaler = rig(kind)
+    refused = []
+    scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: refused.append(optimizer)
+    iterate(weight, optimizer, scaler)
+    assert refused == [optimizer]
+    assert weight.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "one-pass"])
+@kinds
+def test_flags_reduced_in_place_after_unscaling_skip_the_step(kind, optimizer):
+    """As fairscale's ShardedGradScaler does after torch's own `unscale_`."""
+
+    class Sharded(SCALERS[kind]):
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.add_(2.0)  # two other ranks found inf
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaler = Sharded("cpu", init_scale=4.0)
+    iterate(weight, OPTIMIZERS[optimizer]([weight]), scaler)
+    assert weight.tolist() == [1.0] * 3
+    assert scaler.get_scale() == 2.0
+
+
+def whole(kind):
+    """A scaler that does everything itself by the private names, as torch's own for FSDP."""
+
+    class Whole(SCALERS[kind]):
+        def unscale_(self, optimizer):
+            self._check_scale_growth_tracker("unscale_")
+            state = self._per_optimizer_states[id(optimizer)]
+            assert state["stage"] is OptState.READY
+            inv_scale, found = self._scale.double().reciprocal().float(), torch.zeros(())
+            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found, True)
+            state["stage"] = OptState.UNSCALED
+
+        def update(self, new_scale=None):
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found = sum(flag for state in states for flag in state["found_inf_per_device"].values())
+            if found.item() >= 1.0:
+                self._scale *= self._backoff_factor
+                self._growth_tracker.fill_(0)
+            elif tracker + 1 == self._growth_interval:
+                scale.mul_(self._growth_factor)
+                tracker.fill_(0)
+            else:
+                self._growth_tracker = tracker + 1
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Whole
+
+
+def test_a_subclass_that_does_everything_itself_equals_torchs():
+    told = {}
+    for kind in SCALERS:
+        weight = torch.nn.Parameter(torch.ones(3))
+        scaler = whole(kind)("cpu", init_scale=4.0, growth_interval=2)
+        optimizer = OPTIMIZERS["sgd"]([weight])
+        told[kind] = []
+        for bad in (False, False, True, False, True, True):
+            iterate(weight, optimizer, scaler, bad)
+            told[kind].append((weight.tolist(), scaler.get_scale(), int(scaler._growth_tracker)))
+            assert not scaler._per_optimizer_states
+    assert told["halfstep"] == told["torch"]
+
+
+def test_the_kernel_of_torchs_update_writes_through():
+    weight, _optimizer, scaler = rig("halfstep")
+    backward(weight, scaler)
+    torch._amp_update_scale_(scaler._scale, scaler._growth_tracker, torch.zeros(()), 2.0, 0.5, 3)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 1)
+    torch._amp_update_scale_(scaler._scale, scaler._growth_tracker, torch.ones(()), 2.0, 0.5, 3)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0, 0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: s._scale.fill_(16.0),
+        lambda s: s._scale.data.fill_(16.0),
+        lambda s: s._scale.copy_(torch.tensor(16.0)),
+        lambda s: setattr(s, "_scale", torch.tensor(16.0)),
+        lambda s: setattr(s, "_scale", s._scale * 4),
+    ],
+)
+@kinds
+def test_a_scale_that_was_written_is_the_scale(kind, write):
+    weight, optimizer, scaler = rig(kind)
+    iterate(weight, optimizer, scaler)
+    write(scaler)
+    assert scaler.get_scale() == 16.0
+    assert float(scaler.scale(torch.ones(()))) == 16.0
+    iterate(weight, optimizer, scaler)
+    assert weight.tolist() == [0.75, 0.5, 0.0]
+    assert scaler.get_scale() == 32.0  # grown after two clean steps
+    assert scaler.state_dict()["scale"] == 32.0
+
+
+@kinds
+def test_whoever_holds_the_tensors_sees_what_becomes_of_them(kind):
+    weight, optimizer, scaler = rig(kind)
+    backward(weight, scaler)
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    iterate(weight, optimizer, scaler)
+    assert (float(scale), int(tracker)) == (4.0, 1)
+    iterate(weight, optimizer, scaler, bad=True)
+    assert (float(scale), int(tracker)) == (2.0, 0)
+    assert scaler._scale is scale
+
+
+@kinds
+def test_two_scalers_share_one_scale(kind):
+    weight, optimizer, first = rig(kind)
+    second = SCALERS[kind]("cpu", init_scale=64.0)
+    backward(weight, first)
+    second._scale, second._growth_tracker = first._scale, first._growth_tracker
+    assert second.get_scale() == 4.0
+    iterate(weight, optimizer, first, bad=True)
+    assert second.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("value", [1, torch.tensor(1, dtype=torch.int32)])
+def test_the_growth_tracker_is_set(value):
+    weight, optimizer, scaler = rig("halfstep")
+    backward(weight, scaler)
+    scaler._growth_tracker = value
+    assert scaler._growth_tracker == 1
+    iterate(weight, optimizer, scaler)
+    assert scaler.get_scale() == 8.0
+
+
+@kinds
+def test_the_rates_are_set_by_their_names(kind):
+    weight, optimizer, scaler = rig(kind)
+    scaler._init_scale, scaler._growth_factor, scaler._backoff_factor = 16.0, 4.0, 0.25
+    scaler._growth_interval, scaler._init_growth_tracker = 3, 2
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (16.0, 2)
+    iterate(weight, optimizer, scaler)
+    assert (scaler.get_scale(), scaler._init_scale) == (64.0, 16.0)
+    iterate(weight, optimizer, scaler, bad=True)
+    assert scaler.get_scale() == 16.0
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+        4.0,
+        0.25,
+        3,
+    )
+
+
+@kinds
+def test_a_scaler_made_to_stand_still(kind):
+    """What bf16 trainers turn a GradScaler into, so that it only skips."""
+    weight, optimizer, scaler = rig(kind)
+    scaler._init_scale = scaler._backoff_factor = scaler._growth_factor = 1.0
+    scaler._growth_interval = sys.maxsize
+    for bad in (False, True, False):
+        iterate(weight, optimizer, scaler, bad)
+    assert scaler.get_scale() == 1.0
+    assert weight.tolist() == [0.75, 0.5, 0.0]
+
+
+@kinds
+def test_setting_the_scale_to_none_begins_anew(kind):
+    weight, optimizer, scaler = rig(kind)
+    iterate(weight, optimizer, scaler, bad=True)
+    scaler._scale = scaler._growth_tracker = None
+    assert scaler._scale is None
+    assert scaler.get_scale() == 4.0
+    iterate(weight, optimizer, scaler)
+    assert scaler.get_scale() == 4.0
+
+
+@kinds
+def test_switched_off_for_a_while(kind):
+    weight, optimizer, scaler = rig(kind)
+    iterate(weight, optimizer, scaler, bad=True)
+    scaler._enabled = False
+    assert (scaler.get_scale(), scaler.is_enabled()) == (1.0, False)
+    scaler._enabled = True
+    assert (scaler.get_scale(), scaler.is_enabled()) == (2.0, True)
+
+
+@kinds
+def test_a_look_without_unscaling_leaves_the_unscaling_to_step(kind):
+    weight, optimizer, scaler = rig(kind)
+    backward(weight, scaler)
+    scaler._check_inf_per_device(optimizer)
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.875, 0.75, 0.5]
+
+
+@kinds
+def test_a_fused_optimizers_own_grad_scale_is_divided_out_too(kind):
+    weight, optimizer, scaler = rig(kind, "fused")
+    optimizer.grad_scale = torch.tensor(2.0)
+    backward(weight, scaler)
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.9375, 0.875, 0.75]
+
+
+@kinds
+def test_an_optimizer_whose_step_asks_for_the_scaler_gets_it(kind):
+    class Asking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, grad_scaler=None):
+            found = grad_scaler._check_inf_per_device(self)
+            self.heard = (float(grad_scaler._get_scale_async()), [float(flag) for flag in found.values()])
+            return "stepped"
+
+    weight, _, scaler = rig(kind)
+    optimizer = Asking([weight], lr=1.0)
+    backward(weight, scaler, bad=True)
+    warns = pytest.warns(FutureWarning) if kind == "torch" else pytest.MonkeyPatch.context()
+    with warns:
+        result = scaler.step(optimizer)
+    assert (result if kind == "torch" else result.result) == "stepped"
+    scaler.update()
+    assert optimizer.heard == (4.0, [1.0])
+    assert scaler.get_scale() == 2.0
+
+
+def test_copies_do_not_share_the_tensors_that_were_handed_out():
+    weight, optimizer, scaler = rig("halfstep")
+    iterate(weight, optimizer, scaler)
+    scaler._scale.fill_(32.0)
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.get_scale() == 32.0
+        twin._scale.fill_(8.0)
+        assert (twin.get_scale(), scaler.get_scale()) == (8.0, 32.0)
+
+
+def test_a_constant_scale_has_a_tracker_that_cannot_be_written():
+    scaler = hs.GradScaler(loss_scale=StaticLossScale(8.0))
+    scaler.scale(torch.ones(()))
+    assert scaler._growth_tracker == 0
+    scaler._growth_tracker.fill_(3)
+    with pytest.raises(UnsupportedError, match="neither grows"):
+        scaler.get_scale()
+
+
+def test_a_headroom_scale_is_written_through_too():
+    scaler = hs.GradScaler(loss_scale=HeadroomLossScale())
+    scaler.scale(torch.ones(()))
+    scaler._scale.fill_(64.0)
+    assert scaler.get_scale() == 64.0
