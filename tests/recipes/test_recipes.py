@@ -295,9 +295,9 @@ def test_single_slow_rounds_are_no_noise_and_slow_parts_are():
 
 def test_times_are_taken_in_turns():
     order = []
-    seconds = measure.times_in_turn([lambda: order.append(0), lambda: order.append(1)], CPU, 3, warm_up=1)
+    seconds = measure.rounds_in_turn([lambda: order.append(0), lambda: order.append(1)], CPU, 3, warm_up=1)
     assert order == [0, 1] * 4
-    assert len(seconds) == 2
+    assert [len(taken) for taken in seconds] == [3, 3]
 
 
 def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():

@@ -42,7 +42,7 @@ def test_raised_once_the_scale_cannot_be_the_cause(kind, skipped, value):
     for step in range(skipped):
         assert not bad_step(model, amp, value).taken
         assert amp.skips.in_row == step + 1
-    with pytest.raises(NonFiniteError, match=rf"step {skipped + 1}: gradients of 1 of 2 parameters .first: weight."):
+    with pytest.raises(NonFiniteError, match=rf"step {skipped + 1}: .* 1 of 2 parameters .first: weight."):
         bad_step(model, amp, value)
     assert torch.equal(model.weight, before)
     assert (amp.skips.total, amp.skips.steps, amp.steps) == (skipped + 1,) * 3

@@ -7,19 +7,15 @@ autocast regions, dispatch modes, fake tensors) is seen or touched.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import json
 import math
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +33,7 @@ from halfstep.autocast.kernel_choice import (
 )
 from halfstep.autocast.kernel_functions import Geometry
 from halfstep.autocast.kernel_names import SIZES, geometries, sizes
+from halfstep.devices.kept import read_rows, write_rows
 from halfstep.formats import dtype_name, parse_dtype
 
 #: A candidate is given up where it takes this many times the best so far.
@@ -388,7 +385,7 @@ class Measurements:
 
     def _load(self) -> dict[str, dict[str, float | None]]:
         if self._rows is None:
-            self._rows = read_rows(self._file())
+            self._rows = read_rows(self._file(), _sound)
         return self._rows
 
     def _keep(self, key: str, row: dict[str, float | None]) -> dict[str, float | None]:
@@ -404,43 +401,14 @@ class Measurements:
         """Write what was measured since the last time, beside what other processes wrote."""
         with self._lock:
             if self._unsaved and self._rows is not None:
-                write_rows(self._file(), {**read_rows(self._file()), **self._rows})
+                write_rows(self._file(), {**read_rows(self._file(), _sound), **self._rows})
             self._saved, self._unsaved = time.monotonic(), False
             atexit.unregister(self.save)
 
 
-def read_rows(file: Path) -> dict[str, dict[str, float | None]]:
-    """The rows of a file of measurements; what is not as we wrote it is measured again."""
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(data, dict):
-        return {}
-    return {key: row for key, row in cast("dict[str, Any]", data).items() if _sound(row)}
-
-
-def _sound(row: object) -> bool:
-    if not isinstance(row, dict) or "native" not in row:
-        return False
-    given = cast("dict[str, object]", row)
-    return all(
-        name in IMPLEMENTATIONS and (t is None or (isinstance(t, float) and 0 < t < 1e3))
-        for name, t in given.items()
-    )
-
-
-def write_rows(file: Path, rows: Mapping[str, Times]) -> None:
-    """Replace the file in one move; where the folder cannot be written, the next process measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
-        try:
-            with os.fdopen(handle, "w") as stream:
-                json.dump(rows, stream)
-            os.replace(name, file)
-        except OSError:
-            os.unlink(name)
+def _sound(row: Mapping[str, Any]) -> bool:
+    times = all(t is None or (isinstance(t, float) and 0 < t < 1e3) for t in row.values())
+    return "native" in row and set(row) <= set(IMPLEMENTATIONS) and times
 
 
 def cache_file() -> Path:

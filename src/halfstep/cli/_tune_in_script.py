@@ -44,7 +44,6 @@ class Timer:
         self.ends: list[float] = []
         self.loss: float | None = None
         self.gradients: list[Tensor | None] = []
-        self.sessions = 0
 
     def install(self) -> None:
         """Put `prepare` of this process in the place of halfstep's."""

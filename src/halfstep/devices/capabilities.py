@@ -7,12 +7,10 @@ computes, except `keep_freed_memory`, which is asked for by name.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from halfstep.devices.kept import read_rows, write_rows
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 
@@ -292,12 +291,11 @@ def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float | None, s
         return 1.0, ""
     name = dtype_name(dtype)
     file = cache_file(device)
-    rows = _read_cache(file)
-    row = rows.get(name)
+    row = read_rows(file, _sound).get(name)
     if row is None:
         ratio, problem = _measure(device, dtype)
         row = {"ratio": ratio, "problem": problem}
-        _write_cache(file, {**_read_cache(file), name: row})
+        write_rows(file, {**read_rows(file, _sound), name: row})
     return cast("float | None", row["ratio"]), cast("str", row["problem"])
 
 
@@ -333,41 +331,7 @@ def cache_file(device: str | torch.device | None) -> Path:
     return Path(root) / "halfstep" / f"devices-{facts['device']}-{digest}.json"
 
 
-def _read_cache(file: Path) -> dict[str, dict[str, object]]:
-    """The rows of a cache file; anything that is not what we wrote is measured again."""
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(data, dict):
-        return {}
-    return {name: row for name, row in cast("dict[str, Any]", data).items() if _sound(row)}
-
-
-def _sound(row: object) -> bool:
-    if not isinstance(row, dict) or set(cast("dict[str, object]", row)) != {"ratio", "problem"}:
-        return False
-    ratio = cast("dict[str, object]", row)["ratio"]
-    return ratio is None or (isinstance(ratio, float) and 0 < ratio < 1e6)
-
-
-def _write_cache(file: Path, rows: Mapping[str, Mapping[str, object]]) -> None:
-    """Replace the file in one move; where the folder cannot be written, the next process measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
-        try:
-            with os.fdopen(handle, "w") as stream:
-                json.dump(rows, stream)
-            os.replace(name, file)
-        except OSError:
-            os.unlink(name)
-
-
-# --- from the device to the host ---------------------------------------------------------------------------
-
-
-# --- a device of a vendor's own ----------------------------------------------------------------------------
-
-
-# --- the process -------------------------------------------------------------------------------------------
+def _sound(row: Mapping[str, Any]) -> bool:
+    ratio = row.get("ratio")
+    known = ratio is None or (isinstance(ratio, float) and 0 < ratio < 1e6)
+    return set(row) == {"ratio", "problem"} and known

@@ -343,11 +343,6 @@ class Moments:
         self._began = time.monotonic()
         self._spent = 0.0
 
-    @property
-    def may(self) -> bool:
-        """Whether this run is copied."""
-        return self._may
-
     def at_start(self) -> None:
         """Something was made before the first step."""
         self._hold()

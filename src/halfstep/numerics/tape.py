@@ -133,7 +133,7 @@ class Tape:
         self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
-        self._budget = self._left = keep_bytes
+        self._left = keep_bytes
         self._sites: dict[int, list[tuple[str, Site]]] = {}
         self._lines: dict[str, Site] = {}
         self._observers = tuple(observers)

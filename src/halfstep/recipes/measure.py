@@ -30,11 +30,6 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def times_in_turn(steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2) -> list[float]:
-    """Median seconds of each step, over `rounds` rounds in which every step runs once."""
-    return [median(taken) for taken in rounds_in_turn(steps, device, rounds, warm_up)]
-
-
 #: So many rounds after each other make one time, their median: a single slow round says nothing.
 _BLOCK = 3
 

@@ -124,11 +124,6 @@ class Outcome:
         """Return `taken`, `finite`, `scale`, `grad_norm` or `max_abs` as the step left it, unread."""
         return self._values[name]
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the values are on the host already."""
-        return self._record is not None
-
     def start_copy(self) -> None:
         """Begin copying device values to the host behind the work already queued, without waiting."""
         if self._copies is None:
