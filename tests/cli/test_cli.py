@@ -111,6 +111,17 @@ def test_a_module_that_fails_as_it_is_imported_is_told_in_one_line(
     assert err.startswith(f"halfstep: --module '{name}' cannot be imported: ")
 
 
+def test_a_module_given_by_its_file_finds_the_files_beside_it(halfstep, monkeypatch, tmp_path):
+    (tmp_path / "mychip.py").write_text("import mychip_kernels, numbers\nnumbers.Integral")
+    (tmp_path / "mychip_kernels.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code, _, err = halfstep("devices", "cpu", "--json", "--module", str(tmp_path / "mychip.py"))
+    for name in ("mychip", "mychip_kernels"):
+        sys.modules.pop(name, None)
+    assert (code, err) == (0, "")
+    assert sys.path[-1] == str(tmp_path), "first while it is imported, last from then on"
+
+
 def test_an_error_message_of_several_lines_becomes_one(halfstep, monkeypatch):
     def fail(**_):
         raise UnsupportedError("first\n  second")

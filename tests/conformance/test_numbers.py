@@ -76,10 +76,17 @@ assert given.pop("mm") == torch.float16
 assert set(given.values()) == {torch.float32}, given
 with hs.autocast("pydev"):
     assert torch.sigmoid(half).dtype == torch.float16
-try:
-    hs.devices.register("pydev", policy="no such table")
-except hs.errors.ConfigError as error:
-    print(error)
+for wrong in ("no such table", {"softmaxx": "full"}, {"table": 3}, {"full": ["exp"], "exp": "low"}):
+    try:
+        hs.devices.register("pydev", policy=wrong)
+        raise AssertionError(wrong)
+    except hs.errors.ConfigError as error:
+        print(error)
+for own in ({"table": "mlu", "full": ["tanh", torch.exp]}, {"tanh": "full", torch.exp: hs.Rule.FULL}):
+    hs.devices.register("pydev", dtypes=("fp16",), policy=own)
+    with torch.pydev.amp.autocast(True):
+        assert torch.tanh(half).dtype == torch.exp(half).dtype == torch.float32
+        assert (x @ x).dtype == torch.float16
 assert hs.devices.default_dtype("pydev") == torch.float16, "what is refused changes nothing"
 """
 
@@ -87,7 +94,12 @@ assert hs.devices.default_dtype("pydev") == torch.float16, "what is refused chan
 def test_a_chip_of_fp16_alone_needs_no_flags_and_brings_its_own_table():
     done = run("-c", FP16_ONLY)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "no such table" in done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == 4
+    assert "no such table" in said[0]
+    assert "unknown op 'softmaxx'" in said[1]
+    assert "{'exp': 'full', 'mm': 'low'}" in said[2]
+    assert "named under both" in said[3]
 
 
 def test_the_detector_trains_on_a_plugged_in_chip():

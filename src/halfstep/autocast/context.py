@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -75,11 +75,10 @@ class autocast:
     Args:
         device_type: "cpu", "cuda" or another device type; None takes the accelerator, else the CPU.
         dtype: what LOW ops run in: bf16, fp16, or fp32 to cast nothing. None takes the policy's compute
-        dtype,
-            or without a policy the device's own (`devices.default_dtype`).
+            dtype, or without a policy the device's own (`devices.default_dtype`).
         enabled: False casts nothing inside, also within another region.
-        policy: a `Policy`, its text form, or the name of an op table ("torch" gives what torch.autocast
-        gives).
+        policy: a `Policy`, its text form, a dict such as {"full": ["tanh"]}, or the name of an op table
+            ("torch" gives what torch.autocast gives).
         kernels: by which kernels LOW ops run on a CPU: "measured" (the fastest on this machine), "native"
             (torch's own), "rounded" (fp32 arithmetic on rounded values), or a TOML file of choices. None
             takes those of the region around, else what the environment variable HALFSTEP_KERNELS says, else
@@ -100,10 +99,10 @@ class autocast:
         device_type: str | None = None,
         dtype: str | torch.dtype | None = None,
         enabled: bool = True,
-        policy: str | Policy | None = None,
+        policy: str | Policy | Mapping[str, Any] | None = None,
         kernels: Kernels = None,
     ) -> None:
-        self._arguments = (device_type, dtype, enabled, policy, kernels)
+        self._arguments = (device_type, dtype, enabled, regions.readable(policy), kernels)
         self._states: dict[int, list[tuple[Any, ...]]] = {}
         self._traced: list[tuple[str, tuple[Any, ...]]] = []
         self._setting: Setting | None = None

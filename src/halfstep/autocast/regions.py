@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,7 +41,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.ops import Rule
-from halfstep.policy.policy import Policy, says_dtype
+from halfstep.policy.policy import Policy, says_dtype, text_of
 
 _C: Any = torch._C
 # Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
@@ -51,6 +51,15 @@ _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 # --- settings ----------------------------------------------------------------------------------------------
+
+
+def readable(policy: Any) -> str | Policy | None:
+    """A policy as `resolve` takes it; a dict becomes its text. ConfigError for anything else."""
+    if policy is None or isinstance(policy, (str, Policy)):
+        return policy
+    if isinstance(policy, Mapping):
+        return text_of(cast("Mapping[str, Any]", policy)) or None
+    raise ConfigError(f"policy must be a Policy, its text, a dict or None, not {type(policy).__name__}")
 
 
 @functools.lru_cache(maxsize=512)
@@ -65,8 +74,6 @@ def resolve(
     kind = devices.resolve(device_type).type
     if not enabled:
         return off_for(kind)
-    if policy is not None and not isinstance(policy, (str, Policy)):
-        raise ConfigError(f"policy must be a Policy, its text or None, not {type(policy).__name__}")
     chosen = Policy() if policy is None else Policy.parse(policy)
     if dtype is not None:
         chosen = chosen.with_dtype(parse_dtype(dtype))

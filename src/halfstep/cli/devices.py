@@ -100,13 +100,28 @@ def _bring_up(module: str) -> None:
         sys.path.insert(0, os.getcwd())
         bring_up = partial(importlib.import_module, module)
     try:
-        bring_up()
+        with _first_on_path(os.path.dirname(os.path.abspath(module)) if module.endswith(".py") else None):
+            bring_up()
     except Exception as error:
         said = (str(error).splitlines() or ["no message"])[0]
         raise ConfigError(
             f"--module {module!r} cannot be imported: {type(error).__name__}: {said}; "
             "give a dotted name or a file that python can import"
         ) from error
+
+
+@contextmanager
+def _first_on_path(folder: str | None) -> Generator[None]:
+    """Modules beside a file are found first while it is imported, and after all others from then on."""
+    if folder is None:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
 
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:

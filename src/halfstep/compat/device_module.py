@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from halfstep.autocast.custom_function import custom_bwd, custom_fwd
 from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
-from halfstep.policy.policy import Policy, says_dtype
+from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.scaling.grad_scaler import GradScaler
 
 _OURS = "__halfstep__"
@@ -32,13 +32,16 @@ _policies: dict[str, str | Policy | None] = {}
 
 def install(row: Accelerator) -> None:
     """Make scalers, regions and process groups work on a device that was just registered."""
-    if row.policy is not None:
-        Policy.parse(row.policy)
+    policy = row.policy
+    if isinstance(policy, Mapping):
+        policy = text_of(cast("Mapping[str, Any]", policy)) or None
+    if policy is not None:
+        Policy.parse(policy)
     register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
     module = _device_module(row.name)
     if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
         module.get_amp_supported_dtype = _supported(*row.dtypes)
-    _policies[row.name] = row.policy
+    _policies[row.name] = policy
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
     if not hasattr(torch.Tensor, row.name):

@@ -63,8 +63,9 @@ def register(
         collective: the device's torch.distributed backend: the name of one that torch knows, or a function
             `f(store, rank, size, timeout)` that makes a process group.
         policy: the op table of `torch.<name>.amp.autocast`, where the vendor's differs from ours: a table's
-            name ("mlu"), a text such as "table=mlu,full=exp", or a Policy. `hs.autocast` keeps the table that
-            it has on every device.
+            name ("mlu"), a text such as "table=mlu,full=exp", a Policy, or a dict: {"table": "mlu",
+            "full": ["exp"]} or op by op {"exp": "full", "mm": "low"}. `hs.autocast` keeps the table that it
+            has on every device.
 
     Raises:
         ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, no policy, or

@@ -38,6 +38,10 @@ _GRAMMAR = (
     "a policy reads like 'p=fp32,c=bf16,o=fp32', with optional 'r=DTYPE', 'table=NAME' and 'full=op+op' "
     "(also low, keep, widest, banned); or is one dtype, or one table name"
 )
+_DICT_GRAMMAR = (
+    "a policy's dict reads like {'table': 'mlu', 'full': ['exp', 'tanh']} or {'exp': 'full', 'mm': 'low'}, "
+    "rules being low, full, keep, widest, banned"
+)
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,16 @@ class Policy:
         return ",".join(parts)
 
     @classmethod
-    def parse(cls, text: str | Policy) -> Policy:
-        """Read a policy from its text form; a Policy passes through.
+    def parse(cls, text: str | Policy | Mapping[str, Any]) -> Policy:
+        """Read a policy from its text form, or from a dict (`text_of`); a Policy passes through.
 
         One dtype ("bf16") sets params, compute and output, as in jmp; one table name ("torch") keeps the
         default dtypes. Raises ConfigError for an unknown key, dtype, table or op, or a key given twice.
         """
         if isinstance(text, Policy):
             return text
+        if isinstance(text, Mapping):
+            return cls.parse(text_of(text)) if text else cls()
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a policy is a Policy or its text, got {text!r}: {_GRAMMAR}")
         if text.strip() in ops.TABLES:
@@ -185,14 +191,41 @@ class Policy:
         return tree if self.output_dtype is None else cast_tree(tree, self.output_dtype)
 
 
-def says_dtype(policy: str | Policy | None) -> bool:
+def says_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:
     """Whether a policy names the dtype to compute in; a table's name or a text without c= does not."""
+    if isinstance(policy, Mapping):
+        return any(_ROLE_KEYS.get(key) == "compute_dtype" for key in policy)
     if policy is None or policy in ops.TABLES:
         return False
     if isinstance(policy, Policy) or "=" not in policy:
         return True
     keys = (part.partition("=")[0].strip() for part in policy.split(","))
     return any(_ROLE_KEYS.get(key, key) == "compute_dtype" for key in keys)
+
+
+def text_of(given: Mapping[str, Any]) -> str:
+    """The text form of a policy that came as a dict, not yet checked: `Policy.parse` reads it.
+
+    Keys are those of the text ("table", "compute" ...), a rule over its ops ("full": ["exp", "tanh"]), or an
+    op beside its rule ("exp": "full"). Raises ConfigError for anything else.
+    """
+    parts, ops_of = list[str](), dict[str, list[str]]()
+    rules = {rule.value for rule in Rule}
+    for key, value in given.items():
+        word = value.value if isinstance(value, Rule) else value
+        if key in rules and not isinstance(word, str) and isinstance(word, Iterable):
+            ops_of.setdefault(key, []).extend(_resolve(op) for op in cast("Iterable[OpLike]", word))
+        elif key in rules and isinstance(word, str):
+            ops_of.setdefault(key, []).append(word)
+        elif key in _ROLE_KEYS and isinstance(value, torch.dtype):
+            parts.append(f"{key}={dtype_name(value)}")
+        elif (key == "table" or key in _ROLE_KEYS) and isinstance(word, str):
+            parts.append(f"{key}={word}")
+        elif isinstance(word, str) and word in rules:
+            ops_of.setdefault(word, []).append(_resolve(key))
+        else:
+            raise ConfigError(f"{key!r}: {value!r:.60}: {_DICT_GRAMMAR}")
+    return ",".join([*parts, *(f"{rule}={'+'.join(named)}" for rule, named in ops_of.items() if named)])
 
 
 def checked_edits(edits: Any) -> Mapping[str, Rule]:

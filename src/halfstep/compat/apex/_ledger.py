@@ -16,14 +16,26 @@ from torch import Tensor
 from halfstep.compat.apex._options import AmpError
 from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.optim import MasterWeights
+from halfstep.optim.masters import weight_of
 from halfstep.trees import all_finite
 
 
 class Ledger:
-    """One optimizer under `amp`. `skip` holds the message of a step that must not be taken."""
+    """One optimizer under `amp`. `skip` holds the message of a step that must not be taken.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
+    `announced`: a `scale_loss` named this optimizer since its last step; `unannounced` is called where a step
+    finds fresh gradients without.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        say: Callable[[str], None],
+        unannounced: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
         self.optimizer = optimizer
+        self.announced, self._unannounced = False, unannounced
+        self._stepped: tuple[int, int] | None = None
         self.masters: MasterWeights | None = None
         self.scaled = False
         self.skip: str | None = None
@@ -32,14 +44,16 @@ class Ledger:
         self._left: list[tuple[Tensor, Tensor]] = []
         mine: weakref.ref[Ledger] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
-        self._handle = optimizer.register_step_pre_hook(
-            lambda o, args, kwargs: _before_step(mine, args, kwargs)
-        )
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda o, args, kwargs: _before_step(mine, args, kwargs)),
+            optimizer.register_step_post_hook(lambda o, args, kwargs: _after_step(mine)),
+        ]
 
     def remove(self) -> None:
         """Take the hook and the masters off the optimizer."""
         self.settle()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self.masters is not None:
             self.masters.revert()
 
@@ -51,6 +65,21 @@ class Ledger:
         pairs = self.masters.pairs()
         own = {id(master) for _, master in pairs}
         return [weight for weight, _ in pairs], [p for p in groups if id(p) not in own]
+
+    def mark(self) -> tuple[int, int] | None:
+        """What tells a gradient from the one of the last step; None where there is none."""
+        owned = (weight_of(p).grad for group in self.optimizer.param_groups for p in group["params"])
+        first = next((grad for grad in owned if grad is not None), None)
+        return None if first is None else (id(first), first._version)
+
+    def look(self) -> None:
+        """Tell of gradients that are there without a `scale_loss`, unless the last step had them already."""
+        if not self.announced and (mark := self.mark()) is not None and mark != self._stepped:
+            self._unannounced(self.optimizer)
+
+    def stepped(self) -> None:
+        """Remember which gradients this step had."""
+        self.announced, self._stepped = False, self.mark()
 
     def before_backward(self) -> None:
         """Set finished gradients aside; those of delayed losses stay, to be accumulated on."""
@@ -113,6 +142,7 @@ def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dic
             "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "
             "the last backward before a step must not delay"
         )
+    self.look()
     if self.skip is not None:
         self._say(self.skip)
         self.skip = None
@@ -120,3 +150,9 @@ def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dic
         low, others = self.weights()
         for p in (*low, *others):
             p.grad = None
+
+
+def _after_step(ledger: weakref.ref[Ledger]) -> None:
+    self = ledger()
+    if self is not None:
+        self.stepped()

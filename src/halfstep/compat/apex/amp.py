@@ -26,6 +26,7 @@ from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
 from halfstep.compat.apex._ledger import Ledger
 from halfstep.compat.apex._options import AmpError, Properties, properties
+from halfstep.compat.apex._scaler import LossScaler
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
@@ -34,8 +35,6 @@ from halfstep.optim import MasterWeights
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
-from halfstep.scaling.skips import SkipCount
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +43,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "load_state_dict",
     "master_params",
@@ -55,49 +55,6 @@ __all__ = [
     "shutdown",
     "state_dict",
 ]
-
-
-class LossScaler:
-    """One loss scale by Apex's rule: x2 after 2000 clean passes, halved on overflow, within bounds."""
-
-    def __init__(self, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        self._skips = SkipCount()
-        self._unskipped = 0
-        if self.dynamic:
-            low = min_loss_scale or SMALLEST_SCALE
-            first = max(low, min(2.0**16, max_loss_scale))
-            self.value: LossScale = DynamicLossScale(first, min=low, max=max_loss_scale)
-        else:
-            self.value = StaticLossScale(float(loss_scale))
-
-    def loss_scale(self) -> float:
-        """The present scale."""
-        return self.value.read()
-
-    @property
-    def unskipped(self) -> int:
-        """Clean backward passes since the last overflow or growth."""
-        return int(self.value.clean) if isinstance(self.value, DynamicLossScale) else self._unskipped
-
-    def update(self, found_inf: bool) -> bool:
-        """Take in what a backward gave; whether the step must be skipped."""
-        self.value = self.value.adjust(not found_inf)
-        self._unskipped += 1
-        if not self.dynamic:
-            return False
-        self._skips = self._skips.after(not found_inf, scale=self.loss_scale())
-        return found_inf
-
-    def load(self, loss_scale: float, unskipped: int) -> None:
-        """Continue from saved numbers."""
-        self._unskipped = int(unskipped)
-        if isinstance(self.value, DynamicLossScale):
-            bounded = min(max(float(loss_scale), self.value.min), self.value.max)
-            state = self.value.state_dict()
-            self.value = LossScale.from_state({**state, "current": bounded, "clean": int(unskipped)})
-        else:
-            self.value = StaticLossScale(float(loss_scale))
 
 
 class AmpState:
@@ -112,7 +69,22 @@ class AmpState:
         self.conversions: list[Conversion] = []
         self.handles: list[Any] = []
         self.region: autocast | None = None
-        self.warned = False
+        self.warned = self.told_unscaled = False
+
+    def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
+        scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self.loss_scalers)
+        if self.told_unscaled or not scaling:
+            return
+        self.told_unscaled = True
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() takes gradients of a plain loss.backward(): the loss was not "
+            "scaled, so that small gradients are lost in fp16, and nothing looked for inf. Write `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with every optimizer "
+            "that the loss trains (said once)",
+            HalfstepWarning,
+            stacklevel=6,
+        )
 
     def say(self, text: str) -> None:
         """Print, unless verbosity is 0."""
@@ -188,7 +160,10 @@ def initialize(
         off: dict[str, Any] = {**chosen.options, "enabled": False}
         state.opt_properties = None if state.ledgers else Properties(**off)
         return models if optimizers is None else (models, optimizers)
-    scalers = [LossScaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+    scalers = [
+        LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
     _set_up(_as_models(models), _as_optimizers(optimizers), chosen, cast_model_outputs, scalers, state)
     return models if optimizers is None else (models, optimizers)
 
@@ -272,7 +247,7 @@ def _apply(
         if isinstance(dtype, torch.dtype) or outputs is not None:
             state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
     for optimizer in optimizers:
-        ledger = state.ledgers[optimizer] = Ledger(optimizer, state.say)
+        ledger = state.ledgers[optimizer] = Ledger(optimizer, state.say, state.unscaled_step)
         if chosen.master_weights:
             ledger.masters = MasterWeights(optimizer, models, initial=originals)
         elif isinstance(dtype, torch.dtype):
@@ -333,6 +308,8 @@ def scale_loss(
     scaler = _scaler(loss_id)
     listed: Iterable[Any] = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     ledgers = [state.ledger(optimizer) for optimizer in listed]
+    for ledger in ledgers:
+        ledger.announced = True
     if not state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
@@ -408,6 +385,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         )
     for scaler, saved in zip(scalers, state_dict.values()):
         scaler.load(saved["loss_scale"], saved["unskipped"])
+
+
+def init(*_args: Any, **_options: Any) -> None:
+    """Apex's API before `initialize`, whose handles Apex itself refuses to scale losses with. Always raises.
+
+    Raises:
+        AmpError: always, with what to write.
+    """
+    raise AmpError(
+        "amp.init() is Apex's old API: write model, optimizer = amp.initialize(model, optimizer, "
+        'opt_level="O1"), and amp.scale_loss(loss, optimizer) for handle.scale_loss'
+    )
 
 
 @contextmanager

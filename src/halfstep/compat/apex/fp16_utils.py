@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +23,14 @@ from halfstep.compat.apex._fp16_util import (
     to_python_float,
     tofp16,
 )
+from halfstep.compat.apex._scaler import LossScaler as AmpScaler
 from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.optim import MasterWeights
+from halfstep.optim.masters import weight_of
 from halfstep.policy.plan import Plan, PlanRule
-from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from halfstep.scaling.loss_scale import LossScale
 from halfstep.trees import all_finite
 
 __all__ = [
@@ -62,14 +66,21 @@ class FP16_Optimizer:
 
     `optimizer.backward(loss)` takes the place of `loss.backward()`; `step()` is a no-op after an overflow,
     which `overflow` tells. `param_groups` and `state` are the inner optimizer's; `revert()` gives it back.
+    A weight and its master share one gradient, which is unscaled by the time `backward` is over.
 
     Args:
         init_optimizer: any torch optimizer that `MasterWeights` takes.
         static_loss_scale: the scale, where it is not dynamic.
         dynamic_loss_scale: grow and back off instead.
-        dynamic_loss_args: `init_scale`, `scale_factor`, `scale_window` of the dynamic scale.
+        dynamic_loss_args: `init_scale` (2^16), `scale_factor` (2), `scale_window` (2000), `min_loss_scale`,
+            `max_loss_scale` (2^24) of the dynamic scale.
         verbose: print skipped steps.
+
+    Raises:
+        ConfigError: a name in `dynamic_loss_args` that is none of these.
     """
+
+    clip_grad_norm = staticmethod(clip_grad_norm)
 
     def __init__(
         self,
@@ -79,42 +90,91 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        args = dict(dynamic_loss_args or {})
+        if unknown := args.keys() - _DYNAMIC_ARGS:
+            raise ConfigError(f"dynamic_loss_args has {sorted(unknown)}: expected {', '.join(_DYNAMIC_ARGS)}")
         self.optimizer, self.verbose, self.overflow = init_optimizer, verbose, False
-        self.dynamic_loss_scale = dynamic_loss_scale
-        args = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, **(dynamic_loss_args or {})}
-        self.scale: LossScale = StaticLossScale(float(static_loss_scale))
-        if dynamic_loss_scale:
-            factor = float(args["scale_factor"])
-            self.scale = DynamicLossScale(
-                float(args["init_scale"]), factor, 1 / factor, int(args["scale_window"]), min=SMALLEST_SCALE
-            )
+        self.loss_scaler = (
+            AmpScaler("dynamic", **args) if dynamic_loss_scale else AmpScaler(static_loss_scale)
+        )
         self.masters = MasterWeights(init_optimizer)
-        self._scaled = False
+        self.first_closure_call_this_step = True
+        self._scaled = self._announced = self._told = False
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale grows and backs off."""
+        return self.loss_scaler.dynamic
 
     @property
     def loss_scale(self) -> float:
         """The present loss scale; may be set."""
-        return self.scale.read()
+        return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        scale = self.scale
-        self.scale = (
-            scale.with_value(value) if isinstance(scale, DynamicLossScale) else StaticLossScale(value)
-        )
+        self.loss_scaler.set(value)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, which hold the masters."""
+        """The inner optimizer's groups, which hold the masters; may be set."""
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state."""
+        """The inner optimizer's state; may be set."""
         return self.optimizer.state
 
-    def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clear the gradients of masters and weights."""
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The 16-bit weights of each group."""
+        weights = {id(master): weight for weight, master in self.masters.pairs()}
+        return [[weights[id(p)] for p in g["params"] if id(p) in weights] for g in self.param_groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of each group, in the order of `fp16_groups`."""
+        masters = {id(master) for _, master in self.masters.pairs()}
+        return [[p for p in g["params"] if id(p) in masters] for g in self.param_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The parameters of each group that are fp32 themselves and get gradients."""
+        masters = {id(master) for _, master in self.masters.pairs()}
+        return [
+            [p for p in g["params"] if id(p) not in masters and p.requires_grad] for g in self.param_groups
+        ]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """`fp16_groups` in one list."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """`fp32_from_fp16_groups` in one list."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """`fp32_from_fp32_groups` in one list."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
+    def maybe_print(self, msg: str) -> None:
+        """Print, where verbose."""
+        if self.verbose:
+            print(msg)
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Clear the gradients of masters and weights: to zero, or to None."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._scaled = False
 
@@ -122,57 +182,107 @@ class FP16_Optimizer:
         """Scale the loss and run backward. With `update_master_grads=False` the gradients stay scaled."""
         if not self._scaled:
             # Gradients of earlier losses are unscaled already; bring them to the scale of the coming ones.
-            self.masters.copy_grads(inv_scale=self.scale.read())
-        self.scale.scale(loss.float()).backward(retain_graph=retain_graph)
-        self._scaled = True
+            self.masters.copy_grads(inv_scale=self.loss_scale)
+        self.loss_scaler.value.scale(loss.float()).backward(retain_graph=retain_graph)
+        self._scaled = self._announced = True
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Check the gradients, and unscale them in fp32 unless one is not finite."""
+        """Check the gradients, unscale them in fp32 unless one is not finite, and adjust the scale."""
         if not self._scaled:
             return
         grads = self.masters.copy_grads()
-        finite = all_finite(grads)
-        self.overflow = bool(all_ranks(~finite)) if self.dynamic_loss_scale else False
+        self.overflow = self.dynamic_loss_scale and bool(all_ranks(~all_finite(grads)))
         if not self.overflow:
             home = grads[0].device if grads else None
-            self.masters.copy_grads(inv_scale=self.scale.inverse(home))
+            self.masters.copy_grads(inv_scale=self.loss_scaler.value.inverse(home))
         self._scaled = False
+        self.loss_scaler.update(self.overflow)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The unscaled fp32 gradients, a list for each group; None, with a word, after an overflow."""
+        if self.overflow:
+            print(
+                "FP16_Optimizer overflowed: its gradients are inf, NaN or stale, so there is None to inspect"
+            )
+            return None
+        groups = [[p.grad for p in group["params"]] for group in self.param_groups]
+        return [[None if grad is None else grad.detach() for grad in grads] for grads in groups]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the unscaled gradients; their norm, or -1 after an overflow."""
         if self.overflow:
             return -1
-        return nn.utils.clip_grad_norm_(self.masters.params(), max_norm, norm_type)
+        return self.clip_grad_norm(self.masters.params(), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters and round them into the weights, or skip after an overflow."""
+        """Update the masters and round them into the weights, or skip after an overflow.
+
+        A `closure` clears the gradients, computes the loss, calls `backward(loss)` here and returns the loss;
+        it is called again while it overflows.
+        """
         self.update_master_grads()
-        self.scale, before = self.scale.adjust(not self.overflow), self.scale
+        if closure is not None:
+            return self._step_with(closure)
+        self._tell_of_plain_backward()
+        self._announced = False
         if self.overflow:
-            if self.verbose:
-                print(f"OVERFLOW! Skipping step. Attempted loss scale: {before.read()}")
-            self.zero_grad()
+            self.maybe_print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
+            self.zero_grad(set_grads_to_None=True)
             return None
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        return self.optimizer.step()
+
+    def _tell_of_plain_backward(self) -> None:
+        if self._announced or self._told or all(weight_of(p).grad is None for p in self.masters.params()):
+            return
+        self._told = True
+        warnings.warn(
+            "FP16_Optimizer.step() takes gradients of a plain loss.backward(): the loss was not scaled, so "
+            "that small gradients are lost in fp16. Write optimizer.backward(loss) (said once)",
+            HalfstepWarning,
+            stacklevel=3,
+        )
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        def called() -> Any:
+            if not self.first_closure_call_this_step:
+                self.masters.write_back()  # the optimizer may have moved the masters since the last call
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                self.maybe_print(f"OVERFLOW within closure!  Reducing loss scale to {self.loss_scale}")
+                loss = closure()
+            return loss
+
+        try:
+            return self.optimizer.step(called)
+        finally:
+            self.first_closure_call_this_step, self._announced = True, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError("FP16_Optimizer should be serialized using state_dict(), and is not copied")
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, flags and the inner optimizer's state with its masters, as plain values and tensors."""
         return {
-            "loss_scaler": self.scale.state_dict(),
+            "loss_scaler": self.loss_scaler.value.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; load the model's before it."""
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.scale = LossScale.from_state(state_dict["loss_scaler"])
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.loss_scaler.value = LossScale.from_state(state_dict["loss_scaler"])
+        self.loss_scaler.dynamic = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
 
     def revert(self) -> None:
         """Take the masters off the inner optimizer."""
         self.masters.revert()
+
+
+_DYNAMIC_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")

@@ -7,21 +7,80 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import SyncBatchNorm
+from torch.distributed import ReduceOp
 
 from halfstep.compat.apex._larc import LARC
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
 ]
 
-convert_syncbn_model = SyncBatchNorm.convert_sync_batchnorm
+_CHANNEL_LAST = (
+    "channel_last=True: here a batch norm of [N, C, ...] runs in either memory format: leave it out, keep "
+    "the shape and give the model memory_format=torch.channels_last"
+)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm with Apex's arguments; `fuse_relu` applies a ReLU, after adding `z` where given.
+
+    Raises:
+        UnsupportedError: channel_last=True, which means another shape there.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        if channel_last:
+            raise UnsupportedError(_CHANNEL_LAST)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """[N, C, ...]."""
+        output = super().forward(input)
+        output = output if z is None else output + z
+        return output.relu() if self.fuse_relu else output
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """The module with every batch norm in it replaced by torch's SyncBatchNorm, its numbers kept.
+
+    Raises:
+        UnsupportedError: channel_last=True, which means another shape there.
+    """
+    if channel_last:
+        raise UnsupportedError(_CHANNEL_LAST)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+
+
+_STREAMS: dict[str, Any] = {
+    "shared_param": None,
+    "allreduce_trigger_params": None,
+    "retain_allreduce_buffers": False,
+    "num_allreduce_streams": 1,
+    "allreduce_communicators": None,
+    "gradient_average_split_factor": None,
+    "prof": False,
+}
+"""Apex's further options, with their defaults there."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -45,16 +104,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: float = 1.0,
         **options: Any,
     ) -> None:
+        streams = {name: options.pop(name) for name in _STREAMS if name in options}
         changed = {
             "allreduce_always_fp32": allreduce_always_fp32,
             "gradient_average": not gradient_average,
             "gradient_predivide_factor": gradient_predivide_factor != 1.0,
+            **{name: value not in (_STREAMS[name], None) for name, value in streams.items()},
         }
         asked = [name for name, value in changed.items() if value]
         if asked:
             raise ConfigError(
-                f"{', '.join(asked)}: torch's DDP averages gradients in their own dtype; register a "
-                "communication hook for another sum"
+                f"{', '.join(asked)}: torch's DDP averages gradients in their own dtype, on streams and in "
+                "buffers of its own; register a communication hook for another sum"
             )
         size = max(message_size * 4 / 2**20, 1e-3)
         if delay_allreduce:

@@ -6,27 +6,33 @@
 
 Here is what its mixed-precision tutorial names, and what goes with that, as thin classes over torch:
 
-- `mindspore`: Tensor (astype, asnumpy), Parameter, dtypes from float16 to bool_, value_and_grad, grad, jit,
-  set_seed, save_checkpoint, load_checkpoint, load_param_into_net.
+- `mindspore`: Tensor (astype, asnumpy), Parameter, ParameterTuple, dtypes from float16 to bool_ (also as
+  `dtype`), value_and_grad, grad, jit, mutable, set_seed, save_checkpoint, load_checkpoint,
+  load_param_into_net; set_context, set_device, GRAPH_MODE, PYNATIVE_MODE (also as `context`).
 - `amp`: auto_mixed_precision, custom_mixed_precision, get_white_list, get_black_list, build_train_network,
   LossScaler, StaticLossScaler, DynamicLossScaler, all_finite, LossScaleManager, FixedLossScaleManager,
   DynamicLossScaleManager, GroupLossScaleManager.
 - `nn`: Cell (construct, to_float, set_train, trainable_params ...), SequentialCell, CellList, Dense, the
-  convolutions and their transposes, BatchNorm1d to 3d, LayerNorm, LSTMCell, RNNCell, GRUCell, ReLU, PReLU,
-  Sigmoid, Tanh, Softmax, Flatten, Dropout, MaxPool2d; CrossEntropyLoss, SoftmaxCrossEntropyWithLogits,
-  MSELoss, L1Loss, BCEWithLogitsLoss; SGD, Momentum, Adam, called with gradients; WithLossCell, WithEvalCell,
-  TrainOneStepCell, TrainOneStepWithLossScaleCell.
-- `ops`: MatMul, BatchMatMul, ReLU, PReLU, Ger as objects; a few functions.
+  convolutions and their transposes, the norms, LSTM, GRU, RNN and their cells, activations, pooling, Dropout,
+  Embedding, MultiheadAttention, Identity; LossBase and the common losses; SGD, Momentum, Adam,
+  AdamWeightDecay, called with gradients, and learning rates as lists; WithLossCell, WithEvalCell,
+  TrainOneStepCell, TrainOneStepWithLossScaleCell with the parts that a `construct` of one's own takes,
+  FixedLossScaleUpdateCell, DynamicLossScaleUpdateCell.
+- `ops`: MatMul, BatchMatMul, ReLU, PReLU, Ger and more as objects; GradOperation, HyperMap,
+  MultitypeFuncGraph, depend, clip_by_global_norm and other functions; `functional`, `composite` and
+  `operations` name `ops` itself.
 - `dataset`: MnistDataset, NumpySlicesDataset (map, batch, shuffle, repeat, get_dataset_size,
   create_tuple_iterator, create_dict_iterator); `vision`: Rescale, Normalize, HWC2CHW; `transforms`: TypeCast.
 - `train`: Model (train, fit, eval, predict), LossMonitor, TimeMonitor, ModelCheckpoint, CheckpointConfig,
   EarlyStopping, History, Callback, metrics by name.
 
+The error for any other name says what to use instead.
 `value_and_grad` with several outputs and has_aux=False differentiates the sum of all of them, as MindSpore
 does. Checkpoint files are torch's, not MindSpore's.
 """
 
-from halfstep.compat.mindspore import amp, dataset, nn, ops, train
+from halfstep.compat.mindspore import amp, context, dataset, dtype, nn, ops, train
+from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._functions import (
     grad,
     jit,
@@ -38,31 +44,51 @@ from halfstep.compat.mindspore._functions import (
 )
 from halfstep.compat.mindspore._tensor import (
     Parameter,
+    ParameterTuple,
     Tensor,
     bfloat16,
     bool_,
     float16,
     float32,
     float64,
+    from_numpy,
     int8,
     int16,
     int32,
     int64,
+    mutable,
+    tensor,
     uint8,
+)
+from halfstep.compat.mindspore.context import (
+    GRAPH_MODE,
+    PYNATIVE_MODE,
+    get_context,
+    set_auto_parallel_context,
+    set_context,
+    set_deterministic,
+    set_device,
 )
 from halfstep.compat.mindspore.train import Model
 
 __all__ = [
+    "GRAPH_MODE",
+    "PYNATIVE_MODE",
     "Model",
     "Parameter",
+    "ParameterTuple",
     "Tensor",
     "amp",
     "bfloat16",
     "bool_",
+    "context",
     "dataset",
+    "dtype",
     "float16",
     "float32",
     "float64",
+    "from_numpy",
+    "get_context",
     "grad",
     "int8",
     "int16",
@@ -71,11 +97,19 @@ __all__ = [
     "jit",
     "load_checkpoint",
     "load_param_into_net",
+    "mutable",
     "nn",
     "ops",
     "save_checkpoint",
+    "set_auto_parallel_context",
+    "set_context",
+    "set_deterministic",
+    "set_device",
     "set_seed",
+    "tensor",
     "train",
     "uint8",
     "value_and_grad",
 ]
+
+__getattr__ = absent("mindspore")

@@ -80,6 +80,25 @@ class Parameter(_Methods, torch.nn.Parameter):
         return self
 
 
+class ParameterTuple(tuple[torch.nn.Parameter, ...]):
+    """Parameters side by side, as optimizers and gradient functions take them."""
+
+
+def tensor(input_data: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """`Tensor(input_data, dtype)`."""
+    return Tensor(input_data, dtype)
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor that shares the array's memory."""
+    return as_tensor(torch.from_numpy(array))
+
+
+def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
+    """`input_data`; nothing here is frozen into a graph."""
+    return input_data
+
+
 def as_tensor(t: torch.Tensor) -> Tensor:
     """The same tensor, graph included, with MindSpore's methods."""
     return t if isinstance(t, Tensor) else t.as_subclass(Tensor)

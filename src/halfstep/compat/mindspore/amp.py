@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.autocast.context import autocast
 from halfstep.compat.mindspore import nn, ops
+from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._loss_scale import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -441,3 +442,6 @@ def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: A
     if scale is None:
         return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
     return nn.TrainOneStepWithLossScaleCell(network, optimizer, scale)
+
+
+__getattr__ = absent("amp")

@@ -5,38 +5,87 @@ A Primitive is a torch.nn.Module without parameters, so that `amp` finds it insi
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from halfstep.compat.mindspore._absent import absent
+from halfstep.compat.mindspore._function_ops import (
+    GradOperation,
+    HyperMap,
+    MultitypeFuncGraph,
+    clip_by_global_norm,
+    clip_by_value,
+    depend,
+    partial,
+)
 from halfstep.compat.mindspore._functions import grad, value_and_grad
 from halfstep.compat.mindspore._tensor import as_tensor
 from halfstep.errors import ConfigError
 
 __all__ = [
     "BatchMatMul",
+    "Cast",
     "Conv2D",
     "Conv2DBackpropInput",
     "Conv2DTranspose",
     "Conv3D",
     "Conv3DTranspose",
+    "Depend",
     "Ger",
+    "GradOperation",
+    "HyperMap",
+    "Map",
     "MatMul",
+    "MultitypeFuncGraph",
     "PReLU",
     "Primitive",
     "ReLU",
+    "Reciprocal",
+    "ReduceMean",
+    "ReduceSum",
+    "Softmax",
+    "argmax",
     "cast",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "composite",
     "concat",
+    "cross_entropy",
+    "depend",
+    "dtype",
+    "equal",
     "exp",
+    "expand_dims",
+    "functional",
+    "gelu",
     "grad",
     "isfinite",
     "log",
+    "log_softmax",
     "matmul",
+    "mean",
+    "ones_like",
+    "operations",
+    "partial",
+    "reciprocal",
+    "reduce_mean",
+    "reduce_sum",
     "relu",
+    "shape",
+    "sigmoid",
     "softmax",
+    "sqrt",
+    "square",
     "stop_gradient",
+    "sum",
+    "tanh",
+    "transpose",
     "value_and_grad",
+    "zeros_like",
 ]
 
 
@@ -146,9 +195,114 @@ class Ger(Primitive):
         return torch.outer(a, b)
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in another dtype."""
-    return as_tensor(x.to(dtype))
+def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, a tensor or a number, in another dtype."""
+    return as_tensor(torch.as_tensor(x).to(dtype))
+
+
+class Cast(Primitive):
+    """`cast` as an object."""
+
+    def forward(self, x: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Any shape."""
+        return cast(x, dtype)
+
+
+class Depend(Primitive):
+    """`depend` as an object."""
+
+    def forward(self, value: Any, expr: Any) -> Any:
+        """`value`."""
+        return depend(value, expr)
+
+
+class Reciprocal(Primitive):
+    """1 / x."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        """Any shape, or a number."""
+        return reciprocal(x)
+
+
+class ReduceSum(Primitive):
+    """The sum over some dimensions, or over all."""
+
+    def __init__(self, keep_dims: bool = False) -> None:
+        super().__init__()
+        self.keep_dims = keep_dims
+
+    def forward(self, x: torch.Tensor, axis: Any = ()) -> torch.Tensor:
+        """`axis`: a number, several, or () for all."""
+        return torch.sum(x, _dims(x, axis), self.keep_dims)
+
+
+class ReduceMean(ReduceSum):
+    """The mean over some dimensions, or over all."""
+
+    def forward(self, x: torch.Tensor, axis: Any = ()) -> torch.Tensor:
+        """`axis`: a number, several, or () for all."""
+        return torch.mean(x, _dims(x, axis), self.keep_dims)
+
+
+class Softmax(Primitive):
+    """`softmax` as an object."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return softmax(logits, self.axis)
+
+
+def _dims(x: torch.Tensor, axis: Any) -> Any:
+    return tuple(range(x.dim())) if axis is None or axis == () or axis == [] else axis
+
+
+def mean(x: torch.Tensor, axis: Any = None, keep_dims: bool = False) -> torch.Tensor:
+    """The mean over some dimensions, or over all."""
+    return torch.mean(x, _dims(x, axis), keep_dims)
+
+
+def reciprocal(x: Any) -> torch.Tensor:
+    """1 / x, of a tensor or a number."""
+    return torch.reciprocal(torch.as_tensor(x))
+
+
+def transpose(x: torch.Tensor, dims: Any) -> torch.Tensor:
+    """The dimensions in another order, all of them named."""
+    return x.permute(tuple(dims))
+
+
+def dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor."""
+    return x.dtype
+
+
+def shape(x: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor."""
+    return tuple(x.shape)
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Softmax and negative log likelihood of classes of any integer dtype, or of probabilities."""
+    target = target if target.is_floating_point() else target.long()
+    return F.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+def log_softmax(logits: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """log(softmax(x)) along an axis."""
+    return torch.log_softmax(logits, axis)
 
 
 def concat(tensors: Any, axis: int = 0) -> torch.Tensor:
@@ -167,3 +321,10 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.log, torch.isfinite
+sum, ones_like, zeros_like, expand_dims = torch.sum, torch.ones_like, torch.zeros_like, torch.unsqueeze
+sigmoid, tanh, gelu, square, sqrt = torch.sigmoid, torch.tanh, F.gelu, torch.square, torch.sqrt
+argmax, equal = torch.argmax, torch.eq
+reduce_mean, reduce_sum, Map = mean, ReduceSum(), HyperMap
+composite: ModuleType = sys.modules[__name__]
+functional = operations = composite
+__getattr__ = absent("ops")

@@ -1,5 +1,6 @@
 """mindspore.nn: Cell, layers, losses, optimizers and the training cells, thin classes over torch."""
 
+from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore.nn._activations import (
     GELU,
     AvgPool2d,
@@ -26,13 +27,24 @@ from halfstep.compat.mindspore.nn._layers import (
     Conv3d,
     Conv3dTranspose,
     Dense,
+    Identity,
     SequentialCell,
 )
+from halfstep.compat.mindspore.nn._learning_rates import (
+    cosine_decay_lr,
+    exponential_decay_lr,
+    piecewise_constant_lr,
+    warmup_lr,
+)
 from halfstep.compat.mindspore.nn._losses import (
+    BCELoss,
     BCEWithLogitsLoss,
     CrossEntropyLoss,
     L1Loss,
+    LossBase,
     MSELoss,
+    NLLLoss,
+    SmoothL1Loss,
     SoftmaxCrossEntropyWithLogits,
 )
 from halfstep.compat.mindspore.nn._norms import (
@@ -45,7 +57,7 @@ from halfstep.compat.mindspore.nn._norms import (
     InstanceNorm3d,
     LayerNorm,
 )
-from halfstep.compat.mindspore.nn._optimizers import SGD, Adam, Momentum, Optimizer
+from halfstep.compat.mindspore.nn._optimizers import SGD, Adam, AdamWeightDecay, Momentum, Optimizer
 from halfstep.compat.mindspore.nn._recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from halfstep.compat.mindspore.nn._training import (
     TrainOneStepCell,
@@ -53,6 +65,7 @@ from halfstep.compat.mindspore.nn._training import (
     WithEvalCell,
     WithLossCell,
 )
+from halfstep.compat.mindspore.nn._update_cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 
 __all__ = [
     "GELU",
@@ -61,7 +74,9 @@ __all__ = [
     "RNN",
     "SGD",
     "Adam",
+    "AdamWeightDecay",
     "AvgPool2d",
+    "BCELoss",
     "BCEWithLogitsLoss",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -77,10 +92,13 @@ __all__ = [
     "CrossEntropyLoss",
     "Dense",
     "Dropout",
+    "DynamicLossScaleUpdateCell",
     "Embedding",
+    "FixedLossScaleUpdateCell",
     "Flatten",
     "GRUCell",
     "GroupNorm",
+    "Identity",
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
@@ -89,10 +107,12 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "LogSoftmax",
+    "LossBase",
     "MSELoss",
     "MaxPool2d",
     "Momentum",
     "MultiheadAttention",
+    "NLLLoss",
     "Optimizer",
     "PReLU",
     "RNNCell",
@@ -100,6 +120,7 @@ __all__ = [
     "SequentialCell",
     "SiLU",
     "Sigmoid",
+    "SmoothL1Loss",
     "Softmax",
     "SoftmaxCrossEntropyWithLogits",
     "Tanh",
@@ -107,4 +128,10 @@ __all__ = [
     "TrainOneStepWithLossScaleCell",
     "WithEvalCell",
     "WithLossCell",
+    "cosine_decay_lr",
+    "exponential_decay_lr",
+    "piecewise_constant_lr",
+    "warmup_lr",
 ]
+
+__getattr__ = absent("nn")

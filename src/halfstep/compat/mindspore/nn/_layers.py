@@ -27,6 +27,10 @@ class UnknownName(ConfigError, KeyError):
     __str__ = Exception.__str__
 
 
+class Identity(torch.nn.Identity, Cell):
+    """Its input."""
+
+
 class SequentialCell(torch.nn.Sequential, Cell):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Cells run one after the other; given one by one, as a list, or by name."""
 

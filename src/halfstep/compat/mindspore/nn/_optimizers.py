@@ -9,6 +9,7 @@ import torch
 
 from halfstep.compat.mindspore._tensor import plain_tensor
 from halfstep.errors import ConfigError
+from halfstep.optim import AdamW
 
 LearningRate = float | Sequence[float]
 
@@ -126,3 +127,20 @@ class Adam(Optimizer):
             _groups(params), _first(learning_rate), (beta1, beta2), eps, weight_decay, use_amsgrad
         )
         super().__init__(made, learning_rate, loss_scale)
+
+
+class AdamWeightDecay(Optimizer):
+    """Adam without bias correction; weight decay is taken off the weight, not added to the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRate = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        groups, first = _groups(params), _first(learning_rate)
+        made = AdamW(groups, first, (beta1, beta2), eps, weight_decay, bias_correction=False)
+        super().__init__(made, learning_rate, 1.0)

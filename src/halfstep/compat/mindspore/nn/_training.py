@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from halfstep.compat.mindspore._function_ops import GradOperation, HyperMap
 from halfstep.compat.mindspore._functions import value_and_grad
 from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
+from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.nn._optimizers import Optimizer
+from halfstep.compat.mindspore.nn._update_cells import CellLossScale
 from halfstep.distributed import all_ranks
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.scaling.loss_scale import LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.trees import all_finite, cast_floats
@@ -67,7 +70,12 @@ def _warn_about_strangers(network: torch.nn.Module, optimizer: Optimizer) -> Non
 class TrainOneStepCell(Cell):
     """Forward, backward and update: inputs to the loss.
 
-    `sens` multiplies the loss, and nothing divides it out again but the optimizer's own `loss_scale`.
+    `sens` multiplies the loss, and nothing divides it out again but the optimizer's own `loss_scale`. A class
+    derived from it may write its own `construct` with `self.network`, `self.weights`, `self.optimizer`,
+    `self.grad(network, weights)(*inputs, sens)`, `self.grad_no_sens` and `self.grad_reducer`.
+
+    Raises:
+        ValueError: `sens` of 0.
     """
 
     def __init__(self, network: torch.nn.Module, optimizer: Optimizer, sens: float | None = None) -> None:
@@ -75,6 +83,12 @@ class TrainOneStepCell(Cell):
         self.network, self.optimizer = network, optimizer
         _warn_about_strangers(network, optimizer)
         self.weights = optimizer.parameters
+        if sens == 0:
+            raise ConfigError("The input argument of 'sens' can not be 0.")
+        self.sens = 1.0 if sens is None else sens
+        self.grad = GradOperation(get_by_list=True, sens_param=True)
+        self.grad_no_sens = GradOperation(get_by_list=True)
+        self.reducer_flag, self.grad_reducer = False, Identity()
         self.loss_scale: LossScale = StaticLossScale(1.0 if sens is None else float(sens))
         self._grad_fn = value_and_grad(self._scaled, None, self.weights, has_aux=True)
 
@@ -89,12 +103,19 @@ class TrainOneStepCell(Cell):
         return loss
 
 
+def _scale_of(given: Any, cell: bool) -> LossScale:
+    if isinstance(given, LossScale):
+        return given
+    return CellLossScale(given) if cell else StaticLossScale(float(given))
+
+
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """Forward, backward, check and update: inputs to (loss, overflow, scale of the next step).
 
     A step whose gradients hold inf or NaN, on any rank, is skipped. More than 1000 in a row raise
-    LossScaleCollapsed. `scale_sense`: a LossScale (what a manager's `get_update_cell` gives), or a tensor
-    or number for a constant scale.
+    LossScaleCollapsed. `scale_sense`: a LossScale (what a manager's `get_update_cell` gives), a Cell such as
+    nn.DynamicLossScaleUpdateCell, or a tensor or number for a constant scale. A `construct` of one's own may
+    use `start_overflow_check`, `get_overflow_status`, `process_loss_scale` and `hyper_map`, as in MindSpore.
     """
 
     def __init__(self, network: torch.nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
@@ -104,14 +125,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 "For 'TrainOneStepWithLossScaleCell', the shape of 'scale_sense' must be (1,) or (), "
                 f"but got {tuple(scale_sense.shape)}."
             )
-        if not isinstance(scale_sense, LossScale | torch.Tensor | int | float):
+        cell = isinstance(scale_sense, Cell) and hasattr(scale_sense, "get_loss_scale")
+        if not cell and not isinstance(scale_sense, LossScale | torch.Tensor | int | float):
             raise TypeError(
-                "For 'TrainOneStepWithLossScaleCell', the 'scale_sense' must be a LossScale, a tensor or a "
-                f"number, but got 'scale_sense' type: {type(scale_sense)}."
+                "For 'TrainOneStepWithLossScaleCell', the 'scale_sense' must be a Cell, a LossScale, a "
+                f"tensor or a number, but got 'scale_sense' type: {type(scale_sense)}."
             )
-        self.loss_scale = (
-            scale_sense if isinstance(scale_sense, LossScale) else StaticLossScale(float(scale_sense))
-        )
+        self.hyper_map = HyperMap()
+        self.loss_scale = _scale_of(scale_sense, cell)
+        self._sense = self.loss_scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
 
     def construct(self, *inputs: Any) -> tuple[Any, Tensor, Tensor]:
@@ -121,9 +143,30 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         taken = not overflow
         if taken:
             self.optimizer(self.loss_scale.unscale(gradients, torch.float32))
-        self.loss_scale = self.loss_scale.adjust(taken)
-        self.skips = self.skips.after(taken, scale=None if taken else self.loss_scale.read())
+        self.process_loss_scale(overflow)
         return loss, as_tensor(overflow), as_tensor(self.loss_scale.tensor())
+
+    @property
+    def scale_sense(self) -> Tensor:
+        """The scale, a 0-d float32 tensor that `process_loss_scale` changes in place."""
+        self._sense.copy_(self.loss_scale.tensor())
+        return as_tensor(self._sense)
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Tensor, Any]:
+        """A status that `get_overflow_status` takes, and `compute_input` as it is."""
+        return as_tensor(torch.zeros(8, dtype=torch.int32)), compute_input
+
+    def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
+        """Whether a gradient holds inf or NaN, on any rank: a 0-d bool tensor."""
+        return as_tensor(all_ranks(~all_finite(compute_output)))
+
+    def process_loss_scale(self, overflow: Any) -> Any:
+        """Move the scale by one step; gives `overflow` back."""
+        taken = not bool(overflow)
+        self.loss_scale = self.loss_scale.adjust(taken)
+        self._sense.copy_(self.loss_scale.tensor())
+        self.skips = self.skips.after(taken, scale=None if taken else self.loss_scale.read())
+        return overflow
 
     def set_sense_scale(self, sens: torch.Tensor) -> None:
         """Go on with a constant scale of this value."""

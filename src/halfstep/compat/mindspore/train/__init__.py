@@ -1,5 +1,6 @@
 """mindspore.train: Model, its callbacks and its metrics."""
 
+from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._loss_scale import (
     DynamicLossScaleManager,
     FixedLossScaleManager,
@@ -65,3 +66,5 @@ __all__ = [
     "get_metric_fn",
     "names",
 ]
+
+__getattr__ = absent("train")

@@ -1,0 +1,332 @@
+"""Names around MindSpore's precision: context, function transforms, update cells, training cells by hand.
+
+Numbers and types of errors are MindSpore 2.10's own answers to the same calls.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import halfstep.compat.mindspore as ms
+from halfstep.compat.mindspore import amp, context, nn, ops
+from halfstep.compat.mindspore import dtype as mstype
+from halfstep.compat.mindspore.ops import composite as C
+from halfstep.compat.mindspore.ops import functional as F
+from halfstep.compat.mindspore.ops import operations as P
+from halfstep.errors import HalfstepWarning
+
+torch.set_num_threads(1)
+
+
+def values(nest):
+    return [values(t) for t in nest] if isinstance(nest, tuple | list) else nest.detach().tolist()
+
+
+def two():
+    return ms.Tensor([[1.0, 2.0], [3.0, 4.0]]), ms.Tensor([[1.0, 0.0], [0.0, 2.0]])
+
+
+# --- context ----------------------------------------------------------------------------------------------
+
+
+def test_settings_that_change_no_number_are_taken():
+    context.set_context(mode=ms.GRAPH_MODE, device_target="CPU", max_device_memory="3GB", save_graphs=False)
+    assert ms.get_context("mode") == ms.GRAPH_MODE
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    assert (ms.get_context("mode"), ms.get_context("max_device_memory")) == (1, "3GB")
+    ms.set_device("CPU", 0)
+    ms.set_auto_parallel_context(parallel_mode=context.ParallelMode.STAND_ALONE)
+    context.reset_auto_parallel_context()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ms.set_context(mode=7),
+        lambda: ms.set_context(nope=1),
+        lambda: ms.set_context(device_target="TPU"),
+        lambda: ms.set_context(deterministic="MAYBE"),
+        lambda: ms.get_context("nope"),
+        lambda: ms.set_device("TPU"),
+        lambda: ms.set_device("CPU", -1),
+    ],
+)
+def test_what_mindspore_refuses_is_refused(wrong):
+    with pytest.raises(ValueError, match=r".+"):
+        wrong()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_absent_is_refused_by_name():
+    with pytest.raises(ValueError, match="needs torch's device 'cuda'"):
+        ms.set_context(device_target="GPU")
+    with pytest.raises(ValueError, match="needs torch's device 'npu'"):
+        ms.set_device("Ascend", 0)
+
+
+def test_deterministic_kernels_are_torchs():
+    try:
+        ms.set_context(deterministic="ON")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        ms.set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_would_change_numbers_is_told():
+    with pytest.warns(HalfstepWarning, match="force_fp16"):
+        ms.set_context(ascend_config={"precision_mode": "force_fp16"})
+    with pytest.raises(RuntimeError, match="torchrun"):
+        ms.set_auto_parallel_context(parallel_mode=context.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        (nn, "CTCLoss", "torch.nn.CTCLoss"),
+        (nn, "PolynomialDecayLR", "a list with one rate a step"),
+        (ops, "erf", "torch.erf"),
+        (ops, "Sqrt", "torch.sqrt"),
+        (ms, "linspace", "torch.linspace"),
+        (ms, "Profiler", "torch.profiler"),
+        (ms.train, "Dice", "a Metric"),
+        (ms.dataset, "Cifar10Dataset", "NumpySlicesDataset"),
+        (amp, "init_status", "hs.prepare"),
+    ],
+)
+def test_an_absent_name_says_what_to_use(module, name, instead):
+    with pytest.raises(AttributeError, match=f"has no '{name}'") as error:
+        getattr(module, name)
+    assert instead in str(error.value)
+
+
+# --- function transforms ----------------------------------------------------------------------------------
+
+
+def dense():
+    net = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+    return net, ms.ParameterTuple(net.trainable_params())
+
+
+def test_grad_operation_gives_mindspores_gradients():
+    (x, y), (net, weights) = two(), dense()
+
+    def fn(a, b):
+        return a * a * b
+
+    twos, threes = ms.Tensor([[2.0, 2.0], [2.0, 2.0]]), ms.Tensor([[3.0], [3.0]])
+    assert values(ops.GradOperation()(fn)(x, y)) == [[2.0, 0.0], [0.0, 16.0]]
+    by_all = [[[2.0, 0.0], [0.0, 16.0]], [[1.0, 4.0], [9.0, 16.0]]]
+    assert values(ops.GradOperation(get_all=True)(fn)(x, y)) == by_all
+    assert values(C.GradOperation(sens_param=True)(fn)(x, y, twos)) == [[4.0, 0.0], [0.0, 32.0]]
+    by_weights = [[[4.0, 6.0]], [2.0]]
+    assert values(ops.GradOperation(get_by_list=True)(net, weights)(x)) == by_weights
+    assert values(ops.GradOperation(get_by_list=True)(net)(x)) == by_weights
+    assert values(ops.GradOperation(get_by_list=True)(net, weights[0])(x)) == [[4.0, 6.0]]
+    both = ops.GradOperation(get_all=True, get_by_list=True)(net, weights)(x)
+    assert values(both) == [[[[1.0, 1.0], [1.0, 1.0]]], by_weights]
+    scaled = ops.GradOperation(get_by_list=True, sens_param=True)(net, weights)(x, threes)
+    assert values(scaled) == [[[12.0, 18.0]], [6.0]]
+    with pytest.raises(TypeError, match="get_all"):
+        ops.GradOperation(get_all=1)
+
+
+def test_maps_choose_a_body_by_kinds():
+    add = C.MultitypeFuncGraph("add")
+
+    @add.register("Tensor", "Tensor")
+    def _(a, b):
+        return a + b
+
+    @add.register("Tensor", "Number")
+    def _(a, b):
+        return a - b
+
+    x, y = two()
+    added = [[[2.0, 2.0], [3.0, 6.0]]] * 2
+    assert values(ops.HyperMap()(add, (x, y), (y, x))) == added
+    assert values(ops.Map(add)((x, y), (y, x))) == added
+    assert values(add(y, 1)) == [[0.0, -1.0], [-1.0, 1.0]]
+    with pytest.raises(TypeError, match="no body"):
+        add("a")
+    with pytest.raises(RuntimeError, match="Nope"):
+        add.register("Nope")
+
+
+def test_clipping_gives_mindspores_numbers():
+    x, y = two()
+    clipped = ops.clip_by_global_norm((x, y), 1.0)
+    expected = [[0.16903084516525269, 0.33806169033050537], [0.5070925354957581, 0.6761233806610107]]
+    np.testing.assert_allclose(values(clipped)[0], expected, rtol=1e-6)
+    assert values(ops.clip_by_global_norm((x, y), 100.0)) == values((x, y))
+    assert values(ops.clip_by_value((x, y), 1.5, 3.0)) == [[[1.5, 2.0], [3.0, 3.0]], [[1.5, 1.5], [1.5, 2.0]]]
+    with pytest.raises(ValueError, match="use_norm"):
+        ops.clip_by_global_norm((x, y), 1.0, 2.0)
+
+
+def test_small_names():
+    x, _ = two()
+    assert ops.depend(x, None) is x
+    assert ops.dtype(F.cast(x, mstype.float16)) == ms.float16
+    assert values(P.ReduceSum(keep_dims=True)(x, 1)) == [[3.0], [7.0]]
+    assert ops.reduce_mean(x).item() == 2.5
+    assert P.Cast()(2, ms.float32).dtype == ms.float32
+    assert P.Reciprocal()(ms.Tensor([4.0])).item() == 0.25
+    assert values(ops.transpose(x, (1, 0))) == [[1.0, 3.0], [2.0, 4.0]]
+    assert ms.mutable(x) is x
+
+
+# --- losses, optimizers, rates ----------------------------------------------------------------------------
+
+
+class Absolute(nn.LossBase):
+    def construct(self, base, target):
+        return self.get_loss((base - target).abs(), 2.0)
+
+
+def test_losses_give_mindspores_numbers():
+    x, y = two()
+    assert [Absolute(r)(x, y).item() for r in ("mean", "sum")] == [3.5, 14.0]
+    assert values(Absolute("none")(x, y)) == [[0.0, 4.0], [6.0, 4.0]]
+    assert Absolute()(x.half(), y.half()).dtype == ms.float16
+    assert values(nn.SmoothL1Loss()(x, y)) == [[0.0, 1.5], [2.5, 1.5]]
+    assert nn.NLLLoss()(x, ms.Tensor([0, 1], ms.int32)).item() == -2.5
+
+
+def test_adam_weight_decay_gives_mindspores_numbers():
+    p = ms.Parameter(ms.Tensor([1.0, 2.0]), name="p")
+    optimizer = nn.AdamWeightDecay([p], 0.1, weight_decay=0.01)
+    for gradient in ([0.5, -1.0], [0.25, 0.5]):
+        optimizer((ms.Tensor(gradient),))
+    np.testing.assert_allclose(p.asnumpy(), [0.28598880767822266, 2.4250855445861816], rtol=5e-5)
+
+
+def test_rates_give_mindspores_numbers():
+    close = np.testing.assert_allclose
+    close(nn.exponential_decay_lr(0.1, 0.9, 6, 2, 1), [0.1, 0.1, 0.09, 0.09, 0.081, 0.081])
+    close(nn.exponential_decay_lr(0.1, 0.9, 6, 2, 2, True), [0.1, 0.1, 0.1, 0.1, 0.09, 0.09])
+    close(nn.cosine_decay_lr(0.01, 0.1, 6, 2, 2), [0.1, 0.1, 0.055, 0.055, 0.01, 0.01])
+    close(nn.piecewise_constant_lr([2, 5, 7], [0.1, 0.05, 0.01]), [0.1] * 2 + [0.05] * 3 + [0.01] * 2)
+    close(nn.warmup_lr(0.1, 6, 2, 2), [0.0, 0.0, 0.05, 0.05, 0.1, 0.1])
+
+
+# --- update cells and training cells ----------------------------------------------------------------------
+
+
+def test_the_update_cell_gives_mindspores_sequence():
+    cell, scale = nn.DynamicLossScaleUpdateCell(8.0, 2, 3), ms.Tensor(8.0)
+    seen = []
+    for overflow in (0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0):
+        assert bool(cell(scale, ms.Tensor(bool(overflow)))) == bool(overflow)
+        seen.append(scale.item())
+    assert seen == [8, 8, 16, 8, 8, 8, 4, 2, 1, 1, 1, 1, 1, 2, 2, 2, 4]
+    assert cell.get_loss_scale() == 8.0
+    fixed = nn.FixedLossScaleUpdateCell(4.0)
+    assert (fixed.get_loss_scale(), fixed(scale, True)) == (4.0, True)
+    assert scale.item() == 4.0
+
+
+def problem():
+    ms.set_seed(0)
+    net = nn.SequentialCell(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 1))
+    return nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.05)
+
+
+def batch(factor=1.0):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 4)).astype(np.float32)
+    return ms.Tensor(x * factor), ms.Tensor(x[:, :1].copy())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "fixed", "own"])
+def test_a_training_cell_follows_an_update_cell(kind):
+    class Own(nn.Cell):
+        def get_loss_scale(self):
+            return 8.0
+
+        def construct(self, loss_scale, overflow):
+            ms.Tensor(loss_scale).mul_(0.5 if overflow else 1.0)
+            return overflow
+
+    made = {
+        "dynamic": lambda: nn.DynamicLossScaleUpdateCell(8.0, 2, 2),
+        "fixed": lambda: nn.FixedLossScaleUpdateCell(8.0),
+        "own": Own,
+    }
+    step = nn.TrainOneStepWithLossScaleCell(*problem(), scale_sense=made[kind]())
+    seen = []
+    for factor in (1.0, 1.0, float("inf"), 1.0):
+        loss, overflow, scale = step(*batch(factor))
+        seen.append((bool(overflow), scale.item()))
+    flags = [False, False, True, False]
+    expected = {"dynamic": [8.0, 16.0, 8.0, 8.0], "fixed": [8.0] * 4, "own": [8.0, 8.0, 4.0, 4.0]}
+    assert seen == list(zip(flags, expected[kind]))
+    assert torch.isfinite(loss)
+
+
+_grad_scale = C.MultitypeFuncGraph("grad_scale")
+
+
+@_grad_scale.register("Tensor", "Tensor")
+def _tensor_grad_scale(scale, grad):
+    return grad * F.cast(P.Reciprocal()(scale), F.dtype(grad))
+
+
+class Documented(nn.TrainOneStepWithLossScaleCell):
+    """The form in which MindSpore's documentation has a training cell of one's own written."""
+
+    def construct(self, *inputs):
+        weights = self.weights
+        loss = self.network(*inputs)
+        scaling_sens = self.scale_sense
+        status, scaling_sens = self.start_overflow_check(loss, scaling_sens)
+        scaling_sens_filled = C.ones_like(loss) * F.cast(scaling_sens, F.dtype(loss))
+        grads = self.grad(self.network, weights)(*inputs, scaling_sens_filled)
+        grads = self.hyper_map(F.partial(_grad_scale, scaling_sens), grads)
+        grads = ops.clip_by_global_norm(grads, 1.0)
+        grads = self.grad_reducer(grads)
+        cond = self.get_overflow_status(status, grads)
+        overflow = self.process_loss_scale(cond)
+        if not overflow:
+            loss = F.depend(loss, self.optimizer(grads))
+        return loss, cond, scaling_sens
+
+
+def test_a_documented_training_cell_of_ones_own_runs_as_written():
+    network, optimizer = problem()
+    step = Documented(network, optimizer, nn.DynamicLossScaleUpdateCell(2.0**10, 2, 5))
+    step.set_train()
+    losses = []
+    for _ in range(6):
+        loss, cond, scale = step(*batch())
+        losses.append(loss.item())
+        assert not cond
+    assert losses[-1] < losses[0]
+    assert scale.item() == 2.0**11
+    before = [p.clone() for p in optimizer.parameters]
+    _, cond, scale = step(*batch(float("nan")))
+    assert bool(cond)
+    assert scale.item() == step.scale_sense.item() == 2.0**10
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.parameters))
+
+
+def test_it_equals_the_training_cell_of_its_own():
+    ours, theirs = problem(), problem()
+    step = nn.TrainOneStepWithLossScaleCell(*ours, scale_sense=ms.Tensor(64.0))
+
+    class Plain(Documented):
+        def construct(self, *inputs):
+            grads = self.grad(self.network, self.weights)(*inputs, ms.Tensor(64.0))
+            grads = self.hyper_map(F.partial(_grad_scale, ms.Tensor(64.0)), grads)
+            return self.optimizer(grads)
+
+    by_hand = Plain(*theirs, scale_sense=ms.Tensor(64.0))
+    for _ in range(3):
+        step(*batch())
+        by_hand(*batch())
+    assert all(torch.equal(a, b) for a, b in zip(ours[1].parameters, theirs[1].parameters))
+
+
+def test_no_sens_of_zero():
+    with pytest.raises(ValueError, match="sens"):
+        nn.TrainOneStepCell(*problem(), sens=0)
