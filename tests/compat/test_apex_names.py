@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from halfstep.compat import apex
-from halfstep.compat.apex import amp, fp16_utils, normalization, optimizers, parallel
+from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
+from halfstep.compat.apex.normalization import fused_layer_norm as normalization
+from halfstep.compat.apex.parallel.LARC import LARC
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 torch.set_num_threads(1)
@@ -62,6 +64,11 @@ def loss_of(model):
 @pytest.mark.parametrize("module", GIVEN, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_name_is_here(module):
     assert [name for name in GIVEN[module].split() if not hasattr(module, name)] == []
+
+
+def test_files_that_scripts_name_are_where_they_look():
+    assert LARC is parallel.LARC
+    assert apex.normalization.FusedLayerNorm is normalization.FusedLayerNorm
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import halfstep.compat.mindspore as ms
-from halfstep.compat.mindspore import amp, context, nn, ops
+from halfstep.compat.mindspore import amp, common, context, nn, ops
 from halfstep.compat.mindspore import dtype as mstype
+from halfstep.compat.mindspore.common.initializer import Normal, initializer
 from halfstep.compat.mindspore.ops import composite as C
 from halfstep.compat.mindspore.ops import functional as F
 from halfstep.compat.mindspore.ops import operations as P
@@ -86,7 +87,7 @@ def test_what_would_change_numbers_is_told():
         (nn, "CTCLoss", "torch.nn.CTCLoss"),
         (nn, "PolynomialDecayLR", "a list with one rate a step"),
         (ops, "erf", "torch.erf"),
-        (ops, "Sqrt", "torch.sqrt"),
+        (ops, "Erfc", "torch.erfc"),
         (ms, "linspace", "torch.linspace"),
         (ms, "Profiler", "torch.profiler"),
         (ms.train, "Dice", "a Metric"),
@@ -174,6 +175,31 @@ def test_small_names():
     assert P.Reciprocal()(ms.Tensor([4.0])).item() == 0.25
     assert values(ops.transpose(x, (1, 0))) == [[1.0, 3.0], [2.0, 4.0]]
     assert ms.mutable(x) is x
+    assert values(ops.assign(x, ops.zeros_like(x))) == values(P.Sub()(x, x)) == [[0.0, 0.0], [0.0, 0.0]]
+    assert values(ops.assign_add(x, 1.0)) == [[1.0, 1.0], [1.0, 1.0]]
+    assert P.Reshape()(x, (4,)).shape == P.Transpose()(x, (1, 0)).reshape(-1).shape == (4,)
+
+
+# --- initializers -----------------------------------------------------------------------------------------
+
+
+def test_initializers_are_names_and_objects():
+    ms.set_seed(0)
+    layer = nn.Dense(200, 100, weight_init=Normal(0.02, 1.0), bias_init=common.initializer.Constant(3.0))
+    assert layer.weight.mean().item() == pytest.approx(1.0, abs=1e-3)
+    assert layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert layer.bias.tolist() == [3.0] * 100
+    cut = initializer(common.initializer.TruncatedNormal(0.5), (100, 100), ms.float16)
+    assert (cut.dtype, cut.shape) == (ms.float16, (100, 100))
+    assert cut.abs().max().item() <= 1.0
+    for name in ("HeNormal", "XavierUniform", "HeUniform", "XavierNormal"):
+        ms.set_seed(1)
+        by_name = initializer(name, [64, 32])
+        ms.set_seed(1)
+        assert torch.equal(by_name, initializer(getattr(common.initializer, name)(), [64, 32]))
+    assert initializer("ones", 3).tolist() == initializer(common.initializer.One(), 3).tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match="unknown initializer"):
+        initializer("nope", 3)
 
 
 # --- losses, optimizers, rates ----------------------------------------------------------------------------
@@ -199,6 +225,24 @@ def test_adam_weight_decay_gives_mindspores_numbers():
     for gradient in ([0.5, -1.0], [0.25, 0.5]):
         optimizer((ms.Tensor(gradient),))
     np.testing.assert_allclose(p.asnumpy(), [0.28598880767822266, 2.4250855445861816], rtol=5e-5)
+
+
+def test_groups_have_rates_and_decay_of_their_own_and_an_order():
+    first, second = (ms.Parameter(ms.Tensor([1.0]), name=name) for name in "ab")
+    groups = [{"params": [second], "lr": [0.1, 0.2]}, {"params": [first], "weight_decay": 0.5}]
+    optimizer = nn.Momentum([*groups, {"order_params": [first, second]}], [1.0, 0.5], 0.0)
+    assert [id(p) for p in optimizer.parameters] == [id(first), id(second)]
+    seen = []
+    for _ in range(3):
+        optimizer((ms.Tensor([1.0]), ms.Tensor([10.0])))
+        seen.append((first.item(), second.item()))
+    # first: w - lr * (1 + w / 2) at the rates 1, 0.5, 0.5; second: w - lr * 10 at 0.1, 0.2, 0.2.
+    np.testing.assert_allclose(seen, [(-0.5, 0.0), (-0.875, -2.0), (-1.15625, -4.0)], atol=1e-6)
+    with pytest.raises(ValueError, match="order_params"):
+        nn.SGD([*groups, {"order_params": [first]}], 0.1)
+    with pytest.raises(ValueError, match="grad_centralization"):
+        nn.SGD([{"params": [first], "grad_centralization": True}], 0.1)
+    assert nn.SGD([first], [0.1, 0.2]).get_lr() == 0.1
 
 
 def test_rates_give_mindspores_numbers():

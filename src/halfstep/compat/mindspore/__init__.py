@@ -8,7 +8,8 @@ Here is what its mixed-precision tutorial names, and what goes with that, as thi
 
 - `mindspore`: Tensor (astype, asnumpy), Parameter, ParameterTuple, dtypes from float16 to bool_ (also as
   `dtype`), value_and_grad, grad, jit, mutable, set_seed, save_checkpoint, load_checkpoint,
-  load_param_into_net; set_context, set_device, GRAPH_MODE, PYNATIVE_MODE (also as `context`).
+  load_param_into_net; set_context, set_device, GRAPH_MODE, PYNATIVE_MODE (also as `context`);
+  `common.initializer`.
 - `amp`: auto_mixed_precision, custom_mixed_precision, get_white_list, get_black_list, build_train_network,
   LossScaler, StaticLossScaler, DynamicLossScaler, all_finite, LossScaleManager, FixedLossScaleManager,
   DynamicLossScaleManager, GroupLossScaleManager.
@@ -31,7 +32,7 @@ The error for any other name says what to use instead.
 does. Checkpoint files are torch's, not MindSpore's.
 """
 
-from halfstep.compat.mindspore import amp, context, dataset, dtype, nn, ops, train
+from halfstep.compat.mindspore import amp, common, context, dataset, dtype, nn, ops, train
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._functions import (
     grad,
@@ -81,6 +82,7 @@ __all__ = [
     "amp",
     "bfloat16",
     "bool_",
+    "common",
     "context",
     "dataset",
     "dtype",

@@ -6,6 +6,7 @@ A Primitive is a torch.nn.Module without parameters, so that `amp` finds it insi
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from halfstep.compat.mindspore._tensor import as_tensor
 from halfstep.errors import ConfigError
 
 __all__ = [
+    "Add",
     "BatchMatMul",
     "Cast",
     "Conv2D",
@@ -35,11 +37,13 @@ __all__ = [
     "Conv3D",
     "Conv3DTranspose",
     "Depend",
+    "Div",
     "Ger",
     "GradOperation",
     "HyperMap",
     "Map",
     "MatMul",
+    "Mul",
     "MultitypeFuncGraph",
     "PReLU",
     "Primitive",
@@ -47,8 +51,14 @@ __all__ = [
     "Reciprocal",
     "ReduceMean",
     "ReduceSum",
+    "Reshape",
     "Softmax",
+    "Sqrt",
+    "Sub",
+    "Transpose",
     "argmax",
+    "assign",
+    "assign_add",
     "cast",
     "clip_by_global_norm",
     "clip_by_value",
@@ -75,11 +85,13 @@ __all__ = [
     "reduce_mean",
     "reduce_sum",
     "relu",
+    "reshape",
     "shape",
     "sigmoid",
     "softmax",
     "sqrt",
     "square",
+    "stack",
     "stop_gradient",
     "sum",
     "tanh",
@@ -200,6 +212,58 @@ def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
     return as_tensor(torch.as_tensor(x).to(dtype))
 
 
+class _Function(Primitive):
+    """A torch function as an object without options."""
+
+    function: Callable[..., torch.Tensor]
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """What the function takes."""
+        return type(self).function(*args)
+
+
+class Add(_Function):
+    """x + y."""
+
+    function = staticmethod(torch.add)
+
+
+class Sub(_Function):
+    """x - y."""
+
+    function = staticmethod(torch.sub)
+
+
+class Mul(_Function):
+    """x * y."""
+
+    function = staticmethod(torch.mul)
+
+
+class Div(_Function):
+    """x / y."""
+
+    function = staticmethod(torch.div)
+
+
+class Sqrt(_Function):
+    """The square root."""
+
+    function = staticmethod(torch.sqrt)
+
+
+class Reshape(_Function):
+    """x in another shape."""
+
+    function = staticmethod(torch.reshape)
+
+
+class Transpose(_Function):
+    """x with its dimensions in another order, all of them named."""
+
+    function = staticmethod(torch.permute)
+
+
 class Cast(Primitive):
     """`cast` as an object."""
 
@@ -305,6 +369,18 @@ def log_softmax(logits: torch.Tensor, axis: int = -1) -> torch.Tensor:
     return torch.log_softmax(logits, axis)
 
 
+@torch.no_grad()
+def assign(variable: torch.Tensor, value: Any) -> torch.Tensor:
+    """Write `value` into `variable`, and give it back."""
+    return variable.copy_(torch.as_tensor(value))
+
+
+@torch.no_grad()
+def assign_add(variable: torch.Tensor, value: Any) -> torch.Tensor:
+    """Add `value` to `variable` in place, and give it back."""
+    return variable.add_(value)
+
+
 def concat(tensors: Any, axis: int = 0) -> torch.Tensor:
     """Join tensors along an axis."""
     return torch.cat(tuple(tensors), axis)
@@ -323,7 +399,7 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
 matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.log, torch.isfinite
 sum, ones_like, zeros_like, expand_dims = torch.sum, torch.ones_like, torch.zeros_like, torch.unsqueeze
 sigmoid, tanh, gelu, square, sqrt = torch.sigmoid, torch.tanh, F.gelu, torch.square, torch.sqrt
-argmax, equal = torch.argmax, torch.eq
+argmax, equal, reshape, stack = torch.argmax, torch.eq, torch.reshape, torch.stack
 reduce_mean, reduce_sum, Map = mean, ReduceSum(), HyperMap
 composite: ModuleType = sys.modules[__name__]
 functional = operations = composite

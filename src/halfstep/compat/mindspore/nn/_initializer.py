@@ -9,14 +9,26 @@ import torch
 
 from halfstep.errors import ConfigError
 
-Init = str | float | torch.Tensor | None
+
+class Initializer:
+    """A way for a weight to begin; those of `common.initializer` say which."""
+
+    def fill(self, t: torch.Tensor) -> None:
+        """Write the values in place."""
+        raise NotImplementedError
+
+
+Init = str | float | torch.Tensor | Initializer | None
 
 _INITIALIZERS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "zeros": torch.nn.init.zeros_,
     "ones": torch.nn.init.ones_,
     "normal": lambda t: torch.nn.init.normal_(t, std=0.01),
     "uniform": lambda t: torch.nn.init.uniform_(t, -0.07, 0.07),
+    "zero": torch.nn.init.zeros_,
+    "one": torch.nn.init.ones_,
     "xavieruniform": torch.nn.init.xavier_uniform_,
+    "xaviernormal": torch.nn.init.xavier_normal_,
     "heuniform": torch.nn.init.kaiming_uniform_,
     "henormal": torch.nn.init.kaiming_normal_,
     "truncatednormal": lambda t: torch.nn.init.trunc_normal_(t, std=0.01, a=-0.02, b=0.02),
@@ -33,6 +45,8 @@ def initialize(parameter: torch.Tensor | None, init: Init) -> None:
             if name not in _INITIALIZERS:
                 raise ConfigError(f"unknown initializer {init!r}: expected one of {', '.join(_INITIALIZERS)}")
             _INITIALIZERS[name](parameter)
+        elif isinstance(init, Initializer):
+            init.fill(parameter)
         elif isinstance(init, torch.Tensor):
             parameter.copy_(init)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,37 +19,48 @@ class Optimizer:
     """Base of the optimizers: `optimizer(gradients)` takes one step.
 
     `optimizer.torch_optimizer` is the torch.optim object that does the work; `parameters` are in the order in
-    which gradients are given. A sequence of learning rates holds one for each step, the last one staying.
+    which gradients are given: that of the groups, or of a group {"order_params": parameters}. A sequence of
+    learning rates, of the optimizer or of a group, holds one for each step, the last one staying.
     """
 
     def __init__(
-        self, torch_optimizer: torch.optim.Optimizer, learning_rate: LearningRate, loss_scale: float
+        self,
+        torch_optimizer: torch.optim.Optimizer,
+        learning_rate: LearningRate,
+        loss_scale: float,
+        groups: Groups | None = None,
     ) -> None:
         if loss_scale <= 0:
             raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {loss_scale}")
         self.torch_optimizer = torch_optimizer
         self.learning_rate, self.loss_scale = learning_rate, loss_scale
         self.global_step = 0
+        self._order = None if groups is None else groups.order
+        self._rates: dict[int, Sequence[float]] = {} if groups is None else groups.rates
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters, in the order of the gradients."""
+        if self._order is not None:
+            return self._order
         return tuple(p for group in self.torch_optimizer.param_groups for p in group["params"])
 
     def get_lr(self) -> float:
         """The learning rate of the next step (of the first group)."""
-        if isinstance(self.learning_rate, int | float):
-            return float(self.torch_optimizer.param_groups[0]["lr"])
-        return float(self.learning_rate[min(self.global_step, len(self.learning_rate) - 1)])
+        self._set_rates()
+        return float(self.torch_optimizer.param_groups[0]["lr"])
+
+    def _set_rates(self) -> None:
+        for index, rates in self._rates.items():
+            rate = float(rates[min(self.global_step, len(rates) - 1)])
+            self.torch_optimizer.param_groups[index]["lr"] = rate
 
     def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Take one step with these gradients, divided by `loss_scale`; returns True."""
         parameters, given = self.parameters, tuple(gradients)
         if len(given) != len(parameters):
             raise ConfigError(f"{len(given)} gradients for {len(parameters)} parameters: give one for each")
-        if not isinstance(self.learning_rate, int | float):
-            for group in self.torch_optimizer.param_groups:
-                group["lr"] = self.get_lr()
+        self._set_rates()
         for parameter, gradient in zip(parameters, given):
             own = plain_tensor(gradient.detach()).to(parameter.dtype)
             parameter.grad = own if self.loss_scale == 1.0 else own / self.loss_scale
@@ -58,17 +70,49 @@ class Optimizer:
         return True
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Parameter groups as torch takes them, the order of the gradients, and rates that change by index."""
+
+    groups: list[Any]
+    order: tuple[torch.nn.Parameter, ...] | None
+    rates: dict[int, Sequence[float]]
+
+
 def _first(learning_rate: LearningRate) -> float:
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
     return float(learning_rate if isinstance(learning_rate, int | float) else learning_rate[0])
 
 
-def _groups(params: Any) -> list[Any]:
-    groups = list(params)
+def _groups(params: Any, learning_rate: LearningRate) -> Groups:
+    """Read MindSpore's groups; ConfigError for none, for a key that nothing here knows and for a bad order."""
+    listed: list[Any] = list(params)
+    order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
+    groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
     if not groups:
         raise ConfigError("the optimizer got no parameters: pass network.trainable_params()")
-    return groups
+    grouped = isinstance(groups[0], dict)
+    mine: list[Any] = [p for g in groups for p in g["params"]] if grouped else groups
+    if order is not None and {id(p) for p in order} != {id(p) for p in mine}:
+        raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
+    rates: dict[int, Any] = {}
+    for index, group in enumerate(groups if grouped else [{}]):
+        rate = group.get("lr", learning_rate)
+        if not isinstance(rate, int | float):
+            rates[index] = rate
+            if "lr" in group:
+                group["lr"] = _first(rate)
+    return Groups(groups, None if order is None else tuple(order), rates)
+
+
+def _group(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    group: dict[str, Any] = {**given, "params": list(given["params"])}
+    if group.pop("grad_centralization", False):
+        raise ConfigError("a group asks for grad_centralization, which is not here: centre gradients by hand")
+    return group
 
 
 class SGD(Optimizer):
@@ -84,10 +128,11 @@ class SGD(Optimizer):
         nesterov: bool = False,
         loss_scale: float = 1.0,
     ) -> None:
+        groups = _groups(params, learning_rate)
         made = torch.optim.SGD(
-            _groups(params), _first(learning_rate), momentum, dampening, weight_decay, nesterov
+            groups.groups, _first(learning_rate), momentum, dampening, weight_decay, nesterov
         )
-        super().__init__(made, learning_rate, loss_scale)
+        super().__init__(made, learning_rate, loss_scale, groups)
 
 
 class Momentum(Optimizer):
@@ -102,10 +147,11 @@ class Momentum(Optimizer):
         loss_scale: float = 1.0,
         use_nesterov: bool = False,
     ) -> None:
+        groups = _groups(params, learning_rate)
         made = torch.optim.SGD(
-            _groups(params), _first(learning_rate), momentum, 0.0, weight_decay, use_nesterov
+            groups.groups, _first(learning_rate), momentum, 0.0, weight_decay, use_nesterov
         )
-        super().__init__(made, learning_rate, loss_scale)
+        super().__init__(made, learning_rate, loss_scale, groups)
 
 
 class Adam(Optimizer):
@@ -123,10 +169,11 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         loss_scale: float = 1.0,
     ) -> None:
+        groups = _groups(params, learning_rate)
         made = torch.optim.Adam(
-            _groups(params), _first(learning_rate), (beta1, beta2), eps, weight_decay, use_amsgrad
+            groups.groups, _first(learning_rate), (beta1, beta2), eps, weight_decay, use_amsgrad
         )
-        super().__init__(made, learning_rate, loss_scale)
+        super().__init__(made, learning_rate, loss_scale, groups)
 
 
 class AdamWeightDecay(Optimizer):
@@ -141,6 +188,6 @@ class AdamWeightDecay(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        groups, first = _groups(params), _first(learning_rate)
-        made = AdamW(groups, first, (beta1, beta2), eps, weight_decay, bias_correction=False)
-        super().__init__(made, learning_rate, 1.0)
+        groups, first = _groups(params, learning_rate), _first(learning_rate)
+        made = AdamW(groups.groups, first, (beta1, beta2), eps, weight_decay, bias_correction=False)
+        super().__init__(made, learning_rate, 1.0, groups)

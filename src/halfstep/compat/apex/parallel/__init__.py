@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from halfstep.compat.apex._larc import LARC
+from halfstep.compat.apex.parallel.LARC import LARC
 from halfstep.errors import ConfigError, UnsupportedError
 
 __all__ = [

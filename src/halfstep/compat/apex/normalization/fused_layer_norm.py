@@ -1,4 +1,4 @@
-"""`apex.normalization`: layer and RMS norms with fp32 statistics, by torch's own kernels.
+"""`apex.normalization.fused_layer_norm`: layer and RMS norms with fp32 statistics, by torch's own kernels.
 
 The `Mixed` ones return the dtype of their weight, the others that of their input.
 """

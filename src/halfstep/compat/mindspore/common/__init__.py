@@ -1,0 +1,8 @@
+"""mindspore.common: where scripts take dtypes and initializers from."""
+
+from halfstep.compat.mindspore import dtype
+from halfstep.compat.mindspore._functions import set_seed
+from halfstep.compat.mindspore._tensor import Parameter, ParameterTuple, Tensor
+from halfstep.compat.mindspore.common import initializer
+
+__all__ = ["Parameter", "ParameterTuple", "Tensor", "dtype", "initializer", "set_seed"]
