@@ -31,7 +31,7 @@ MODULES = (
     "halfstep.numerics.trace",
     "halfstep.numerics.lint",
     "halfstep.numerics.replayable",
-    "halfstep.doctor",
+    "halfstep.conformance",
     "halfstep.trainer",
     "halfstep.checkpoint",
 )

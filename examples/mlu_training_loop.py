@@ -3,7 +3,7 @@
     python examples/mlu_training_loop.py --pyamp
     python examples/mlu_training_loop.py --pyamp --device mlu --plugin torch_mlu
 
-`--plugin` is the module whose import makes the vendor's device appear in torch. One call of
+`--plugin` is the module, or the file, whose import makes the vendor's device appear in torch. One call of
 `hs.devices.register` then gives the device its `torch.<device>.amp`, unless the plugin brings its own. On cpu
 and cuda `install()` puts halfstep in the place of torch's `torch.cpu.amp` and `torch.cuda.amp`.
 
@@ -12,6 +12,8 @@ A small network with batch norm learns the bundled handwritten digits.
 
 import argparse
 import importlib
+import os
+import sys
 import time
 from contextlib import nullcontext
 
@@ -52,7 +54,9 @@ def digits():
 def bring_up(name, plugin):
     """Make the device exist, then declare it to halfstep; a plugin that knows halfstep has done so itself."""
     if plugin:
-        importlib.import_module(plugin)
+        folder, module = os.path.split(plugin) if plugin.endswith(".py") else (os.getcwd(), plugin)
+        sys.path.insert(0, folder or os.getcwd())
+        importlib.import_module(module.removesuffix(".py"))
     if name not in hs.devices.available():
         hs.devices.register(name, dtypes=("fp16", "bf16"))
 
@@ -96,7 +100,7 @@ def main():
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--plugin", help="module that brings the device")
+    parser.add_argument("--plugin", help="module or file that brings the device")
     parser.add_argument("--pyamp", action="store_true", help="mixed precision")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64)

@@ -3,6 +3,8 @@
 Numbers and types of errors are MindSpore 2.10's own answers to the same calls.
 """
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -178,6 +180,35 @@ def test_small_names():
     assert values(ops.assign(x, ops.zeros_like(x))) == values(P.Sub()(x, x)) == [[0.0, 0.0], [0.0, 0.0]]
     assert values(ops.assign_add(x, 1.0)) == [[1.0, 1.0], [1.0, 1.0]]
     assert P.Reshape()(x, (4,)).shape == P.Transpose()(x, (1, 0)).reshape(-1).shape == (4,)
+
+
+def test_older_scripts_find_names_where_they_look():
+    for module, name in (
+        ("callback", "LossMonitor"),
+        ("loss_scale_manager", "FixedLossScaleManager"),
+        ("serialization", "load_checkpoint"),
+        ("model", "Model"),
+        ("amp", "build_train_network"),
+    ):
+        assert hasattr(importlib.import_module(f"halfstep.compat.mindspore.train.{module}"), name)
+
+
+def test_a_cell_takes_what_changes_no_number():
+    class Scaled(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.insert_param_to_cell("w", ms.Parameter(ms.Tensor([2.0]), name="w", layerwise_parallel=False))
+            self.insert_child_to_cell("inner", nn.Identity())
+
+        def construct(self, x):
+            return self.inner(x) * self.w
+
+    cell = Scaled().set_grad().add_flags(has_effect=True).set_broadcast_flag()
+    cell.set_inputs(None)
+    assert cell(ms.Tensor([3.0])).item() == 6.0
+    assert [name for name, _ in cell.parameters_and_names()] == ["w"]
+    with pytest.warns(HalfstepWarning, match="saves no memory"):
+        cell.recompute()
 
 
 # --- initializers -----------------------------------------------------------------------------------------

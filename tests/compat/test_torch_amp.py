@@ -313,6 +313,14 @@ def test_install_says_what_it_cannot_reach(modules):
         assert found.unreached == ("imported_before.Trainer.region", "imported_before.train")
 
 
+def test_install_without_with_says_that_it_did_nothing():
+    with pytest.warns(HalfstepWarning, match=r"write `with install\(\):`") as told:
+        install()
+        gc.collect()
+    assert told[0].filename == __file__
+    assert torch.amp.GradScaler is not torch_amp.GradScaler
+
+
 def test_install_entered_and_never_left_holds(quiet):
     """The object that `install()` gave is gone at once; nothing may be undone by that."""
     before = originals()

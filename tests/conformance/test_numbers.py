@@ -102,6 +102,14 @@ def test_a_chip_of_fp16_alone_needs_no_flags_and_brings_its_own_table():
     assert "named under both" in said[3]
 
 
+@pytest.mark.parametrize("example", ["examples/mlu_training_loop.py", "examples/detect.py"])
+def test_a_plugin_that_is_a_file_finds_the_files_beside_it(example, tmp_path):
+    (tmp_path / "chip_beside.py").write_text("from tests import python_device")
+    (tmp_path / "chip.py").write_text("import chip_beside\nraise SystemExit('brought up ' + __name__)")
+    done = run(example, "--plugin", str(tmp_path / "chip.py"), "--device", "pydev")
+    assert done.stderr.strip().splitlines()[-1] == "brought up chip"
+
+
 def test_the_detector_trains_on_a_plugged_in_chip():
     small = ["--epochs", "1", "--batch-size", "16", "--train-images", "32", "--image-size", "32"]
     small += ["--cfg", "yolov5n.yaml", "--amp"]

@@ -220,10 +220,22 @@ class install:
     elsewhere is listed in the Installation and in one warning. `torch.jit.script` still sees torch's own,
     which alone it can compile. At the end every name gets torch's back, also in modules imported inside.
     Entered and never left, it holds until the process ends. Process-wide, so for one thread at a time;
-    entered again inside, it changes nothing.
+    entered again inside, it changes nothing. Called and never entered it does nothing, and says so.
     """
 
+    _entered = False
+
+    def __del__(self) -> None:
+        if not self._entered and not sys.is_finalizing():
+            warnings.warn(
+                "install() was called and not entered, so torch's autocast and GradScaler are still torch's: "
+                "write `with install():` around the code, or install().__enter__() to keep it",
+                HalfstepWarning,
+                stacklevel=2,
+            )
+
     def __enter__(self) -> Installation:
+        self._entered = True
         if _installed:
             return _installed[-1][1]
         originals = {

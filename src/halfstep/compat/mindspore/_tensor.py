@@ -45,8 +45,15 @@ class Tensor(_Methods, torch.Tensor):
 class Parameter(_Methods, torch.nn.Parameter):
     """A torch.nn.Parameter with MindSpore's methods and a name, which its network replaces by its path."""
 
-    def __new__(cls, default_input: Any, name: str | None = None, requires_grad: bool = True) -> Parameter:
-        """From anything `Tensor` takes; the data is shared with a tensor given."""
+    def __new__(
+        cls,
+        default_input: Any,
+        name: str | None = None,
+        requires_grad: bool = True,
+        layerwise_parallel: bool = False,
+        parallel_optimizer: bool = True,
+    ) -> Parameter:
+        """From anything `Tensor` takes; the data is shared with a tensor given. These cells train alone."""
         data = plain_tensor(torch.as_tensor(default_input)).detach()
         parameter = super().__new__(cls, data, requires_grad)
         parameter._called = "Parameter" if name is None else name

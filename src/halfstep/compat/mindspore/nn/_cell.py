@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from halfstep.autocast.context import active_policy, autocast
 from halfstep.compat.mindspore._tensor import Parameter, bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
 from halfstep.convert.to_float import to_float
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 
 class NothingToRun(UnsupportedError, AttributeError):
@@ -35,7 +36,8 @@ class Cell(torch.nn.Module):
         elif "construct" not in own and cls.forward is not Cell.forward:
             cls.construct = cls.forward
 
-    def __init__(self) -> None:
+    def __init__(self, auto_prefix: bool = True, flags: Mapping[str, Any] | None = None) -> None:
+        """MindSpore's arguments are taken: names here are paths in any case, and no graph has flags."""
         super().__init__()
         self.training = False
 
@@ -69,6 +71,41 @@ class Cell(torch.nn.Module):
     def set_train(self, mode: bool = True) -> Self:
         """Training mode on or off, for everything inside."""
         return self.train(mode)
+
+    def set_grad(self, requires_grad: bool = True) -> Self:
+        """Nothing to prepare: gradients flow where a gradient function asks for them."""
+        return self
+
+    def add_flags(self, **flags: Any) -> Self:
+        """Taken; flags of a graph change no number."""
+        return self
+
+    def set_inputs(self, *_inputs: Any, **_named: Any) -> None:
+        """Taken; shapes are those of the call."""
+
+    def set_broadcast_flag(self, mode: bool = True) -> Self:
+        """Taken; these cells train alone."""
+        return self
+
+    def set_jit_config(self, jit_config: Any) -> None:
+        """Taken; cells run as written."""
+
+    def recompute(self, **mode: Any) -> None:
+        """Told to save no memory here: see torch.utils.checkpoint."""
+        warnings.warn(
+            f"{type(self).__name__}.recompute() saves no memory here; wrap the call in "
+            "torch.utils.checkpoint.checkpoint instead",
+            HalfstepWarning,
+            stacklevel=2,
+        )
+
+    def insert_child_to_cell(self, child_name: str, child_cell: torch.nn.Module) -> None:
+        """Put a cell inside by name."""
+        self.add_module(child_name, child_cell)
+
+    def insert_param_to_cell(self, param_name: str, param: Any, check_name_contain_dot: bool = True) -> None:
+        """Put a parameter inside by name."""
+        self.register_parameter(param_name, param)
 
     def parameters_and_names(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """(name, parameter) of everything inside; `parameter.name` is set to it."""

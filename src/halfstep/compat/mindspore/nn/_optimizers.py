@@ -86,7 +86,7 @@ def _first(learning_rate: LearningRate) -> float:
 
 
 def _groups(params: Any, learning_rate: LearningRate) -> Groups:
-    """Read MindSpore's groups; ConfigError for none, for a key that nothing here knows and for a bad order."""
+    """Read MindSpore's groups; ConfigError for none, for an unknown key and for a bad order."""
     listed: list[Any] = list(params)
     order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
     groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
