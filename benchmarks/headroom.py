@@ -18,7 +18,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.recipes import RECIPES
-from halfstep.recipes.runs import Setting, train_once
+from halfstep.recipes.runs import TrainSetting, train_once
 
 SCALES = ("dynamic", "headroom")
 
@@ -54,7 +54,7 @@ def on_recipe(name: str, scale: str, seeds: int, share: float) -> dict[str, Any]
     runs = []
     for seed in range(seeds):
         run = train_once(
-            recipe, task, Setting("O1", "fp16", scale), seed, steps, torch.device("cpu"), lambda _: None
+            recipe, task, TrainSetting("O1", "fp16", scale), seed, steps, torch.device("cpu"), lambda _: None
         )
         loss = run.test[recipe.metric] if recipe.metric == "loss" else 100 - 100 * run.test[recipe.metric]
         runs.append({"skipped": len(run.skipped), "final": loss})

@@ -95,7 +95,7 @@ def value(optimizer: Any, p: nn.Parameter) -> torch.Tensor:
 def works(entry: optimizer_race.Entry) -> bool:
     """Whether a peer takes a step on this machine at all; said where not."""
     try:
-        bench = optimizer_race.Bench(entry, [4096], torch.device("cpu"))
+        bench = optimizer_race.TimedEntry(entry, [4096], torch.device("cpu"))
         bench.seconds("update")
     except Exception as error:
         print(f"left out: {entry.name} ({type(error).__name__}: {str(error)[:200]})", file=sys.stderr)

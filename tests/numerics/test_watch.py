@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
-from halfstep.gradients.per_parameter import Slot, ends_of, largest, magnitudes
+from halfstep.gradients.per_parameter import EndsBuffer, ends_of, largest, magnitudes
 from halfstep.numerics.headroom import forecast, headroom, trend
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
@@ -148,7 +148,7 @@ def test_largest_of_any_dtype_and_layout():
     ]
     expected = torch.tensor([3.0, 1e300, math.nan, math.inf, 0.0, 5.0, 5.0], dtype=torch.float64)
     assert torch.equal(largest(given).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
-    one_by_one = magnitudes([Slot(g).take(g) for g in given])
+    one_by_one = magnitudes([EndsBuffer(g).take(g) for g in given])
     assert torch.equal(one_by_one.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
 
 

@@ -200,7 +200,7 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
         for p, g in zip(params, now):
             group, place = optimizer._find(p)
             entries.append((optimizer._slot(p, group, place), g.reshape(-1)))
-        job = backends.Job(optimizer.algorithm(group), group, entries, torch.tensor(0.5), None)
+        job = backends.GroupUpdate(optimizer.algorithm(group), group, entries, torch.tensor(0.5), None)
         backends.on_device(job, torch.device("cpu"), torch.tensor(step == 1))
     assert all(torch.equal(p, q) for p, q in zip(host, params))
 

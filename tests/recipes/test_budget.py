@@ -7,7 +7,7 @@ import torch
 
 from halfstep.recipes import recipe_of
 from halfstep.recipes.budget import NO_LIMIT, OutOfTime, TimeBudget
-from halfstep.recipes.runs import Setting, run_recipe
+from halfstep.recipes.runs import TrainSetting, run_recipe
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_a_stopped_row_says_so_is_not_measured_and_the_others_are():
 
     report = run_recipe(
         recipe_of("digits-mlp"),
-        [Setting("O0", None), Setting("O1", "bf16")],
+        [TrainSetting("O0", None), TrainSetting("O1", "bf16")],
         seeds=2,
         steps=3,
         device=torch.device("cpu"),

@@ -54,7 +54,7 @@ def test_an_optimizer_that_writes_into_gradients_moves_all_the_same():
 
 def test_both_sides_start_from_the_same_gradients():
     fused, ours = (
-        optimizer_race.Bench(entry, [512], CPU)
+        optimizer_race.TimedEntry(entry, [512], CPU)
         for entry in (optimizer_race.entries()[0], optimizer_race.ours())
     )
     for bench in (fused, ours):

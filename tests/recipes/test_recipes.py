@@ -10,7 +10,15 @@ from torch import nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.recipes import RECIPES, data, measure, recipe_of
-from halfstep.recipes.runs import Bench, RecipeReport, Row, SeedRun, Setting, run_recipe, train_once
+from halfstep.recipes.runs import (
+    RecipeReport,
+    Row,
+    SeedRun,
+    TimedSetting,
+    TrainSetting,
+    run_recipe,
+    train_once,
+)
 
 CPU = torch.device("cpu")
 TRAIN, TEST = torch.arange(40), torch.arange(12)
@@ -143,7 +151,7 @@ def test_a_recipe_builds_the_same_twice_and_learns(name):
     for a, b in zip(one.parameters(), other.parameters()):
         assert torch.equal(a, b)
     steps = 6 if name == "text-gpt" else 30
-    run = train_once(recipe, recipe.task(), Setting("O1", "bf16"), 0, steps, CPU, lambda _: None)
+    run = train_once(recipe, recipe.task(), TrainSetting("O1", "bf16"), 0, steps, CPU, lambda _: None)
     assert run.failed is None
     assert len(run.losses) == steps
     assert run.losses[-1] < 0.98 * run.losses[0]
@@ -155,8 +163,8 @@ def test_text_gpt_saves_at_most_0_6_of_the_bytes(level, bound):
     recipe = recipe_of("text-gpt")
     task = recipe.task()
     saved = {}
-    for setting in (Setting("O0", None), Setting(level, "bf16")):
-        bench = Bench(recipe, task, setting, CPU)
+    for setting in (TrainSetting("O0", None), TrainSetting(level, "bf16")):
+        bench = TimedSetting(recipe, task, setting, CPU)
         saved[setting.level] = measure.saved_bytes(bench.forward, bench.model.parameters())
     assert saved["O0"] > 50e6
     assert saved[level] <= bound * saved["O0"]
@@ -171,7 +179,7 @@ def test_mixed_precision_keeps_the_accuracy(name, level, dtype):
     task = recipe.task()
     steps = 120 if name == "digits-mlp" else 60
     full = _base_accuracy(name, steps)
-    run = train_once(recipe, task, Setting(level, dtype), 0, steps, CPU, lambda _: None)
+    run = train_once(recipe, task, TrainSetting(level, dtype), 0, steps, CPU, lambda _: None)
     assert full > 0.9
     assert abs(run.test["accuracy"] - full) <= 0.015
 
@@ -182,7 +190,7 @@ _bases: dict[str, float] = {}
 def _base_accuracy(name, steps):
     if name not in _bases:
         recipe = recipe_of(name)
-        run = train_once(recipe, recipe.task(), Setting("O0", None), 0, steps, CPU, lambda _: None)
+        run = train_once(recipe, recipe.task(), TrainSetting("O0", None), 0, steps, CPU, lambda _: None)
         _bases[name] = run.test["accuracy"]
     return _bases[name]
 
@@ -193,7 +201,7 @@ def test_digits_faint_needs_a_scale_and_masters_in_fp16():
     task = recipe.task()
 
     def loss(level, dtype, scale=None):
-        setting = Setting(level, dtype, scale)
+        setting = TrainSetting(level, dtype, scale)
         return train_once(recipe, task, setting, 0, 170, CPU, lambda _: None).test["loss"]
 
     full = loss("O0", None)
@@ -206,11 +214,11 @@ def test_digits_faint_needs_a_scale_and_masters_in_fp16():
 
 def test_a_setting_says_its_scale_only_where_it_is_not_the_levels_own():
     labels = [
-        Setting("O0", None).label,
-        Setting("O1", "fp16", "dynamic").label,
-        Setting("O2", "fp16", "none").label,
-        Setting("O3", "fp16", "none").label,
-        Setting("O1", "bf16", "1024").label,
+        TrainSetting("O0", None).label,
+        TrainSetting("O1", "fp16", "dynamic").label,
+        TrainSetting("O2", "fp16", "none").label,
+        TrainSetting("O3", "fp16", "none").label,
+        TrainSetting("O1", "bf16", "1024").label,
     ]
     assert labels == ["O0", "O1 fp16", "O2 fp16 no scale", "O3 fp16", "O1 bf16 scale 1024"]
 
@@ -254,8 +262,8 @@ def test_the_same_step_counts_the_same_flops_in_every_dtype(name):
     recipe = recipe_of(name)
     task = recipe.task()
     flops = []
-    for setting in (Setting("O0", None), Setting("O1", "bf16"), Setting("O1", "fp16")):
-        flops.append(sum(measure.work_of(Bench(recipe, task, setting, CPU).step).flops.values()))
+    for setting in (TrainSetting("O0", None), TrainSetting("O1", "bf16"), TrainSetting("O1", "fp16")):
+        flops.append(sum(measure.work_of(TimedSetting(recipe, task, setting, CPU).step).flops.values()))
     assert flops[0] > 1e8
     assert flops == pytest.approx([flops[0]] * 3, rel=0.01)
 
@@ -304,7 +312,7 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
     recipe = recipe_of("digits-mlp")
     task = recipe.task()
     seen = []
-    settings = [Setting("O0", None), Setting("O1", "fp16", "1e38")]
+    settings = [TrainSetting("O0", None), TrainSetting("O1", "fp16", "1e38")]
     options = {"seeds": 1, "steps": 60, "device": CPU, "folder": None, "rounds": 1, "on_step": seen.append}
     report = run_recipe(recipe, settings, **options).as_dict()
     good, bad = report["rows"]
@@ -317,7 +325,7 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
 
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
-    rows = [Row(Setting("O0", None), [SeedRun(0, failed="boom")])]
+    rows = [Row(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
     made = RecipeReport(recipe, "digits", 1, 1, rows).as_dict()["rows"][0]
     assert made["mean"] is None
     assert made["difference"] is None
@@ -326,7 +334,10 @@ def test_summaries_of_rows_without_results():
 
 def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
     runs = [SeedRun(0, test={"loss": 1.0}), SeedRun(1, test={"loss": float("nan")}, diverged_at=3)]
-    rows = [Row(Setting("O0", None), [SeedRun(0, test={"loss": 2.0})]), Row(Setting("O3", "fp16"), runs)]
+    rows = [
+        Row(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
+        Row(TrainSetting("O3", "fp16"), runs),
+    ]
     made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).as_dict()["rows"][1]
     assert made["diverged"] == 1
     assert all(math.isnan(made[key]) for key in ("mean", "spread", "difference"))

@@ -48,7 +48,7 @@ _NORM_PARAMETERS: Mapping[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class Site:
+class OpOnDevice:
     """One overload of an op on one device type, with torch's own Autocast kernel if it has one.
 
     `native_rule`: what that kernel does; None where there is no kernel or its rule is not known.
@@ -99,7 +99,7 @@ def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 def runner(
-    site: Site, row: OpRow | None, compute: torch.dtype, slow: bool, kernels: KernelTable | None = None
+    site: OpOnDevice, row: OpRow | None, compute: torch.dtype, slow: bool, kernels: KernelTable | None = None
 ) -> Runner | None:
     """The runner for an op whose rule is `row`; None where torch's own behaviour already is that rule.
 
@@ -166,11 +166,11 @@ def _caster(device_type: str, dtype: torch.dtype) -> Callable[[torch.Tensor], to
     return change
 
 
-def _cast_below(site: Site, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Any:
+def _cast_below(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Any:
     return site.below(*_map(args, kwargs, _caster(site.device_type, dtype)))
 
 
-def _low_runner(site: Site, compute: torch.dtype) -> Runner:
+def _low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     to_compute = _caster(site.device_type, compute)
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -184,7 +184,7 @@ def _low_runner(site: Site, compute: torch.dtype) -> Runner:
     return run
 
 
-def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
+def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     """Torch's kernel casts in C++; only fp64 inputs need more."""
     call, general = site.native.call_boxed, _low_runner(site, compute)
     lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in site.op._schema.arguments)
@@ -198,18 +198,18 @@ def _native_low_runner(site: Site, compute: torch.dtype) -> Runner:
     return run
 
 
-def _unchosen_runner(site: Site, compute: torch.dtype) -> Runner:
+def _unchosen_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     native = site.native_rule is Rule.LOW
     return _native_low_runner(site, compute) if native else _low_runner(site, compute)
 
 
-def _chosen_runner(site: Site, compute: torch.dtype, kernels: KernelTable) -> Runner:
+def _chosen_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTable) -> Runner:
     """By the implementation that `kernels` says for this op and these arguments."""
     whole = _unchosen_runner(site, compute), _slow_runner(site, compute)
     return kernel_runners.chosen(site.op.name(), compute, kernels, site.under, *whole)
 
 
-def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
+def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     """fp32 arithmetic on values rounded to `compute`: what a tensor core does (see `saved_low.py`)."""
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
 
@@ -238,12 +238,12 @@ def _slow_runner(site: Site, compute: torch.dtype) -> Runner:
     return run
 
 
-def _full_runner(site: Site) -> Runner:
+def _full_runner(site: OpOnDevice) -> Runner:
     to_full = _caster(site.device_type, _F32)
     return lambda _, args, kwargs: site.below(*_map(args, kwargs, to_full))
 
 
-def _dtype_argument_runner(site: Site) -> Runner:
+def _dtype_argument_runner(site: OpOnDevice) -> Runner:
     """Pass `dtype=torch.float32`: the kernel reads 16 bits and accumulates in fp32, no copy is made.
 
     An op called with a dtype of the user's keeps it. Overloads that have no such argument are cast.
@@ -271,7 +271,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, floating) if floating else None
 
 
-def _widest_runner(site: Site) -> Runner:
+def _widest_runner(site: OpOnDevice) -> Runner:
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
         dtypes = _dtypes(args, kwargs)
         target = widest(dtypes)
@@ -282,11 +282,11 @@ def _widest_runner(site: Site) -> Runner:
     return run
 
 
-def _below_runner(site: Site) -> Runner:
+def _below_runner(site: OpOnDevice) -> Runner:
     return lambda _, args, kwargs: site.below(args, kwargs)
 
 
-def _norm_runner(site: Site) -> Runner:
+def _norm_runner(site: OpOnDevice) -> Runner:
     """Run in the dtype of the input. Its affine parameters are cast where the kernel cannot mix the two: to
     the dtype of the running statistics where there are any, else to that of the input.
 
@@ -327,7 +327,7 @@ def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kw
 
 
 def _refuse_in_place(
-    site: Site, reason: str, compute: torch.dtype, keyset: Any, args: Args, kwargs: Kwargs
+    site: OpOnDevice, reason: str, compute: torch.dtype, keyset: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """An op in place that must not round its result to 16 bits: refused on such tensors alone."""
     if _dtypes(args, kwargs) & {torch.float16, torch.bfloat16}:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep.autocast import casts, regions
-from halfstep.autocast.casts import Runner, Site
+from halfstep.autocast.casts import OpOnDevice, Runner
 from halfstep.policy.policy import Policy
 
 _C: Any = torch._C
@@ -82,5 +82,5 @@ def _runner(op: torch._ops.OpOverload, device_type: str, policy: Policy) -> Runn
     name = op._schema.name.removeprefix("aten::")
     if op._schema.is_mutable and not name.endswith("_"):
         return None
-    site = Site(op, device_type, regions.key_of(device_type), None, None)
+    site = OpOnDevice(op, device_type, regions.key_of(device_type), None, None)
     return casts.runner(site, policy.rows(device_type).get(name), policy.compute_dtype, False)

@@ -35,7 +35,7 @@ _grad = torch.is_grad_enabled
 _KEPT = 4096
 
 
-class Site(NamedTuple):
+class OpCall(NamedTuple):
     """One op met with certain arguments: its class, what needs a gradient, and how a choice runs it."""
 
     op: str
@@ -56,7 +56,7 @@ _LIMITS = {
 }
 
 
-def class_of(site: Site, dtype: torch.dtype) -> OpClass:
+def class_of(site: OpCall, dtype: torch.dtype) -> OpClass:
     """The class of a site in a compute dtype, with torch's threads as they are now."""
     limits = _LIMITS.get(site.op, _LIMITS["lstm" if site.op in ONE_BACKWARD else "linear"])
     known = sizes(site.geometry)
@@ -77,7 +77,7 @@ def _argument(args: Args, place: int, default: Any) -> Any:
 # --- linear layers and products of matrices ----------------------------------------------------------------
 
 
-def _linear(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
+def _linear(args: Args, kwargs: Mapping[str, Any]) -> OpCall | None:
     x, weight, bias = args[0], args[1], _argument(args, 2, None)
     fits = weight.dim() == 2 and x.dim() > 1 and x.shape[-1] == weight.shape[1]
     if not fits or not (bias is None or bias.shape == weight.shape[:1]):
@@ -93,7 +93,7 @@ def _linear(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
 
         return call
 
-    return Site("linear", _thin(rows), rows * weight.numel(), _needs(x, weight), run)
+    return OpCall("linear", _thin(rows), rows * weight.numel(), _needs(x, weight), run)
 
 
 def _thin(rows: int) -> str:
@@ -106,7 +106,7 @@ def _product(choice: Choice, a: Tensor, b: Tensor) -> Tensor:
     return functions.Product.apply(a, b, choice)
 
 
-def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
+def _matmul(args: Args, kwargs: Mapping[str, Any]) -> OpCall | None:
     """Of matrices or batches of them; a batch by one matrix is one product of all its rows."""
     a, b = args[0], args[1]
     if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-2] or (a.dim() == 2 and b.dim() > 2):
@@ -124,7 +124,7 @@ def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
 
             return call
 
-        return Site("linear", _thin(rows), rows * k * m, _needs(a, b), run_rows)
+        return OpCall("linear", _thin(rows), rows * k * m, _needs(a, b), run_rows)
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
@@ -141,7 +141,7 @@ def _matmul(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
         return call
 
     geometry = "matrices up to 64" if n * k * m <= 64**3 else "matrices over 64"
-    return Site("bmm", geometry, math.prod(batch) * n * k * m, _needs(a, b), run_batch)
+    return OpCall("bmm", geometry, math.prod(batch) * n * k * m, _needs(a, b), run_batch)
 
 
 # --- convolutions ------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def _full_geometry(args: Args, dims: int) -> Geometry:
 
 def _convolution(
     read: Callable[[Args, int], Geometry | None],
-) -> Callable[[Args, Mapping[str, Any]], Site | None]:
-    def site(args: Args, kwargs: Mapping[str, Any]) -> Site | None:
+) -> Callable[[Args, Mapping[str, Any]], OpCall | None]:
+    def site(args: Args, kwargs: Mapping[str, Any]) -> OpCall | None:
         x, weight = args[0], args[1]
         dims = weight.dim() - 2
         single = x.dim() == dims + 1
@@ -214,7 +214,7 @@ def _convolution(
             shape = "pointwise" if shape == "narrow-pointwise" else "dense"
         if shape.endswith("depthwise"):
             work *= 16  # bound by memory, not by products
-        return Site("convolution", f"{dims}d {shape}{_layout(x)}", work, _needs(x, weight), run)
+        return OpCall("convolution", f"{dims}d {shape}{_layout(x)}", work, _needs(x, weight), run)
 
     return site
 
@@ -249,7 +249,7 @@ def _layout(x: Tensor) -> str:
 def _attention(
     args: Args,
     kwargs: Mapping[str, Any],
-) -> Site | None:
+) -> OpCall | None:
     q, k, v = args[:3]
     dropout, causal = _argument(args, 4, 0.0), _argument(args, 5, False)
     scale = kwargs.get("scale")
@@ -269,7 +269,7 @@ def _attention(
 
     trained = _grad() and any(t.requires_grad for t in (q, k, v))
     work = float(q.shape[2] * k.shape[2] * q.shape[3])
-    return Site("attention", "causal" if causal else "full", work, "i" if trained else "", run)
+    return OpCall("attention", "causal" if causal else "full", work, "i" if trained else "", run)
 
 
 # --- ops that are rounded whole or not at all --------------------------------------------------------------
@@ -325,7 +325,7 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
             work = 2.0 * weight * tensors[0].numel() / tensors[0].shape[-1]
         else:
             work = math.prod(sorted(t.numel() for t in tensors)[-2:]) ** 0.75
-        size = class_of(Site(kind, geometry, work, "", _none), dtype).size
+        size = class_of(OpCall(kind, geometry, work, "", _none), dtype).size
     return OpClass(kind, low, geometry, size, threads)
 
 
@@ -346,7 +346,7 @@ def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) 
 
 # --- the runner --------------------------------------------------------------------------------------------
 
-_READERS: dict[str, Callable[[Args, Mapping[str, Any]], Site | None]] = {
+_READERS: dict[str, Callable[[Args, Mapping[str, Any]], OpCall | None]] = {
     "aten::linear": _linear,
     "aten::matmul": _matmul,
     "aten::mm": _matmul,

@@ -22,7 +22,7 @@ import torch
 
 from halfstep import devices
 from halfstep.autocast import casts
-from halfstep.autocast.casts import Runner, Site
+from halfstep.autocast.casts import OpOnDevice, Runner
 from halfstep.autocast.dynamo import not_compiled
 from halfstep.autocast.kernel_choice import KernelTable
 from halfstep.autocast.state import (
@@ -177,7 +177,7 @@ def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
 # --- kernels at the Autocast key ---------------------------------------------------------------------------
 
 _registry = threading.RLock()
-_sites: dict[tuple[torch._ops.OpOverload, str], Site] = {}
+_sites: dict[tuple[torch._ops.OpOverload, str], OpOnDevice] = {}
 _ready: set[Setting] = set()
 _registered: set[tuple[torch._ops.OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
@@ -190,7 +190,7 @@ def key_of(device_type: str) -> torch._C.DispatchKey:
     return _C._dispatch_key_parse(f"Autocast{device_type.upper()}")
 
 
-def _site(op: torch._ops.OpOverload, device_type: str) -> Site:
+def _site(op: torch._ops.OpOverload, device_type: str) -> OpOnDevice:
     """The site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
@@ -200,7 +200,7 @@ def _site(op: torch._ops.OpOverload, device_type: str) -> Site:
             native = torch.library.get_kernel(op, name)
             row = _native_rows(device_type).get(op._schema.name.removeprefix("aten::"))
             rule = None if row is None else row.rule
-        found = _sites[op, device_type] = Site(op, device_type, key, native, rule)
+        found = _sites[op, device_type] = OpOnDevice(op, device_type, key, native, rule)
     return found
 
 
@@ -232,7 +232,7 @@ def release() -> None:
             memory.clear()
 
 
-def _kernel(site: Site) -> Callable[..., Any]:
+def _kernel(site: OpOnDevice) -> Callable[..., Any]:
     """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
     op, device_type = site.op.name(), site.device_type
     local, task = _local, _C._current_graph_task_id

@@ -22,7 +22,7 @@ from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
     from halfstep.recipes.budget import TimeBudget
-    from halfstep.recipes.runs import OnStep, Setting
+    from halfstep.recipes.runs import OnStep, TrainSetting
 
 
 AUTO = "auto"
@@ -117,7 +117,7 @@ class _Job:
     """One recipe's share of an order; `rounds` of timing in turns."""
 
     recipe: Recipe
-    settings: tuple[Setting, ...]
+    settings: tuple[TrainSetting, ...]
     steps: int
     seeds: int
     rounds: int
@@ -230,15 +230,15 @@ def _scale(word: str) -> str | None:
 def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> _Job:
     from halfstep import devices
     from halfstep.formats import dtype_name
-    from halfstep.recipes.runs import Setting
+    from halfstep.recipes.runs import TrainSetting
 
     if order.steps is not None and order.epochs is not None:
         raise ConfigError("--steps and --epochs were both given; choose one")
     dtypes = order.dtypes or (dtype_name(devices.default_dtype(device)),)
-    settings: list[Setting] = []
+    settings: list[TrainSetting] = []
     for level in order.levels:
         if level == "O0":
-            settings.append(Setting("O0", None))
+            settings.append(TrainSetting("O0", None))
             continue
         if level == AUTO:
             settings.append(_tuned(recipe, order, device, data))
@@ -246,21 +246,21 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
         for dtype in dtypes:
             devices.check_dtype(device, dtype)
             scales = recipe.scales if order.demo and recipe.scales and dtype == "fp16" else order.scales
-            settings.extend(Setting(level, dtype, scale) for scale in scales)
+            settings.extend(TrainSetting(level, dtype, scale) for scale in scales)
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
     return _Job(recipe, tuple(settings), steps, order.seeds, 12 if order.demo else 24)
 
 
-def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> Setting:
+def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> TrainSetting:
     """Measure which setting trains the recipe fastest here, and say so."""
-    from halfstep.recipes.runs import Setting
+    from halfstep.recipes.runs import TrainSetting
     from halfstep.recipes.tuned import tune_recipe
 
     dtype = order.dtypes[0] if order.dtypes else None
     print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
-    return Setting.of(tune_recipe(recipe, device, dtype=dtype, folder=data))
+    return TrainSetting.of(tune_recipe(recipe, device, dtype=dtype, folder=data))
 
 
 def _train(

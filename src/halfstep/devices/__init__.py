@@ -17,12 +17,12 @@ from halfstep.devices.capabilities import (
 )
 from halfstep.devices.memory import float32_matmul_precision, keep_freed_memory
 from halfstep.devices.register import Accelerator, on_register, register
-from halfstep.devices.transfer import Arriving, send_to_host
+from halfstep.devices.transfer import AsyncCopy, send_to_host
 
 __all__ = [
     "SLOW_RATIO",
     "Accelerator",
-    "Arriving",
+    "AsyncCopy",
     "Capability",
     "Declared",
     "Status",

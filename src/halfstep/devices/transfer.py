@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Arriving:
+class AsyncCopy:
     """A tensor on its way to the host; `wait()` gives it once it is there."""
 
     tensor: Tensor
@@ -26,17 +26,17 @@ class Arriving:
         return self.tensor
 
 
-def send_to_host(t: Tensor) -> Arriving:
+def send_to_host(t: Tensor) -> AsyncCopy:
     """Start copying `t` to the host without waiting for the device.
 
     A device without pinned memory (a vendor's first port) has it copied at once.
     """
     if t.device.type == "cpu":
-        return Arriving(t, None)
+        return AsyncCopy(t, None)
     try:
         copy = t.to("cpu", non_blocking=True)
     except NotImplementedError:
-        return Arriving(t.to("cpu"), None)
+        return AsyncCopy(t.to("cpu"), None)
     event = torch.Event(t.device)
     event.record(torch.accelerator.current_stream(t.device))
-    return Arriving(copy, event)
+    return AsyncCopy(copy, event)

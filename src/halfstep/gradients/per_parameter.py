@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.devices.transfer import Arriving, send_to_host
+from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.gradients.cpu import GRADS, _items
 from halfstep.gradients.widen import LEAST
 from halfstep.kernels.pool import run_ranges
@@ -26,7 +26,7 @@ Ends = tuple[Tensor, Tensor]
 """Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""
 
 
-class Slot:
+class EndsBuffer:
     """Memory for the smallest and the largest element of one gradient, written anew at each backward.
 
     Small blocks left behind in backward, between large ones that are freed, would cost the allocator more
@@ -134,7 +134,7 @@ class Magnitudes:
 
     step: int
     names: tuple[str, ...]
-    packed: Arriving
+    packed: AsyncCopy
     fate: tuple[float, bool] | None
 
     @classmethod

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, format_of
-from halfstep.gradients.per_parameter import Ends, Magnitudes, Slot, largest, magnitudes, worst_of
+from halfstep.gradients.per_parameter import Ends, EndsBuffer, Magnitudes, largest, magnitudes, worst_of
 from halfstep.names import canonical
 from halfstep.numerics.actors import is_session
 from halfstep.numerics.headroom import Forecast, forecast, headroom
@@ -141,7 +141,7 @@ class Watch:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
         self._ends: dict[str, Ends] = {}
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, EndsBuffer] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
@@ -231,7 +231,7 @@ class Watch:
         # Accumulated gradients come by once for each backward; the last one is the step's.
         slot = self._slots.get(name)
         if slot is None or not slot.fits(gradient):
-            slot = self._slots[name] = Slot(gradient)
+            slot = self._slots[name] = EndsBuffer(gradient)
         self._ends[name] = slot.take(gradient)
         if self._sampling:
             self._count("gradient", name, gradient)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.devices.transfer import Arriving, send_to_host
+from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
@@ -28,7 +28,7 @@ _RANGE = (
 
 
 @dataclass(frozen=True)
-class Job:
+class GroupUpdate:
     """The parameters of one group on one device, with their gradients (in the parameters' memory order) and
     the step's scalars."""
 
@@ -43,7 +43,7 @@ class LateErrors:
     """Flags of out-of-range masters on accelerators: copied to the host meanwhile, raised two steps later."""
 
     def __init__(self) -> None:
-        self._waiting: list[Arriving] = []
+        self._waiting: list[AsyncCopy] = []
 
     def add(self, flag: Tensor | None) -> None:
         """Remember a 0-d bool device tensor."""
@@ -69,7 +69,7 @@ def as_fp32(row: tuple[Number, ...]) -> Row:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def on_host(job: Job, compiled: bool) -> None:
+def on_host(job: GroupUpdate, compiled: bool) -> None:
     """Update CPU parameters; raises MasterRangeError."""
     hyper = numbers_of(job.group)
     rows: dict[float, Row] = {}
@@ -124,7 +124,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
 
 
 def on_device(
-    job: Job,
+    job: GroupUpdate,
     device: torch.device,
     found_inf: bool | Tensor | None,
     plans: cuda.Plans | None = None,
@@ -161,7 +161,7 @@ def _key_there(slot: Slot) -> rounding.Int:
 
 
 def _by_kernels(
-    job: Job, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
+    job: GroupUpdate, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
 ) -> Tensor | None:
     """`on_device` by the Triton kernels."""
     if found_inf is True:

@@ -461,7 +461,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         found_inf: bool | Tensor | None,
     ) -> None:
         """Update one group's parameters on one device."""
-        job = backends.Job(self.algorithm(group), group, work, inv_scale, clip_coef)
+        job = backends.GroupUpdate(self.algorithm(group), group, work, inv_scale, clip_coef)
         name = "reference" if job.algorithm.code == L.NO_KERNEL else self._runner(device)
         if name == "triton":
             self._late.add(backends.on_device(job, device, found_inf, self._plans))

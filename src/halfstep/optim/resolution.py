@@ -76,7 +76,7 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
 
 
 @dataclass
-class LostUpdates:
+class LostShares:
     """Filled in when `lost_updates` ends: the share of updates that did nothing, by parameter and in all."""
 
     shares: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
@@ -84,13 +84,13 @@ class LostUpdates:
 
 
 @contextmanager
-def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostUpdates]:
+def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
     """Around one `step`: the share of weights with a gradient that kept their value, masters included.
 
     Weights rounded at random lose none: those that stay make up for those that move too far. Weights are
     sampled (at most 65,536 a tensor); reads values back to the host.
     """
-    lost = LostUpdates()
+    lost = LostShares()
     before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer._places() if p.grad is not None}
     yield lost
     kept, all_moving, random = 0, 0, rounded_at_random(optimizer)

@@ -100,7 +100,7 @@ def entries() -> list[Entry]:
     return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
 
 
-class Bench:
+class TimedEntry:
     """One contestant with weights and gradients in place."""
 
     def __init__(self, entry: Entry, sizes: Sequence[int], device: torch.device) -> None:
@@ -148,9 +148,9 @@ def race(
     contestants: Sequence[Entry], sizes: Sequence[int], rounds: int, device: torch.device
 ) -> Iterator[Result]:
     """Time each contestant in turn with the first, two in memory at a time; yields one result each."""
-    first = Bench(contestants[0], sizes, device)
+    first = TimedEntry(contestants[0], sizes, device)
     for entry in contestants:
-        bench = first if entry is contestants[0] else Bench(entry, sizes, device)
+        bench = first if entry is contestants[0] else TimedEntry(entry, sizes, device)
         times: dict[str, list[tuple[float, float]]] = {"update": [], "step": []}
         for turn in range(rounds + 1):
             for kind, found in times.items():

@@ -52,7 +52,7 @@ OnStep = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainSetting:
     """A precision to train at. `dtype` is None for fp32; `loss_scale` None means the level's own choice.
 
     `plan`, where there is one, is what level "auto" came to: level and dtype are then the plan's.
@@ -64,7 +64,7 @@ class Setting:
     plan: Plan | None = None
 
     @classmethod
-    def of(cls, tuning: Tuning) -> Setting:
+    def of(cls, tuning: Tuning) -> TrainSetting:
         """What level "auto" came to on this machine."""
         choice = tuning.choice
         return cls(choice.level, choice.dtype, plan=tuning.plan)
@@ -110,7 +110,7 @@ class SeedRun:
 class Row:
     """One setting's runs and measurements; None where a failure prevented the measurement."""
 
-    setting: Setting
+    setting: TrainSetting
     runs: list[SeedRun]
     seconds: float | None = None
     noise: float | None = None
@@ -225,7 +225,7 @@ def _our_warnings(messages: list[str]) -> Generator[None]:
 def train_once(
     recipe: Recipe,
     task: Task,
-    setting: Setting,
+    setting: TrainSetting,
     seed: int,
     steps: int,
     device: torch.device,
@@ -260,10 +260,10 @@ def train_once(
     return run
 
 
-class Bench:
+class TimedSetting:
     """A prepared model and one fixed batch: the parts of a step that the measurements need."""
 
-    def __init__(self, recipe: Recipe, task: Task, setting: Setting, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, task: Task, setting: TrainSetting, device: torch.device) -> None:
         self.model, self.optimizer = recipe.build(0, setting.level)
         self.model.to(device)
         self.amp = prepare(self.model, self.optimizer, **setting.prepare_options())
@@ -291,12 +291,12 @@ class Bench:
 def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.device, rounds: int) -> None:
     """Fill in time, memory and bound of every row that was not stopped, the times taken in turns."""
     rows = [row for row in rows if not row.stopped]
-    benches = [Bench(recipe, task, row.setting, device) for row in rows]
+    benches = [TimedSetting(recipe, task, row.setting, device) for row in rows]
     with _our_warnings([]):  # the trainings have told them already
         _measure(rows, benches, device, rounds)
 
 
-def _measure(rows: Sequence[Row], benches: Sequence[Bench], device: torch.device, rounds: int) -> None:
+def _measure(rows: Sequence[Row], benches: Sequence[TimedSetting], device: torch.device, rounds: int) -> None:
     seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
     for row, bench, taken in zip(rows, benches, seconds):
         row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
@@ -308,7 +308,7 @@ def _measure(rows: Sequence[Row], benches: Sequence[Bench], device: torch.device
 
 def run_recipe(
     recipe: Recipe,
-    settings: Sequence[Setting],
+    settings: Sequence[TrainSetting],
     *,
     seeds: int,
     steps: int,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.devices.transfer import Arriving, send_to_host
+from halfstep.devices.transfer import AsyncCopy, send_to_host
 
 Scalar = bool | float | Tensor | None
 
@@ -195,7 +195,7 @@ class _Copy:
     """Scalars of one device on their way to the host, packed into one tensor."""
 
     names: tuple[str, ...]
-    packed: Arriving
+    packed: AsyncCopy
 
     def done(self) -> bool:
         return self.packed.done()
