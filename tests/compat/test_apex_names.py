@@ -270,15 +270,48 @@ def test_an_optimizer_that_scale_loss_does_not_name_is_told():
         two.step()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_body_without_backward_of_the_scaled_loss_is_told_once(level):
+    model, optimizer = amp_model(level)
+    loss = loss_of(model)
+    with (
+        pytest.warns(HalfstepWarning, match=r"scaled_loss\.backward\(\) inside, not loss\.backward") as told,
+        amp.scale_loss(loss, optimizer),
+    ):
+        loss.backward()
+    assert told[0].filename == __file__
+    optimizer.step()
+    for factor in (1.0, float("nan")):  # a sum that holds the scaled loss counts, and a body that only looks
+        with amp.scale_loss(loss_of(model) * factor, optimizer) as scaled:
+            (scaled + 0.0).backward()
+        optimizer.step()
+    with amp.scale_loss(loss_of(model).detach(), optimizer):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_the_body_is_refused(level):
+    model, optimizer = amp_model(level)
+    with (
+        pytest.raises(amp.AmpError, match=r"SGD\.step\(\) inside amp\.scale_loss"),
+        amp.scale_loss(loss_of(model), optimizer) as scaled,
+    ):
+        scaled.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
 # --- a scale set by hand ----------------------------------------------------------------------------------
 
 
 def test_the_scale_may_be_set_under_apex_private_name():
-    model, optimizer = amp_model("O2")
+    _, optimizer = amp_model("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2.0**20
     with amp.scale_loss(torch.ones(()), optimizer) as scaled:
         assert scaled.item() == 2.0**20
-        (loss_of(model) * 0).backward()
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**20, "unskipped": 1}
     optimizer.step()
 

@@ -98,7 +98,7 @@ def test_a_chip_of_fp16_alone_needs_no_flags_and_brings_its_own_table():
     assert len(said) == 4
     assert "no such table" in said[0]
     assert "unknown op 'softmaxx'" in said[1]
-    assert "{'exp': 'full', 'mm': 'low'}" in said[2]
+    assert "{'exp': 'full', 'matmul': 'low'}" in said[2]
     assert "named under both" in said[3]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.autocast.context import autocast
 from halfstep.autocast.own_ops import op
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, op_names
@@ -171,3 +173,41 @@ def test_fields_are_checked_and_frozen() -> None:
         policy.table = "torch"  # type: ignore[misc]
     with pytest.raises(TypeError):
         policy.edits["exp"] = Rule.LOW  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ({"table": "mlu", "full": ["exp", torch.tanh]}, "table=mlu,full=exp+tanh"),
+        ({"exp": "full", "mm": Rule.LOW}, "low=mm,full=exp"),
+        ({"compute": torch.float16, "full": "exp", torch.tanh: "full"}, "c=fp16,full=exp+tanh"),
+        ({"o": "fp32", "low": []}, "o=fp32"),
+        ({}, "c=bf16"),
+    ],
+)
+def test_a_dict_says_what_a_text_says(rows: dict[Any, Any], text: str) -> None:
+    assert Policy.parse(rows) == Policy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ({"full": 3}, r"'full': 3: a policy's dict reads like \{'table': 'mlu'"),
+        ({"exp": "FULL"}, "'exp': 'FULL': a policy's dict"),
+        ({"softmaxx": "full"}, "unknown op 'softmaxx'.*did you mean"),
+        ({"full": ["exp"], "exp": "low"}, "named under both"),
+        ({3: "full"}, "got 3 for an op"),
+    ],
+)
+def test_a_dict_that_is_no_policy_says_how_one_reads(rows: dict[Any, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Policy.parse(rows)
+
+
+def test_a_region_takes_a_dict_and_refuses_what_is_no_policy() -> None:
+    x = torch.ones(2, 2)
+    with autocast("cpu", torch.bfloat16, policy={"matmul": "full", "exp": "low"}):
+        assert (x @ x).dtype == torch.float32
+        assert x.exp().dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="a dict or None, not list"):
+        autocast("cpu", policy=["full"])  # pyright: ignore[reportArgumentType]

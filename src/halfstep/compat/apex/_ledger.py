@@ -23,8 +23,8 @@ from halfstep.trees import all_finite
 class Ledger:
     """One optimizer under `amp`. `skip` holds the message of a step that must not be taken.
 
-    `announced`: a `scale_loss` named this optimizer since its last step; `unannounced` is called where a step
-    finds fresh gradients without.
+    `inside`: how many `scale_loss` bodies that name it are running. `announced`: one named it since its last
+    step; `unannounced` is called where a step finds fresh gradients without.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Ledger:
         self.announced, self._unannounced = False, unannounced
         self._stepped: tuple[int, int] | None = None
         self.masters: MasterWeights | None = None
-        self.scaled = False
+        self.scaled, self.inside = False, 0
         self.skip: str | None = None
         self._say = say
         self._aside: dict[Tensor, Tensor] = {}
@@ -137,6 +137,11 @@ def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dic
         return
     if any(value is not None for value in (*args[1:], *kwargs.values())):
         raise AmpError("amp does not support closures with optimizers: call step() without one")
+    if self.inside:
+        raise AmpError(
+            f"{type(self.optimizer).__name__}.step() inside amp.scale_loss: the gradients carry the loss "
+            "scale until the `with` ends, so step after it"
+        )
     if self.scaled:
         raise AmpError(
             "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "

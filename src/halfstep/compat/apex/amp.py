@@ -69,7 +69,7 @@ class AmpState:
         self.conversions: list[Conversion] = []
         self.handles: list[Any] = []
         self.region: autocast | None = None
-        self.warned = self.told_unscaled = False
+        self.warned = self.told_unscaled = self.told_unseen = False
 
     def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
@@ -295,6 +295,8 @@ def scale_loss(
     An overflow halves the scale of this loss and makes the next `step()` of exactly these optimizers a no-op.
     `loss_id` names the loss's own scale; `delay_unscale` leaves the gradients scaled for a further backward.
 
+    Inside, a step of these optimizers is refused; where no backward of the scaled loss runs, that is told.
+
     Raises:
         AmpError: before `initialize`, or an optimizer or loss_id it did not see.
         LossScaleCollapsed: 50 overflows in a row.
@@ -316,7 +318,9 @@ def scale_loss(
     if not delay_unscale:
         for ledger in ledgers:
             ledger.before_backward()
-    yield scaler.value.scale(loss.float())
+    scaled = scaler.value.scale(loss.float())
+    with _no_steps(ledgers), _seen(scaled, state):
+        yield scaled
     if delay_unscale:
         for ledger in ledgers:
             ledger.scaled = True
@@ -324,6 +328,37 @@ def scale_loss(
     flags = [ledger.after_backward(scaler.value.inverse(state.device)) for ledger in ledgers]
     if not delay_overflow_check:
         _check_overflow(scaler, loss_id, ledgers, flags, state)
+
+
+@contextmanager
+def _no_steps(ledgers: list[Ledger]) -> Generator[None]:
+    """Within, a step of these optimizers is an error: their gradients carry the scale."""
+    for ledger in ledgers:
+        ledger.inside += 1
+    try:
+        yield
+    finally:
+        for ledger in ledgers:
+            ledger.inside -= 1
+
+
+@contextmanager
+def _seen(scaled: Tensor, state: AmpState) -> Generator[None]:
+    """Say once that no backward of the scaled loss ran within: the gradients are unscaled all the same."""
+    ran: list[bool] = []
+    hook = scaled.register_hook(lambda _: ran.append(True)) if scaled.requires_grad else None
+    yield
+    if hook is None:
+        return
+    hook.remove()
+    if not ran and not state.told_unseen:
+        state.told_unseen = True
+        warnings.warn(
+            "no backward of the scaled loss ran inside amp.scale_loss, yet the gradients are now divided by "
+            "its scale: write scaled_loss.backward() inside, not loss.backward() (said once)",
+            HalfstepWarning,
+            stacklevel=5,
+        )
 
 
 def _check_overflow(
