@@ -64,8 +64,8 @@ def register(
             `f(store, rank, size, timeout)` that makes a process group.
         policy: the op table of `torch.<name>.amp.autocast`, where the vendor's differs from ours: a table's
             name ("mlu"), a text such as "table=mlu,full=exp", a Policy, or a dict: {"table": "mlu",
-            "full": ["exp"]} or op by op {"exp": "full", "matmul": "low"}. `hs.autocast` keeps the table that it
-            has on every device.
+            "full": ["exp"]}, or op by op {"exp": "full", "matmul": "low"}. `hs.autocast` keeps the table
+            that it has on every device.
 
     Raises:
         ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, no policy, or

@@ -39,8 +39,8 @@ _GRAMMAR = (
     "(also low, keep, widest, banned); or is one dtype, or one table name"
 )
 _DICT_GRAMMAR = (
-    "a policy's dict reads like {'table': 'mlu', 'full': ['exp', 'tanh']} or {'exp': 'full', 'matmul': 'low'}, "
-    "rules being low, full, keep, widest, banned"
+    "a policy's dict reads like {'table': 'mlu', 'full': ['exp', 'tanh']} or "
+    "{'exp': 'full', 'matmul': 'low'}, rules being low, full, keep, widest, banned"
 )
 
 

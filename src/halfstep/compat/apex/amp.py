@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import table_of
+from halfstep.compat.apex._bodies import backward_of, no_steps
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
 from halfstep.compat.apex._ledger import Ledger
@@ -69,14 +70,14 @@ class AmpState:
         self.conversions: list[Conversion] = []
         self.handles: list[Any] = []
         self.region: autocast | None = None
-        self.warned = self.told_unscaled = self.told_unseen = False
+        self.told: set[str] = set()
 
     def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
         scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self.loss_scalers)
-        if self.told_unscaled or not scaling:
+        if "unscaled" in self.told or not scaling:
             return
-        self.told_unscaled = True
+        self.told.add("unscaled")
         warnings.warn(
             f"{type(optimizer).__name__}.step() takes gradients of a plain loss.backward(): the loss was not "
             "scaled, so that small gradients are lost in fp16, and nothing looked for inf. Write `with "
@@ -319,7 +320,7 @@ def scale_loss(
         for ledger in ledgers:
             ledger.before_backward()
     scaled = scaler.value.scale(loss.float())
-    with _no_steps(ledgers), _seen(scaled, state):
+    with no_steps(ledgers), backward_of(scaled, state.told):
         yield scaled
     if delay_unscale:
         for ledger in ledgers:
@@ -328,37 +329,6 @@ def scale_loss(
     flags = [ledger.after_backward(scaler.value.inverse(state.device)) for ledger in ledgers]
     if not delay_overflow_check:
         _check_overflow(scaler, loss_id, ledgers, flags, state)
-
-
-@contextmanager
-def _no_steps(ledgers: list[Ledger]) -> Generator[None]:
-    """Within, a step of these optimizers is an error: their gradients carry the scale."""
-    for ledger in ledgers:
-        ledger.inside += 1
-    try:
-        yield
-    finally:
-        for ledger in ledgers:
-            ledger.inside -= 1
-
-
-@contextmanager
-def _seen(scaled: Tensor, state: AmpState) -> Generator[None]:
-    """Say once that no backward of the scaled loss ran within: the gradients are unscaled all the same."""
-    ran: list[bool] = []
-    hook = scaled.register_hook(lambda _: ran.append(True)) if scaled.requires_grad else None
-    yield
-    if hook is None:
-        return
-    hook.remove()
-    if not ran and not state.told_unseen:
-        state.told_unseen = True
-        warnings.warn(
-            "no backward of the scaled loss ran inside amp.scale_loss, yet the gradients are now divided by "
-            "its scale: write scaled_loss.backward() inside, not loss.backward() (said once)",
-            HalfstepWarning,
-            stacklevel=5,
-        )
 
 
 def _check_overflow(
@@ -371,8 +341,8 @@ def _check_overflow(
             ledger.skip = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
-    elif found and not state.warned:
-        state.warned = True
+    elif found and "static" not in state.told:
+        state.told.add("static")
         warnings.warn(
             "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
             "use loss_scale='dynamic' to skip such steps (said once)",
