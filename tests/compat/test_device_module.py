@@ -44,6 +44,7 @@ def test_what_holds_on_the_python_device():
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.exhaustive  # the page for vendors takes the same way in the ordinary run
 def test_the_command_line_says_that_the_device_conforms():
     done = halfstep("devices", "--check", "pydev", "--module", "tests.python_device")
     assert done.returncode == 0, done.stdout + done.stderr
