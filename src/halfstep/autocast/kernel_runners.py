@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class OpCall(NamedTuple):
     run: Callable[[Choice], Call]
 
 
+class _Whole(Enum):
+    """In the place of a call: the op is run as a whole, whatever its arguments."""
+
+    ROUNDED = "rounded"
+
+
+_ROUNDED: Final = _Whole.ROUNDED
+
+
 # --- classes -----------------------------------------------------------------------------------------------
 
 # Multiplications at which a size class ends, between those of the probes (`kernel_probes.py`).
@@ -56,12 +66,12 @@ _LIMITS = {
 }
 
 
-def class_of(site: OpCall, dtype: torch.dtype) -> OpClass:
-    """The class of a site in a compute dtype, with torch's threads as they are now."""
-    limits = _LIMITS.get(site.op, _LIMITS["lstm" if site.op in ONE_BACKWARD else "linear"])
-    known = sizes(site.geometry)
-    size = known[min(sum(site.work >= limit for limit in limits), len(known) - 1)]
-    return OpClass(site.op, dtype_name(dtype), site.geometry, size, _threads())
+def class_of(op: str, geometry: str, work: float, dtype: torch.dtype) -> OpClass:
+    """The class of so much work by an op in a compute dtype, with torch's threads as they are now."""
+    limits = _LIMITS.get(op, _LIMITS["lstm" if op in ONE_BACKWARD else "linear"])
+    known = sizes(geometry)
+    size = known[min(sum(work >= limit for limit in limits), len(known) - 1)]
+    return OpClass(op, dtype_name(dtype), geometry, size, _threads())
 
 
 def _needs(first: Tensor, second: Tensor) -> str:
@@ -317,20 +327,16 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
     kind = _WHOLE.get(name.removeprefix("aten::").partition(".")[0])
     if kind is None:
         return None
-    geometry, size = geometries(kind)[0], "medium"
-    if known:
-        tensors = _tensors(args)
-        if kind in ONE_BACKWARD:  # the weights of the input and of the state, at every step
-            weight = max(t.numel() for t in tensors[1:] if t.dim() == 2)
-            work = 2.0 * weight * tensors[0].numel() / tensors[0].shape[-1]
-        else:
-            work = math.prod(sorted(t.numel() for t in tensors)[-2:]) ** 0.75
-        size = class_of(OpCall(kind, geometry, work, "", _none), dtype).size
-    return OpClass(kind, low, geometry, size, threads)
-
-
-def _none(_: Choice) -> Call:
-    raise NotImplementedError
+    geometry = geometries(kind)[0]
+    if not known:
+        return OpClass(kind, low, geometry, "medium", threads)
+    tensors = _tensors(args)
+    if kind in ONE_BACKWARD:  # the weights of the input and of the state, at every step
+        weight = max(t.numel() for t in tensors[1:] if t.dim() == 2)
+        work = 2.0 * weight * tensors[0].numel() / tensors[0].shape[-1]
+    else:
+        work = math.prod(sorted(t.numel() for t in tensors)[-2:]) ** 0.75
+    return class_of(kind, geometry, work, dtype)
 
 
 def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) -> bool:
@@ -407,21 +413,21 @@ def chosen(
     `name`: of the overload; `under(call, ...)` makes a call with autocast out of the way; `native` and
     `rounded` run the op whole, whatever its arguments.
     """
-    memo: dict[Any, Call | None] = {}
+    memo: dict[Any, Call | _Whole | None] = {}
     read = _READERS.get(name)
 
-    def decide(args: Args, kwargs: Mapping[str, Any]) -> Call | None:
+    def decide(args: Args, kwargs: Mapping[str, Any]) -> Call | _Whole | None:
         """The call to make with the arguments in the compute dtype; None for torch's own."""
         tensors = _tensors((*args, *kwargs.values()))
         if any(t.dtype not in _CASTABLE and t.dtype is not torch.bool for t in tensors):
             return None
         if any(t.layout is not torch.strided or not t.numel() for t in tensors):
             return None
-        site = None if read is None else read(args, kwargs)
-        if site is None:
-            return _rounded if rounds_whole(table, name, args, compute) else None
-        choice = table.choose(class_of(site, compute), site.needs)
-        return None if choice.is_native else site.run(choice)
+        made = None if read is None else read(args, kwargs)
+        if made is None:
+            return _ROUNDED if rounds_whole(table, name, args, compute) else None
+        choice = table.choose(class_of(made.op, made.geometry, made.work, compute), made.needs)
+        return None if choice.is_native else made.run(choice)
 
     def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
         if _level() is not None or forward_ad._current_level >= 0 or _tracing():
@@ -438,7 +444,7 @@ def chosen(
             call = memo[key] = decide(args, kwargs)
         if call is None:
             return native(keyset, args, kwargs)
-        if call is _rounded:
+        if call is _ROUNDED:
             return rounded(keyset, args, kwargs)
         low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in _CASTABLE else a for a in args]
         out = under(call, low, kwargs)
@@ -448,7 +454,3 @@ def chosen(
         return out
 
     return run
-
-
-def _rounded(args: Args, kwargs: Mapping[str, Any]) -> Any:
-    raise NotImplementedError
