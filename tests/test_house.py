@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+from tests.checks import without_checks
 from tests.house import PACKAGE, REASON, ROOT, count
 from tests.laws import break_laws
 
@@ -42,6 +43,10 @@ def test_the_rooms_and_floors_can_be_remembered(house):
 def test_no_file_asks_for_weaker_types():
     asking = [p.name for p in PACKAGE.rglob("*.py") if "# pyright: basic" in p.read_text()]
     assert asking == []
+
+
+def test_every_test_checks_something():
+    assert without_checks() == []
 
 
 def test_every_breakage_finds_its_place_once():

@@ -71,11 +71,11 @@ def test_a_stopped_row_says_so_is_not_measured_and_the_others_are():
         on_step=slow_in_bf16,
         budget=TimeBudget(50.0, 4, clock),
     )
-    good, stopped = report.as_dict()["rows"]
-    assert good["stopped"] is None
-    assert good["seconds"] > 0
-    assert stopped["stopped"].startswith("stopped after 1 of 3 steps, 100 s")
-    assert stopped["failed"] is None
-    assert stopped["mean"] is None
-    assert stopped["seconds"] is None
-    assert len(stopped["runs"]) == 1
+    good, stopped = report.summary().rows
+    assert good.stopped is None
+    assert good.seconds > 0
+    assert stopped.stopped.startswith("stopped after 1 of 3 steps, 100 s")
+    assert stopped.failed is None
+    assert stopped.mean is None
+    assert stopped.seconds is None
+    assert len(stopped.runs) == 1

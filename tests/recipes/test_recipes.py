@@ -314,22 +314,22 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
     seen = []
     settings = [TrainSetting("O0", None), TrainSetting("O1", "fp16", "1e38")]
     options = {"seeds": 1, "steps": 60, "device": CPU, "folder": None, "rounds": 1, "on_step": seen.append}
-    report = run_recipe(recipe, settings, **options).as_dict()
-    good, bad = report["rows"]
-    assert good["failed"] is None
-    assert good["mean"] > 0.5
-    assert task.name == report["data"]
-    assert bad["diverged"] or bad["failed"] or bad["skipped"]
+    report = run_recipe(recipe, settings, **options).summary()
+    good, bad = report.rows
+    assert good.failed is None
+    assert good.mean > 0.5
+    assert task.name == report.data
+    assert bad.diverged or bad.failed or bad.skipped
     assert seen.count("digits-mlp O0") == 60
 
 
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
     rows = [Row(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
-    made = RecipeReport(recipe, "digits", 1, 1, rows).as_dict()["rows"][0]
-    assert made["mean"] is None
-    assert made["difference"] is None
-    assert made["failed"] == "boom"
+    made = RecipeReport(recipe, "digits", 1, 1, rows).summary().rows[0]
+    assert made.mean is None
+    assert made.difference is None
+    assert made.failed == "boom"
 
 
 def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
@@ -338,6 +338,6 @@ def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
         Row(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
         Row(TrainSetting("O3", "fp16"), runs),
     ]
-    made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).as_dict()["rows"][1]
-    assert made["diverged"] == 1
-    assert all(math.isnan(made[key]) for key in ("mean", "spread", "difference"))
+    made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).summary().rows[1]
+    assert made.diverged == 1
+    assert all(map(math.isnan, (made.mean, made.spread, made.difference)))

@@ -1,10 +1,9 @@
 """What a step's time goes into, told from given times."""
 
-from typing import Any
-
 import pytest
 
 from halfstep.numerics.op_times import CAST, OpTime, StepTimes, costliest
+from halfstep.report.comparison import OpCost, SettingRow
 from halfstep.report.costs import costs, remedy
 
 FULL = StepTimes(
@@ -20,16 +19,22 @@ LOW = StepTimes(
 )
 
 
+def row(times: StepTimes, dtype: str, count: int) -> SettingRow:
+    """A row of which nothing is known but where its step's time goes."""
+    ops = [OpCost(**vars(op), fp32=fp32) for op, fp32 in costliest(times, FULL, count)]
+    return SettingRow(label=dtype, level="O1", dtype=dtype, ops=ops, profiled=times.seconds)
+
+
 def test_the_costliest_ops_carry_their_fp32_time() -> None:
     ops = costliest(LOW, FULL, count=2)
-    assert [(op["op"], op["module"], op["seconds"], op["fp32"]) for op in ops] == [
+    assert [(op.op, op.module, op.seconds, fp32) for op, fp32 in ops] == [
         ("linear", "blocks.0", 5e-3, 4e-3),
         (CAST, "blocks.0", 2e-3, None),
     ]
 
 
 def test_the_sentence_names_op_direction_module_times_and_what_helps() -> None:
-    told = costs({"ops": costliest(LOW, FULL), "profiled": LOW.seconds, "dtype": "bf16"})
+    told = costs(row(LOW, "bf16", 5))
     assert told.startswith(
         "The 3 ops that cost most are 71 % of a step: linear backward in blocks.0 5 ms (fp32 4 ms)"
     )
@@ -39,7 +44,7 @@ def test_the_sentence_names_op_direction_module_times_and_what_helps() -> None:
 
 
 def test_in_fp32_no_second_time_is_told() -> None:
-    told = costs({"ops": costliest(FULL, FULL, 1), "profiled": FULL.seconds, "dtype": "fp32"})
+    told = costs(row(FULL, "fp32", 1))
     assert told == (
         "The op that costs most is 40 % of a step: linear backward in blocks.0 4 ms: 16 bits may shorten it "
         "(O1 or O2)."
@@ -47,8 +52,7 @@ def test_in_fp32_no_second_time_is_told() -> None:
 
 
 def test_nothing_measured_nothing_told() -> None:
-    assert costs({"ops": [], "profiled": None, "dtype": "bf16"}) == ""
-    assert costs({"dtype": "bf16"}) == ""
+    assert costs(SettingRow(label="O1 bf16", level="O1", dtype="bf16")) == ""
 
 
 @pytest.mark.parametrize(
@@ -62,5 +66,4 @@ def test_nothing_measured_nothing_told() -> None:
     ],
 )
 def test_what_would_shorten_an_op(op: str, fp32: float | None, dtype: str, said: str) -> None:
-    row: dict[str, Any] = {"op": op, "module": "m", "direction": "forward", "seconds": 1.0, "fp32": fp32}
-    assert said in remedy(row, dtype)
+    assert said in remedy(OpCost("m", op, "forward", 1.0, fp32), dtype)

@@ -1,6 +1,5 @@
 """The HTML report: self-contained, escaped, complete; its charts and sentences."""
 
-import copy
 import math
 from html.parser import HTMLParser
 
@@ -8,6 +7,7 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
+from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.page import smooth
 from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
@@ -28,6 +28,11 @@ def run(scales=None, skipped=(), losses=(2.0, 1.5, 1.2, 1.0)):
 
 
 def row(level="O0", dtype="fp32", **changes):
+    return SettingRow.from_dict(as_words(level, dtype, **changes))
+
+
+def as_words(level="O0", dtype="fp32", **changes):
+    """A row as JSON has it."""
     made = {
         "label": level if level == "O0" else f"{level} {dtype}", "level": level, "dtype": dtype,
         "mean": 0.975, "spread": 0.0021, "difference": 0.0,
@@ -39,21 +44,37 @@ def row(level="O0", dtype="fp32", **changes):
     return made | changes
 
 
-def document():
-    fp16 = row(
+def document(**changes):
+    """Three settings; `changes` of the recipe's words."""
+    words = in_json()
+    words["recipes"][0] |= changes
+    return Comparison.from_dict(words)
+
+
+def recipe(rows, metric="accuracy"):
+    """Rows alone."""
+    words = {"name": "r", "about": "a", "data": "d", "steps": 4, "batch_size": 1, "seeds": 1}
+    return RecipeRows(rows=rows, metric=metric, **words)
+
+
+def in_json():
+    """What `halfstep train --json` prints."""
+    fp16 = as_words(
         "O1", "fp16", seconds=0.006, saved_bytes=6e6, difference=-0.001, skipped=1, last_scale=32768.0,
         runs=[run([65536.0, 65536.0, 32768.0, 32768.0], [2])],
     )  # fmt: skip
-    failed = row("O3", "fp16", mean=None, spread=None, difference=None, failed="<b>boom</b>", seconds=None)
+    failed = as_words(
+        "O3", "fp16", mean=None, spread=None, difference=None, failed="<b>boom</b>", seconds=None
+    )
     failed |= {"peak_bytes": None, "saved_bytes": None, "samples_per_second": None, "bound": None}
     failed |= {"runs": [run(losses=[2.0, math.nan, math.inf, math.nan])]}
-    recipe = {
+    shown = {
         "name": "digits<script>", "about": "a & b", "data": "digits", "metric": "accuracy", "steps": 4,
-        "batch_size": 64, "seeds": 1, "rows": [row(), fp16, failed],
+        "batch_size": 64, "seeds": 1, "rows": [as_words(), fp16, failed],
     }  # fmt: skip
     return {
         "machine": {"halfstep": "1", "torch": "2", "device": "cpu", "slow": {"fp16": "no unit"}},
-        "recipes": [recipe],
+        "recipes": [shown],
     }
 
 
@@ -114,18 +135,20 @@ def test_the_page_shows_every_row_chart_and_sentence():
 
 
 def test_a_recipe_without_scales_has_no_scale_chart():
-    plain = document()
-    plain["recipes"][0]["rows"] = [row()]
-    assert "Loss scale" not in render(plain)
+    assert "Loss scale" not in render(document(rows=[as_words()]))
+
+
+def test_what_json_says_is_what_was_found():
+    words = in_json()
+    assert Comparison.from_dict(words).as_dict()["recipes"][0].keys() == words["recipes"][0].keys()
+    assert repr(Comparison.from_dict(document().as_dict())) == repr(document())  # NaN is not itself
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path):
     path = write_report(document(), tmp_path / "r.html")
     assert path.read_text().endswith("</html>")
-    broken = copy.deepcopy(document())
-    del broken["recipes"][0]["rows"][0]["seconds"]
     with pytest.raises(KeyError):
-        write_report(broken, path)
+        write_report(document(rows=[as_words("O7")]), path)
     assert path.read_text().endswith("</html>")
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
     with pytest.raises(ConfigError, match="cannot write the report"):
@@ -156,40 +179,34 @@ def test_sentences_say_what_was_done_and_what_bounds():
     ],
 )  # fmt: skip
 def test_the_verdict_is_one_sentence_with_the_call_to_write(rows, words):
-    assert words in verdict({"metric": "accuracy", "rows": rows})
+    assert words in verdict(recipe(rows))
 
 
 def test_a_busy_machine_is_told_loudly():
-    noisy = document()
-    noisy["recipes"][0]["rows"][0]["noise"] = 0.4
-    page = render(noisy)
+    page = render(document(rows=[as_words(noise=0.4)]))
     assert "class='loud'>this machine is busy: times differ by 40 %" in page
     assert "class='loud'" not in render(document())
 
 
 def test_one_setting_that_varies_does_not_make_the_machine_busy():
     one = [row(noise=0.05), row("O1", "bf16", noise=0.6), row("O2", "bf16", noise=0.08)]
-    assert busy({"rows": one}) == ""
-    assert busy({"rows": [row(), row("O1", "bf16")]}) == ""
+    assert busy(recipe(one)) == ""
+    assert busy(recipe([row(), row("O1", "bf16")])) == ""
     assert "differ by 60 %" in busy(
-        {"rows": [*one, row("O3", "bf16", noise=0.7), row("O3", "fp16", noise=0.65)]}
+        recipe([*one, row("O3", "bf16", noise=0.7), row("O3", "fp16", noise=0.65)])
     )
 
 
 def test_losses_are_drawn_against_o0_with_the_band_of_its_seeds():
-    two = document()
-    for one in two["recipes"][0]["rows"][:2]:
-        one["runs"] = [run(), run(losses=(2.1, 1.6, 1.1, 0.9))]
-    page = render(two)
+    runs = [run(), run(losses=(2.1, 1.6, 1.1, 0.9))]
+    page = render(document(rows=[as_words(runs=runs), as_words("O1", "fp16", runs=runs)]))
     assert "Training loss minus O0" in page
     assert page.count("class='band'") == 1
     assert "class='band'" not in render(document())
 
 
 def test_a_constant_scale_is_a_line_of_text():
-    steady = document()
-    steady["recipes"][0]["rows"] = [row(), row("O1", "fp16", runs=[run([1024.0] * 4)])]
-    page = render(steady)
+    page = render(document(rows=[as_words(), as_words("O1", "fp16", runs=[run([1024.0] * 4)])]))
     assert "Loss scale: O1 fp16 stayed at 1,024." in page
     assert "<h3>Loss scale</h3>" not in page
 

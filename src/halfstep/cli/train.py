@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,7 @@ from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
+from halfstep.report.comparison import Comparison, RecipeRows
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
@@ -84,16 +84,16 @@ def run(
             results = [_train(job, where, data, on_step, budget) for job in jobs]
         if rank() != 0:
             return
-    _show({"machine": _machine(where, kept), "recipes": results}, report, json)
+    _show(Comparison(_machine(where, kept), results), report, json)
 
 
-def _show(document: dict[str, Any], report: Path | None, json: bool) -> None:
+def _show(document: Comparison, report: Path | None, json: bool) -> None:
     if report is not None:
         from halfstep.report import write_report
 
         write_report(document, report)
     if json:
-        print_json(document)
+        print_json(document.as_dict())
     else:
         _print(document, report)
 
@@ -265,7 +265,7 @@ def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None
 
 def _train(
     job: _Job, device: torch.device, folder: str | None, on_step: OnStep, budget: TimeBudget
-) -> dict[str, Any]:
+) -> RecipeRows:
     from halfstep.recipes.runs import run_recipe
 
     report = run_recipe(
@@ -279,7 +279,7 @@ def _train(
         on_step=on_step,
         budget=budget,
     )
-    return report.as_dict()
+    return report.summary()
 
 
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
@@ -302,38 +302,37 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
     return facts | {"slow": slow}
 
 
-def _print(document: Mapping[str, Any], report: Path | None) -> None:
+def _print(document: Comparison, report: Path | None) -> None:
     from halfstep.report.table import cells, columns
     from halfstep.report.verdict import busy, verdict
 
     out = console()
-    machine = document["machine"]
-    for recipe in document["recipes"]:
-        seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
-        out.print(f"{recipe['name']}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
+    for recipe in document.recipes:
+        out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
         if busy(recipe):
             out.print(busy(recipe), style="bold red", markup=False)
-        title = f"{recipe['name']}: {recipe['about']} ({recipe['data']}, {recipe['steps']} steps, {seeds})"
-        heads = columns(recipe["metric"])
-        rows = [cells(row, recipe["metric"], machine["slow"]) for row in recipe["rows"]]
+        title = f"{recipe.name}: {recipe.about} ({recipe.data}, {recipe.trained})"
+        heads = columns(recipe.metric)
+        rows = [cells(row, recipe.metric, document.slow) for row in recipe.rows]
         out.print(table(title, heads, rows, ",".join(heads[1:])))
-        for row in recipe["rows"]:
-            if row["why"]:
-                out.print(f"{row['label']}: {row['why']}", markup=False, highlight=False)
-            if row["failed"]:
-                out.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
-            if row["stopped"]:
-                out.print(f"{row['label']} {row['stopped']}", style="red", markup=False)
-            for message in dict.fromkeys(text for run in row["runs"] for text in run["warnings"]):
-                out.print(f"{row['label']}: {message}", style="yellow", markup=False)
-    used = {row["dtype"] for recipe in document["recipes"] for row in recipe["rows"]}
-    for name, why in ((n, w) for n, w in machine["slow"].items() if n in used):
+        for row in recipe.rows:
+            if row.why:
+                out.print(f"{row.label}: {row.why}", markup=False, highlight=False)
+            if row.failed:
+                out.print(f"{row.label} failed: {row.failed}", style="red", markup=False)
+            if row.stopped:
+                out.print(f"{row.label} {row.stopped}", style="red", markup=False)
+            for message in dict.fromkeys(text for run in row.runs for text in run.warnings):
+                out.print(f"{row.label}: {message}", style="yellow", markup=False)
+    used = {row.dtype for recipe in document.recipes for row in recipe.rows}
+    for name, why in ((n, w) for n, w in document.slow.items() if n in used):
         out.print(
             f"{name} is slow here ({why}): inputs and outputs are rounded to {name}, the arithmetic is fp32."
         )
+    kept = document.machine["freed_memory_kept"]
     out.print(
         "peak: tensors alive during a step; saved: kept between forward and backward, parameters not counted"
-        + ("; freed memory is kept for the next tensor (mallopt)." if machine["freed_memory_kept"] else ".")
+        + ("; freed memory is kept for the next tensor (mallopt)." if kept else ".")
     )
     if report is not None:
         out.print(f"report: {report}")

@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,10 +69,10 @@ class StepTimes:
         return dict(found)
 
 
-def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[dict[str, Any]]:
+def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[tuple[OpTime, float | None]]:
     """The ops that cost most of a step, each with its seconds in fp32 (None where that is not known)."""
     known = {} if full is None else {op.key: op.seconds for op in full.ops}
-    return [{**asdict(op), "fp32": known.get(op.key)} for op in own.ops[:count]]
+    return [(op, known.get(op.key)) for op in own.ops[:count]]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.numerics.op_times import without_remarks
+from halfstep.report.comparison import Bound
 
 Step = Callable[[], Any]
 
@@ -206,28 +207,6 @@ def op_latency(device: torch.device, calls: int = 300) -> float:
             a.add(1.0)
 
     return _best(run, device) / calls
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Estimated seconds of a step's arithmetic, memory traffic and op latency; the largest bounds it."""
-
-    arithmetic: float
-    memory: float
-    latency: float
-    flops: int
-    bytes: int
-    ops: int
-
-    @property
-    def what(self) -> str:
-        """`arithmetic`, `memory` or `latency`."""
-        parts = {"arithmetic": self.arithmetic, "memory": self.memory, "latency": self.latency}
-        return max(parts, key=lambda name: parts[name])
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"what": self.what}
 
 
 def bound_of(work: Work, device: torch.device) -> Bound:

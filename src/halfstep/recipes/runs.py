@@ -1,7 +1,6 @@
 """Running a recipe at several precision settings and seeds, and measuring each setting's step.
 
-The result is a tree of plain values (`RecipeReport.as_dict`), printed by the command line and drawn by the
-report.
+The result is a `Row` a setting; `RecipeReport.summary` is what the command line prints and the report draws.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
 from halfstep.recipes.budget import NO_LIMIT, OutOfTime, Share, TimeBudget
 from halfstep.recipes.registry import Recipe, Task
+from halfstep.report.comparison import Bound, OpCost, RecipeRows, SeedRun, SettingRow
 from halfstep.session.prepare import prepare
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
@@ -92,21 +92,6 @@ class TrainSetting:
 
 
 @dataclass
-class SeedRun:
-    """One training: loss and scale at each step, skipped steps, test metrics; or why it failed or stopped."""
-
-    seed: int
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    test: dict[str, float] = field(default_factory=dict)
-    diverged_at: int | None = None
-    failed: str | None = None
-    stopped: str | None = None
-    warnings: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Row:
     """One setting's runs and measurements; None where a failure prevented the measurement."""
 
@@ -116,7 +101,7 @@ class Row:
     noise: float | None = None
     peak_bytes: int | None = None
     saved_bytes: int | None = None
-    bound: measure.Bound | None = None
+    bound: Bound | None = None
     times: StepTimes | None = None
 
     @property
@@ -139,21 +124,21 @@ class RecipeReport:
     seeds: int
     rows: list[Row]
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the recipe's words, and for each row its summary and raw runs."""
+    def summary(self) -> RecipeRows:
+        """The recipe's words, and each setting's summary and raw runs."""
         metric = self.recipe.metric
         base = next((row.finals(metric) for row in self.rows if row.setting.dtype is None), [])
         full = next((row.times for row in self.rows if row.setting.dtype is None), None)
-        return {
-            "name": self.recipe.name,
-            "about": self.recipe.about,
-            "data": self.task,
-            "metric": metric,
-            "steps": self.steps,
-            "batch_size": self.recipe.batch_size,
-            "seeds": self.seeds,
-            "rows": [_row_dict(row, self.recipe, base, full) for row in self.rows],
-        }
+        return RecipeRows(
+            name=self.recipe.name,
+            about=self.recipe.about,
+            data=self.task,
+            metric=metric,
+            steps=self.steps,
+            batch_size=self.recipe.batch_size,
+            seeds=self.seeds,
+            rows=[_summary(row, self.recipe, base, full) for row in self.rows],
+        )
 
 
 def _reason(plan: Plan) -> str:
@@ -167,33 +152,33 @@ def _spread(finals: Sequence[float]) -> float | None:
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
 
 
-def _row_dict(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> dict[str, Any]:
+def _summary(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> SettingRow:
     finals = row.finals(recipe.metric)
     mean = statistics.fmean(finals) if finals else None
     last = [run.scales[-1] for run in row.runs if run.scales]
-    return {
-        "label": row.setting.label,
-        "level": row.setting.level,
-        "dtype": row.setting.dtype or "fp32",
-        "mean": mean,
-        "spread": _spread(finals),
-        "difference": mean - statistics.fmean(base) if mean is not None and base else None,
-        "why": "" if row.setting.plan is None else _reason(row.setting.plan),
-        "seconds": row.seconds,
-        "noise": row.noise,
-        "samples_per_second": recipe.batch_size / row.seconds if row.seconds else None,
-        "peak_bytes": row.peak_bytes,
-        "saved_bytes": row.saved_bytes,
-        "skipped": sum(len(run.skipped) for run in row.runs),
-        "last_scale": last[-1] if last else None,
-        "failed": next((run.failed for run in row.runs if run.failed), None),
-        "stopped": row.stopped,
-        "diverged": sum(run.diverged_at is not None for run in row.runs),
-        "bound": row.bound.as_dict() if row.bound else None,
-        "ops": costliest(row.times, full) if row.times else [],
-        "profiled": row.times.seconds if row.times else None,
-        "runs": [asdict(run) for run in row.runs],
-    }
+    return SettingRow(
+        label=row.setting.label,
+        level=row.setting.level,
+        dtype=row.setting.dtype or "fp32",
+        mean=mean,
+        spread=_spread(finals),
+        difference=mean - statistics.fmean(base) if mean is not None and base else None,
+        why="" if row.setting.plan is None else _reason(row.setting.plan),
+        seconds=row.seconds,
+        noise=row.noise,
+        samples_per_second=recipe.batch_size / row.seconds if row.seconds else None,
+        peak_bytes=row.peak_bytes,
+        saved_bytes=row.saved_bytes,
+        skipped=sum(len(run.skipped) for run in row.runs),
+        last_scale=last[-1] if last else None,
+        failed=next((run.failed for run in row.runs if run.failed), None),
+        stopped=row.stopped,
+        diverged=sum(run.diverged_at is not None for run in row.runs),
+        bound=row.bound,
+        ops=[OpCost(**vars(op), fp32=fp32) for op, fp32 in costliest(row.times, full)] if row.times else [],
+        profiled=row.times.seconds if row.times else None,
+        runs=row.runs,
+    )
 
 
 class _Tell(Callback):

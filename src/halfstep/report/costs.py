@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from halfstep.policy.ops import TABLES, Rule
+from halfstep.report.comparison import OpCost, SettingRow
 
-Row = Mapping[str, Any]
 
-
-def costs(row: Row) -> str:
+def costs(row: SettingRow) -> str:
     """The row's costliest ops with their times and what would shorten them; "" where none were measured."""
-    ops: Sequence[Row] = row.get("ops") or ()
-    whole = row.get("profiled")
+    ops, whole = row.ops, row.profiled
     if not ops or not whole:
         return ""
-    share = 100 * sum(op["seconds"] for op in ops) / whole
-    told = "; ".join(_op(op, row["dtype"]) for op in ops)
+    share = 100 * sum(op.seconds for op in ops) / whole
+    told = "; ".join(_op(op, row.dtype) for op in ops)
     count = "op that costs most is" if len(ops) == 1 else f"{len(ops)} ops that cost most are"
     return f"The {count} {share:.0f} % of a step: {told}."
 
 
-def _op(op: Row, dtype: str) -> str:
-    where = f" in {op['module']}" if op["module"] else ""
+def _op(op: OpCost, dtype: str) -> str:
+    where = f" in {op.module}" if op.module else ""
     against = ""
-    if dtype != "fp32" and op["fp32"] is not None:
-        against = f" (fp32 {_time(op['fp32'])})"
-    return f"{op['op']} {op['direction']}{where} {_time(op['seconds'])}{against}: {remedy(op, dtype)}"
+    if dtype != "fp32" and op.fp32 is not None:
+        against = f" (fp32 {_time(op.fp32)})"
+    return f"{op.op} {op.direction}{where} {_time(op.seconds)}{against}: {remedy(op, dtype)}"
 
 
-def remedy(op: Row, dtype: str) -> str:
+def remedy(op: OpCost, dtype: str) -> str:
     """What would shorten one op, given its times in the dtype and in fp32."""
-    if op["op"] == "cast":
+    if op.op == "cast":
         return "casts; O2 or neighbours in one dtype need fewer"
-    if op["op"] == "accumulate gradients":
+    if op.op == "accumulate gradients":
         return "larger batches and fewer backward passes a step"
-    low = _is_low(op["op"])
+    low = _is_low(op.op)
     if dtype == "fp32":
         return f"16 bits may shorten it ({'O1 or O2' if low else 'O2'})"
-    if op["fp32"] is not None and op["seconds"] > 1.05 * op["fp32"]:
-        return f"slower than in fp32; a plan rule full for {op['module'] or 'it'}, or level auto"
+    if op.fp32 is not None and op.seconds > 1.05 * op.fp32:
+        return f"slower than in fp32; a plan rule full for {op.module or 'it'}, or level auto"
     if low:
         return "faster matrix arithmetic"
     return "bound by memory; fewer or smaller tensors, or torch.compile"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
 from halfstep.report.table import cells, columns
@@ -28,7 +29,7 @@ _MACHINE = {
 """Facts of the machine shown at the top, with the word before each."""
 
 
-def write_report(document: Mapping[str, Any], path: str | Path) -> Path:
+def write_report(document: Comparison, path: str | Path) -> Path:
     """Write the page of `render` to `path`, whole or not at all; ConfigError where that is impossible."""
     return write_page(render(document), path)
 
@@ -69,13 +70,12 @@ class _Section:
     bounds: list[tuple[str, list[str]]]
 
 
-def render(document: Mapping[str, Any]) -> str:
-    """The page for what `halfstep train --json` prints: {"machine": {...}, "recipes": [...]}."""
-    slow = document["machine"].get("slow", {})
+def render(document: Comparison) -> str:
+    """The page of what `halfstep train` found; `Comparison.from_dict` reads what its --json prints."""
     context = {
         "style": text_of("style.css"),
-        "machine": _machine(document["machine"]),
-        "recipes": [_section(recipe, slow) for recipe in document["recipes"]],
+        "machine": _machine(document.machine),
+        "recipes": [_section(recipe, document.slow) for recipe in document.recipes],
     }
     return fill("train.html", context)
 
@@ -86,21 +86,19 @@ def _machine(machine: Mapping[str, Any]) -> str:
     )
 
 
-def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> _Section:
-    rows, metric = recipe["rows"], recipe["metric"]
-    base = next((row for row in rows if row["level"] == "O0"), None)
-    seeds = f"{recipe['seeds']} seed" + ("s" if recipe["seeds"] > 1 else "")
+def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> _Section:
+    rows, metric = recipe.rows, recipe.metric
+    base = recipe.base
     scales, constant = _scale_figure(rows)
-    found = [(row["label"], bounds(row)) for row in rows]
+    found = [(row.label, bounds(row)) for row in rows]
     return _Section(
-        name=recipe["name"],
+        name=recipe.name,
         verdict=verdict(recipe),
         busy=busy(recipe),
-        about=f"{recipe['about']}; {recipe['data']}, batches of {recipe['batch_size']}, "
-        f"{recipe['steps']} steps, {seeds}",
+        about=f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
         columns=columns(metric),
         cells=[cells(row, metric, slow) for row in rows],
-        rows=[_Line(row["label"], row["level"], _classes(row), sentence(row, base, slow)) for row in rows],
+        rows=[_Line(row.label, row.level, _classes(row), sentence(row, base, slow)) for row in rows],
         curves=[*_loss_figures(recipe), *scales],
         constant_scales="; ".join(constant),
         bars=[*_time_figure(recipe), *_memory_figure(rows)],
@@ -108,9 +106,9 @@ def _section(recipe: Mapping[str, Any], slow: Mapping[str, str]) -> _Section:
     )
 
 
-def _classes(row: Mapping[str, Any]) -> str:
-    own = row["label"] in (row["level"], f"{row['level']} {row['dtype']}")
-    return f"level-{row['level']} dtype-{row['dtype']}" + ("" if own else " other-scale")
+def _classes(row: SettingRow) -> str:
+    own = row.label in (row.level, f"{row.level} {row.dtype}")
+    return f"level-{row.level} dtype-{row.dtype}" + ("" if own else " other-scale")
 
 
 def _average(curves: Sequence[Sequence[float]]) -> list[float]:
@@ -129,36 +127,36 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _loss_figures(recipe: Mapping[str, Any]) -> list[_Figure]:
+def _loss_figures(recipe: RecipeRows) -> list[_Figure]:
     """Losses over steps; beside O0, what each has more than it, with the band that seeds make."""
-    window = max(1, recipe["steps"] // 40)
+    window = max(1, recipe.steps // 40)
     smoothed = {
-        row["label"]: smooth(_average([run["losses"] for run in row["runs"] if run["losses"]]), window)
-        for row in recipe["rows"]
+        row.label: smooth(_average([run.losses for run in row.runs if run.losses]), window)
+        for row in recipe.rows
     }
     note = f"Mean over seeds, smoothed over {window} steps." if window > 1 else "Mean over seeds."
     lines = [
-        Line(row["label"], _classes(row), [(i + 1.0, v) for i, v in _thin(smoothed[row["label"]])])
-        for row in recipe["rows"]
+        Line(row.label, _classes(row), [(i + 1.0, v) for i, v in _thin(smoothed[row.label])])
+        for row in recipe.rows
     ]
     chart = line_chart(lines, x_label="step", y_label="training loss", describe="training loss over steps")
     return [*_difference_figure(recipe, smoothed, window, note), _Figure("Training loss", chart, note)]
 
 
 def _difference_figure(
-    recipe: Mapping[str, Any], smoothed: Mapping[str, Sequence[float]], window: int, note: str
+    recipe: RecipeRows, smoothed: Mapping[str, Sequence[float]], window: int, note: str
 ) -> list[_Figure]:
-    base = next((row for row in recipe["rows"] if row["level"] == "O0"), None)
-    others = [row for row in recipe["rows"] if row is not base]
+    base = recipe.base
+    others = [row for row in recipe.rows if row is not base]
     if base is None or not others:
         return []
-    zero = smoothed[base["label"]]
+    zero = smoothed[base.label]
     lines: list[Line] = []
     for row in others:
-        pairs = [(i, v - zero[i]) for i, v in enumerate(smoothed[row["label"]]) if i < len(zero)]
+        pairs = [(i, v - zero[i]) for i, v in enumerate(smoothed[row.label]) if i < len(zero)]
         stride = max(1, math.ceil(len(pairs) / 400))
-        lines.append(Line(row["label"], _classes(row), [(i + 1.0, v) for i, v in pairs[::stride]]))
-    curves = [smooth(run["losses"], window) for run in base["runs"] if run["losses"]]
+        lines.append(Line(row.label, _classes(row), [(i + 1.0, v) for i, v in pairs[::stride]]))
+    curves = [smooth(run.losses, window) for run in base.runs if run.losses]
     band = _band(curves)
     if band:
         note = f"{note} Grey: how far O0's own seeds lie apart (two standard errors of their mean)."
@@ -188,18 +186,18 @@ def _thin(values: Sequence[float], most: int = 400) -> list[tuple[int, float]]:
     return [(i, values[i]) for i in range(0, len(values), stride)]
 
 
-def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> tuple[list[_Figure], list[str]]:
+def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]:
     """The chart of scales that moved, and what the others stayed at."""
     lines: list[Line] = []
     constant: list[str] = []
     for row in rows:
-        run = row["runs"][0]
-        if len(set(run["scales"])) == 1 and run["scales"][0] != 1.0 and not run["skipped"]:
-            constant.append(f"{row['label']} stayed at {run['scales'][0]:,.0f}")
-        elif any(scale != 1.0 for scale in run["scales"]):
-            points = [(i + 1.0, scale) for i, scale in enumerate(run["scales"])]
-            marks = [float(step) for step in run["skipped"]]
-            lines.append(Line(row["label"], _classes(row), points, marks, steps=True))
+        run = row.runs[0]
+        if len(set(run.scales)) == 1 and run.scales[0] != 1.0 and not run.skipped:
+            constant.append(f"{row.label} stayed at {run.scales[0]:,.0f}")
+        elif any(scale != 1.0 for scale in run.scales):
+            points = [(i + 1.0, scale) for i, scale in enumerate(run.scales)]
+            marks = [float(step) for step in run.skipped]
+            lines.append(Line(row.label, _classes(row), points, marks, steps=True))
     if not lines:
         return [], constant
     chart = line_chart(
@@ -208,28 +206,28 @@ def _scale_figure(rows: Sequence[Mapping[str, Any]]) -> tuple[list[_Figure], lis
     return [_Figure("Loss scale", chart, "First seed. A red cross is a skipped step.")], constant
 
 
-def _time_figure(recipe: Mapping[str, Any]) -> list[_Figure]:
+def _time_figure(recipe: RecipeRows) -> list[_Figure]:
     bars = [
-        Bar(row["label"], _classes(row), row["seconds"] * 1e3, f"{row['seconds'] * 1e3:,.2f} ms")
-        for row in recipe["rows"]
-        if row["seconds"]
+        Bar(row.label, _classes(row), row.seconds * 1e3, f"{row.seconds * 1e3:,.2f} ms")
+        for row in recipe.rows
+        if row.seconds
     ]
     note = "Median of steps taken in turns, one of each level after the other."
     drawing = bar_chart(bars, describe="milliseconds a step")
     return [_Figure("Time of a step", drawing, note)] if bars else []
 
 
-def _memory_figure(rows: Sequence[Mapping[str, Any]]) -> list[_Figure]:
+def _memory_figure(rows: Sequence[SettingRow]) -> list[_Figure]:
     bars = [
         Bar(
-            row["label"],
+            row.label,
             _classes(row),
-            row["peak_bytes"],
-            f"{row['peak_bytes'] / 1e6:,.1f}, saved {row['saved_bytes'] / 1e6:,.1f} MB",
-            inner=row["saved_bytes"],
+            row.peak_bytes,
+            f"{row.peak_bytes / 1e6:,.1f}, saved {row.saved_bytes / 1e6:,.1f} MB",
+            inner=row.saved_bytes,
         )
         for row in rows
-        if row["peak_bytes"]
+        if row.peak_bytes and row.saved_bytes is not None
     ]
     note = "Pale: peak of all tensors during a step. Solid: kept for backward, parameters not counted."
     return [_Figure("Memory", bar_chart(bars, describe="megabytes"), note)] if bars else []

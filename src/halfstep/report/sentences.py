@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from halfstep.policy.levels import LEVELS
+from halfstep.report.comparison import SettingRow as Row
 from halfstep.report.costs import costs
-
-Row = Mapping[str, Any]
 
 #: A setting whose step takes more than this share of fp32's does not pay.
 PAYS = 0.98
@@ -16,10 +14,10 @@ PAYS = 0.98
 
 def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
     """What the row's level did, what that bought against O0, and what bounds its step."""
-    parts = [f"{LEVELS[row['level']].summary}."]
-    if row["dtype"] in slow:
+    parts = [f"{LEVELS[row.level].summary}."]
+    if row.dtype in slow:
         parts.append(
-            f"{row['dtype']} is slow on this device ({slow[row['dtype']]}), so values are rounded to it "
+            f"{row.dtype} is slow on this device ({slow[row.dtype]}), so values are rounded to it "
             "and the arithmetic is fp32: the same numbers, no gain in speed."
         )
     parts.append(_against(row, base))
@@ -32,25 +30,30 @@ def _against(row: Row, base: Row | None) -> str:
     if base is None or row is base:
         return ""
     found = []
-    for key, what in (("seconds", "time"), ("peak_bytes", "peak memory"), ("saved_bytes", "saved bytes")):
-        if row[key] and base[key]:
-            found.append(f"{row[key] / base[key]:.2f} of its {what}")
-    slower = bool(row["seconds"] and base["seconds"]) and row["seconds"] > PAYS * base["seconds"]
+    compared = (
+        (row.seconds, base.seconds, "time"),
+        (row.peak_bytes, base.peak_bytes, "peak memory"),
+        (row.saved_bytes, base.saved_bytes, "saved bytes"),
+    )
+    for mine, its, what in compared:
+        if mine and its:
+            found.append(f"{mine / its:.2f} of its {what}")
+    slower = bool(row.seconds and base.seconds and row.seconds > PAYS * base.seconds)
     pays = " It does not pay here: fp32 is as fast; level auto would take the fastest." if slower else ""
     return f"Against O0: {', '.join(found)}.{pays}" if found else ""
 
 
 def _scaling(row: Row) -> str:
-    if row["failed"]:
-        return f"A run failed: {row['failed'].rstrip('.')}."
-    if row["stopped"]:
-        return f"A run was {row['stopped'].rstrip('.')}."
-    if row["diverged"]:
-        return f"{row['diverged']} of {len(row['runs'])} runs diverged: the loss became NaN or infinite."
-    scales = {scale for run in row["runs"] for scale in run["scales"]}
+    if row.failed:
+        return f"A run failed: {row.failed.rstrip('.')}."
+    if row.stopped:
+        return f"A run was {row.stopped.rstrip('.')}."
+    if row.diverged:
+        return f"{row.diverged} of {len(row.runs)} runs diverged: the loss became NaN or infinite."
+    scales = {scale for run in row.runs for scale in run.scales}
     if scales <= {1.0}:
         return ""
-    skipped = f"{row['skipped']} step" + ("" if row["skipped"] == 1 else "s")
+    skipped = f"{row.skipped} step" + ("" if row.skipped == 1 else "s")
     if len(scales) == 1:
         return f"The loss scale stayed at {scales.pop():,.0f}; {skipped} skipped."
     return f"The loss scale moved between {min(scales):,.0f} and {max(scales):,.0f}; {skipped} skipped."
@@ -58,13 +61,13 @@ def _scaling(row: Row) -> str:
 
 def bounds(row: Row) -> list[str]:
     """The step's time, what bounds it, and what arithmetic, memory and latency would take, each alone."""
-    bound = row["bound"]
-    if not bound or not row["seconds"]:
+    bound = row.bound
+    if not bound or not row.seconds:
         return []
     return [
-        _time(row["seconds"]),
-        bound["what"],
-        *(_time(bound[n]) for n in ("arithmetic", "memory", "latency")),
+        _time(row.seconds),
+        bound.what,
+        *map(_time, (bound.arithmetic, bound.memory, bound.latency)),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+
+from halfstep.report.comparison import SettingRow
 
 
 def columns(metric: str) -> tuple[str, ...]:
@@ -13,31 +14,31 @@ def columns(metric: str) -> tuple[str, ...]:
     return ("level", shown, "from O0", "ms/step", "samples/s", "peak MB", "saved MB", "skipped", "scale")
 
 
-def cells(row: Mapping[str, Any], metric: str, slow: Mapping[str, str]) -> list[str]:
+def cells(row: SettingRow, metric: str, slow: Mapping[str, str]) -> list[str]:
     """One row as text; `slow` holds the dtypes this device has no fast arithmetic for."""
-    difference = row["difference"]
+    difference = row.difference
     return [
-        row["label"] + (" (slow here)" if row["dtype"] in slow else ""),
+        row.label + (" (slow here)" if row.dtype in slow else ""),
         _final(row, metric),
         "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
-        _number(row["seconds"], 1e3, 2) + _noise(row.get("noise")),
-        _number(row["samples_per_second"], 1.0, 0),
-        _number(row["peak_bytes"], 1e-6, 1),
-        _number(row["saved_bytes"], 1e-6, 1),
-        str(row["skipped"]),
-        "none" if row["last_scale"] == 1.0 else _number(row["last_scale"], 1.0, 0),
+        _number(row.seconds, 1e3, 2) + _noise(row.noise),
+        _number(row.samples_per_second, 1.0, 0),
+        _number(row.peak_bytes, 1e-6, 1),
+        _number(row.saved_bytes, 1e-6, 1),
+        str(row.skipped),
+        "none" if row.last_scale == 1.0 else _number(row.last_scale, 1.0, 0),
     ]
 
 
-def _final(row: Mapping[str, Any], metric: str) -> str:
-    if row["mean"] is None:
-        return "stopped" if row["stopped"] else "failed"
-    if not isfinite(row["mean"]):
+def _final(row: SettingRow, metric: str) -> str:
+    if row.mean is None:
+        return "stopped" if row.stopped else "failed"
+    if not isfinite(row.mean):
         return "diverged"
-    text = _value(row["mean"], metric)
-    if row["spread"] is not None:
-        text += f" ± {_value(row['spread'], metric, digits=2)}"
-    return text + (" diverged" if row["diverged"] else "")
+    text = _value(row.mean, metric)
+    if row.spread is not None:
+        text += f" ± {_value(row.spread, metric, digits=2)}"
+    return text + (" diverged" if row.diverged else "")
 
 
 def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
