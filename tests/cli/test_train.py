@@ -39,9 +39,10 @@ def test_it_prints_a_table_and_writes_a_report(capsys, tmp_path):
     assert lines[2][-1] == "65,536"
     assert "±" in shown
     assert "digits-mlp: 784-512-512-10" in shown
-    assert told.splitlines() == [
-        f"training digits-mlp {x}" for x in ("O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
-    ]
+    begun = [
+        line for line in told.splitlines() if " in all, " not in line
+    ]  # a slow machine says how far it is
+    assert begun == [f"training digits-mlp {x}" for x in ("O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")]
     page = report.read_text()
     assert page.startswith("<!doctype html>")
     assert "O2 fp16" in page
