@@ -143,8 +143,8 @@ def kills(folder, way, count):
     inside = sum(killed(folder, way, chosen, bool((turn + (way != "shards")) % 2)) for turn in range(count))
     latest = newest(folder / "run")
     steps = int(latest.name[5:]) + 3
-    resumed = run(resume, 2, str(folder / "run"), way, steps, False)
-    undisturbed = run(resume, 2, str(folder / "none"), way, steps, False)
+    resumed = run(resume, 2, str(folder / "run"), way, steps, False, seconds=900.0)
+    undisturbed = run(resume, 2, str(folder / "none"), way, steps, False, seconds=900.0)
     for one, other in zip(resumed, undisturbed):
         assert all(torch.equal(one[name], other[name]) for name in one)
     return inside

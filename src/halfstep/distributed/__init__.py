@@ -2,6 +2,7 @@
 
 from halfstep.distributed.hooks import Traffic, compress_hook, ordered_hook
 from halfstep.distributed.joining import join, joins_alone
+from halfstep.distributed.norms import norms_of_stages, whole_norms
 from halfstep.distributed.reduce import (
     all_ranks,
     gather,
@@ -15,7 +16,7 @@ from halfstep.distributed.reduce import (
     sums_over,
     world_size,
 )
-from halfstep.distributed.shards import ddp_around, first_element, is_sharded, shard
+from halfstep.distributed.shards import ddp_around, first_element, is_ordered, is_sharded, shard
 from halfstep.distributed.watchdog import watchdog
 
 __all__ = [
@@ -27,11 +28,13 @@ __all__ = [
     "gather",
     "global_max",
     "global_norm",
+    "is_ordered",
     "is_sharded",
     "join",
     "joined",
     "joins_alone",
     "local_of",
+    "norms_of_stages",
     "ordered_hook",
     "rank",
     "shard",
@@ -39,5 +42,6 @@ __all__ = [
     "started_by_torchrun",
     "sums_over",
     "watchdog",
+    "whole_norms",
     "world_size",
 ]

@@ -30,6 +30,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def rank_in(group: Group) -> int:
+    """Return this process's place among the ranks of `group`."""
+    return dist.get_rank(group)
+
+
 def started_by_torchrun() -> int:
     """How many ranks torchrun has started, 1 where it has not started this process."""
     return int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
@@ -141,12 +146,17 @@ def sums_over(groups: Sequence[Group], squares: Tensor, amax: Tensor) -> tuple[T
     """
     for group in groups:
         wide = torch.float32 if squares.device.type == "mps" else torch.float64
-        mine = _to_backend(torch.stack([squares.to(wide), amax.to(wide)]), group)
-        parts = [torch.empty_like(mine) for _ in range(world_size(group))]
-        dist.all_gather(parts, mine, group=group)
-        everyone = torch.stack(parts).to(squares.device, non_blocking=True)
+        everyone = torch.stack(all_parts(torch.stack([squares.to(wide), amax.to(wide)]), group))
         squares, amax = everyone[:, 0].sum().to(squares.dtype), everyone[:, 1].amax().to(amax.dtype)
     return squares, amax
+
+
+def all_parts(mine: Tensor, group: Group) -> list[Tensor]:
+    """Return every rank's tensor (of one shape and dtype), in the order of the group's ranks."""
+    sent = _to_backend(mine, group)
+    parts = [torch.empty_like(sent) for _ in range(world_size(group))]
+    dist.all_gather(parts, sent, group=group)
+    return [part.to(mine.device, non_blocking=True) for part in parts]
 
 
 def _to_backend(t: Tensor, group: Group | None) -> Tensor:

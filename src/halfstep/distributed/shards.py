@@ -7,6 +7,7 @@ weights. Also here: which wrappers a model is in, and where in the whole tensor 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ _NORMS = (
     nn.modules.batchnorm._NormBase,  # pyright: ignore[reportPrivateUsage]
     nn.LocalResponseNorm,
 )
+
+_ORDERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def shard(
@@ -47,7 +50,8 @@ def shard(
         mesh: a device mesh of one dimension (shards) or two (replicas of shards); None is all ranks.
         ordered: add gradients in the order of ranks. A backend adds those of four ranks or more in an order
             of its own (of two it does not matter); with this weights are those of one process that adds
-            up the same micro-batches one after the other, bit for bit.
+            up the same micro-batches one after the other, bit for bit. Where a torch optimizer's gradients
+            are clipped, each rank then sends its shards once more, for the norm as one process takes it.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
 
     Raises:
@@ -77,6 +81,8 @@ def shard(
         if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
     fully_shard(model, **given)
+    if ordered:
+        _ORDERED.add(model)
     for module in model.modules() if ordered else ():
         if isinstance(module, fsdp.FSDPModule):
             module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
@@ -93,6 +99,11 @@ def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:
 def _default_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in (model, *model.children()) if isinstance(m, nn.ModuleList | nn.Sequential)]
     return [child for each in lists for child in each.children() if child not in lists]
+
+
+def is_ordered(model: nn.Module) -> bool:
+    """Whether `shard(model, ordered=True)` was applied to the model."""
+    return model in _ORDERED
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -116,13 +116,16 @@ def measure_shards(
     grads: Iterable[Tensor | None],
     inv_scale: float | Tensor | None = None,
     groups: Iterable[tuple[Any, ...]] = (),
+    *,
+    stages: Any = None,
 ) -> GradStats:
     """Return `measure` of whole gradients of which each rank holds a shard (DTensor), the same on all ranks.
 
     Squares are summed in float64, so that the norm is that of the unsharded gradients but for the rounding
     of one sum; one collective for each set of process groups over which gradients are split. Ranks where a
     set has no gradients name it in `groups`, in the same order, so that none waits for ever. Gradients that
-    are not sharded count once.
+    are not sharded count once. `stages` is a process group whose ranks each hold other gradients of one model
+    (stages of a pipeline): the answer is that of all of them then.
     """
     sets: dict[tuple[Any, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
     for grad in grads:
@@ -132,6 +135,8 @@ def measure_shards(
     home = home_device(kept) if kept else torch.device("cpu")
     found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
     squares, max_abs = torch.stack([a for a, _ in found]).sum(), _gather([b for _, b in found], home).amax()
+    if stages is not None:
+        squares, max_abs = distributed.sums_over((stages,), squares, max_abs)
     finite, norm = torch.isfinite(max_abs), squares.sqrt().to(max_abs.dtype)
     if inv_scale is not None:
         factor = inv_scale.to(home, non_blocking=True) if isinstance(inv_scale, Tensor) else inv_scale
@@ -140,10 +145,13 @@ def measure_shards(
 
 
 @torch.no_grad()
-def measure_whole(grads: Sequence[Tensor], inv_scale: float | Tensor | None = None) -> GradStats:
-    """Return `measure` where no gradient is sharded, else `measure_shards`, which every rank must call."""
-    sharded = any(distributed.local_of(g) is not g for g in grads)
-    return measure_shards(grads, inv_scale) if sharded else measure(grads, inv_scale)
+def measure_whole(
+    grads: Sequence[Tensor], inv_scale: float | Tensor | None = None, *, stages: Any = None
+) -> GradStats:
+    """Return `measure` where no gradient is elsewhere, else `measure_shards`, which every rank must call."""
+    if stages is not None or any(distributed.local_of(g) is not g for g in grads):
+        return measure_shards(grads, inv_scale, stages=stages)
+    return measure(grads, inv_scale)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

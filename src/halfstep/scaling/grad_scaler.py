@@ -56,7 +56,8 @@ class GradScaler(TorchNames):
     (by default the powers of two that float32 can hold and invert); `hysteresis` as in DynamicLossScale.
     `max_skips` skipped iterations in a row raise LossScaleCollapsed in `update`. Where torch.distributed is
     initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
-    (`across_ranks=False`: each rank decides alone).
+    (`across_ranks=False`: each rank decides alone). `norm_group` is that of `prepare`: over stages of a
+    pipeline the outcome tells the norm of all of them.
 
     Large because it answers to every name of torch's.
     """
@@ -77,6 +78,7 @@ class GradScaler(TorchNames):
         max_skips: int = 50,
         group: Any = None,
         across_ranks: bool = True,
+        norm_group: Any = None,
     ) -> None:
         if device is not None and not isinstance(device, str | torch.device):
             raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {show(device)}")
@@ -101,6 +103,7 @@ class GradScaler(TorchNames):
         self._skips = SkipCount(limit=max_skips)
         self._group = group
         self._across_ranks = across_ranks
+        self._norm_group = norm_group
         self._warned = False
         self._states = PerOptimizer()
         self._queue = OutcomeQueue()
@@ -228,9 +231,9 @@ class GradScaler(TorchNames):
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step without scaling: never skips, but says what the gradients were."""
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
-        stats = None if closure else measure_whole(gradients(optimizer))
+        stats = None if closure else measure_whole(gradients(optimizer), stages=self._norm_group)
         result = optimizer.step(*args, **kwargs)
-        stats = stats or measure_whole(gradients(optimizer))
+        stats = stats or measure_whole(gradients(optimizer), stages=self._norm_group)
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, max_abs=stats.max_abs, result=result
         )
@@ -252,8 +255,8 @@ class GradScaler(TorchNames):
         self, grads: list[Tensor], inv_scale: Tensor | None = None
     ) -> GradStats[Tensor, Tensor, Tensor | None]:
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
-        if any(distributed.local_of(g) is not g for g in grads):
-            return measure_shards(grads, inv_scale)
+        if self._norm_group is not None or any(distributed.local_of(g) is not g for g in grads):
+            return measure_shards(grads, inv_scale, stages=self._norm_group)
         if not self._loss_scale.needs_max_abs:
             return finite_and_norm(grads, inv_scale)
         return measure(grads, inv_scale)
@@ -261,8 +264,10 @@ class GradScaler(TorchNames):
     def _one_pass_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, inv_scale = self._states.of(optimizer), None
         if state["stage"] is OptState.READY:
-            inv_scale = self._loss_scale.inverse(_home(gradients(optimizer)))
-            stats = optimizer.measure(inv_scale=inv_scale)
+            grads = gradients(optimizer)
+            inv_scale = self._loss_scale.inverse(_home(grads))
+            alone = self._norm_group is None
+            stats = optimizer.measure(inv_scale=inv_scale) if alone else self._look(grads, inv_scale)
             self._note(state, {stats.finite.device: ~stats.finite}, stats.norm, stats.max_abs)
         found = any_of(flags_of(state))
         return optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)

@@ -33,6 +33,7 @@ from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
+from halfstep.session.ranks import check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import parameters_of
@@ -346,6 +347,7 @@ def prepare(
     batch: Sequence[Any] = (),
     seconds: float = 60.0,
     kernels: Kernels = None,
+    norm_group: Any = None,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -377,6 +379,9 @@ def prepare(
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
             TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
             ranks, rank 0's choices hold on all. A loaded state brings its own.
+        norm_group: a process group whose ranks each train other parameters of one model, such as the stages
+            of a pipeline: the norm that clips and is told is that of all of them, and a step is one that all
+            ranks of the group take. Shards (DTensors) need none.
         step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
             returns the loss. Everything it changes is put back.
         batch: for "auto": what `step` is called with.
@@ -396,7 +401,7 @@ def prepare(
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
-        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate}
+        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate, "norm_group": norm_group}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
@@ -407,6 +412,7 @@ def prepare(
     chosen = policy_of(row, dtype, word_dtype, policy, device)
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
+    check_norm_group(norm_group, optimizers)
     check_accumulation(accumulate, row, optimizers)
     warn_of_low_weights(row, optimizers)
     scales = loss_scales_of(loss_scale, row, compute)
@@ -419,7 +425,7 @@ def prepare(
     setup = Setup(models, optimizers, row, chosen, table, device, skips, relayout)
     try:
         setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute, accumulate)
-        session = Session(setup, scales, counts, on_nonfinite)
+        session = Session(setup, scales, counts, on_nonfinite, norm_group)
     except Exception:
         take_back(setup.conversions, setup.masters)
         relayout.revert()

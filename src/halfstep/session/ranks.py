@@ -84,6 +84,21 @@ class RankGuard:
                 )
 
 
+def check_norm_group(group: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for what is no process group, UnsupportedError where norms come too late for one."""
+    if group is None:
+        return
+    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
+        raise ConfigError(
+            f"norm_group={group!r:.80}: expected the process group of the stages, mesh.get_group('pp') say"
+        )
+    if any(getattr(optimizer, "release_gradients", False) for optimizer in optimizers):
+        raise UnsupportedError(
+            "norm_group with release_gradients, which clips by this rank's own norm of the step before: "
+            "give one of the two"
+        )
+
+
 def refuse_in_ddp(optimizer: Any) -> None:
     """Raise UnsupportedError for an optimizer whose options DDP breaks."""
     if getattr(optimizer, "release_gradients", False):

@@ -38,7 +38,7 @@ from halfstep.session.losses import inverse
 from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.setup import OfSetup, Setup
-from halfstep.session.steppers import OnePassStepper, Stepper, TorchStepper
+from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -72,7 +72,7 @@ class Session(OfSetup):
     """
 
     def __init__(
-        self, setup: Setup, scales: Sequence[LossScale], skips: SkipCount, on_nonfinite: str | None
+        self, setup: Setup, scales: Sequence[LossScale], skips: SkipCount, on_nonfinite: Any, norm_group: Any
     ) -> None:
         super().__init__(setup)
         optimizers = setup.optimizers
@@ -86,10 +86,7 @@ class Session(OfSetup):
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
-        self._steppers: list[Stepper] = [
-            OnePassStepper(o) if getattr(o, "one_pass", False) else TorchStepper(o, setup.masters.get(i))
-            for i, o in enumerate(optimizers)
-        ]
+        self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
         self._ranks = RankGuard(setup.models, optimizers, setup.policy.compute_dtype)
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(optimizers, self._carried)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import local_of
+from halfstep.distributed import is_ordered, local_of, norms_of_stages, shard_groups, whole_norms
 from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import AnyStats, GradStats, HostStats, measure, measure_shards
 from halfstep.gradients.unscale import unscale_
@@ -63,9 +64,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 class OnePassStepper:
     """An optimizer of `halfstep.optim`: unscale, clip, skip and update happen in its own single pass."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         self.optimizer: Any = optimizer
         self.unscaled = False
+        self._norm_group = norm_group
         self._inv_scale: Tensor | None = None
         self.releases = self.optimizer.release is not None
         self._released = False
@@ -96,6 +98,8 @@ class OnePassStepper:
     def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
+        if self._norm_group is not None:
+            return _of_all_stages(self.optimizer, inv_scale, self._norm_group)
         known = self.optimizer.measure_on_host(inv_scale)
         if known is not None:
             return known
@@ -110,7 +114,7 @@ class OnePassStepper:
 
     def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one."""
-        if not self.optimizer.planned:
+        if self._norm_group is not None or not self.optimizer.planned:
             measured = self.measure(inv_scale, needs_max_abs)
             self.update(measured, None, False)
             return measured
@@ -141,10 +145,16 @@ class TorchStepper:
 
     releases = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: MasterWeights | None = None,
+        ordered: bool = False,
+        norm_group: Any = None,
+    ) -> None:
         self.optimizer = optimizer
         self.unscaled = False
-        self._masters = masters
+        self._masters, self._ordered, self._norm_group = masters, ordered, norm_group
         self._inv_scale: Tensor | None = None
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -165,6 +175,8 @@ class TorchStepper:
             )
         self._inv_scale = inv_scale
         wide, known = ([], None) if self._masters is None else self._masters.link.widen()
+        if self._norm_group is not None:
+            return _of_all_stages(self.optimizer, inv_scale, self._norm_group)
         gradients = self.gradients()
         if known is not None:
             return _complete(wide, known, gradients, inv_scale, needs_max_abs)
@@ -190,14 +202,24 @@ class TorchStepper:
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
         gradients = self.gradients()
-        sharded = any(local_of(g) is not g for g in gradients)
-        if not sharded and not any(g.is_sparse for g in gradients):
+        placed = any(local_of(g) is not g for g in gradients)
+        sparse = any(g.is_sparse for g in gradients)
+        if not placed and not sparse and self._norm_group is None:
             nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
             return
-        # torch's own has no norm of sparse gradients, and that of shards rounds each rank's part to fp32
+        if not sparse and (self._ordered or not any(shard_groups(g) for g in gradients)):
+            norm = self._norm_of_one_process(gradients)
+        # else what was measured: torch's own has no norm of sparse gradients, and rounds that of each shard
         coefficient = _clip_coefficient(norm, clip_norm)
         for gradient in gradients:
             local_of(gradient).mul_(coefficient)
+
+    def _norm_of_one_process(self, gradients: list[Tensor]) -> Tensor:
+        """What `clip_grad_norm_` takes the norm of whole gradients, of all stages, to be: the same bits."""
+        norms = whole_norms(gradients)
+        if self._norm_group is not None:
+            norms = norms_of_stages(norms, self._norm_group)
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -208,6 +230,22 @@ class TorchStepper:
     def clear(self) -> None:
         """Drop the gradients."""
         _clear(self.optimizer)
+
+
+def steppers_of(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    masters: Mapping[int, MasterWeights],
+    norm_group: Any,
+) -> list[Stepper]:
+    """The stepper of each optimizer; `norm_group` is `prepare`'s."""
+    ordered = any(is_ordered(model) for model in models)
+    return [
+        OnePassStepper(one, norm_group)
+        if getattr(one, "one_pass", False)
+        else TorchStepper(one, masters.get(index), ordered, norm_group)
+        for index, one in enumerate(optimizers)
+    ]
 
 
 def _clear(optimizer: torch.optim.Optimizer) -> None:
@@ -229,6 +267,13 @@ def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool
         if math.isfinite(norm):
             return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
     return _on_host_if_cpu(measure(gradients, inv_scale))
+
+
+def _of_all_stages(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, group: Any) -> AnyStats:
+    """What the gradients of all ranks of a group are, each of which holds other parameters."""
+    params = parameters_of(optimizer)
+    sets = dict.fromkeys(shard_groups(p) for p in params)
+    return _on_host_if_cpu(measure_shards([p.grad for p in params], inv_scale, sets, stages=group))
 
 
 def _complete(

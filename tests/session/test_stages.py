@@ -1,0 +1,110 @@
+"""Stages of a pipeline on two gloo ranks: `norm_group` makes norm, clipping and skips the whole model's."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import halfstep as hs
+from tests.ranks import run
+
+
+def net():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 33), nn.GELU(), nn.Linear(33, 9), nn.GELU(), nn.Linear(9, 2))
+
+
+def optimizer_of(kind, model):
+    made = torch.optim.AdamW if kind == "torch" else hs.optim.AdamW
+    return made(model.parameters(), lr=0.05)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def stage(rank, kind, clip):
+    """Rank 0 has the first two modules, rank 1 the others; torch's own schedule runs them."""
+    model = net()
+    own = model[:2] if rank == 0 else model[2:]
+    group = torch.distributed.group.WORLD
+    amp = hs.prepare(own, optimizer_of(kind, own), level="O0", norm_group=group)
+    schedule = ScheduleGPipe(
+        PipelineStage(own, rank, 2, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
+    )
+    norms = []
+    for step in range(4):
+        x, y = batch(step)
+        with amp.autocast():
+            schedule.step(x) if rank == 0 else schedule.step(target=y)
+        norms.append(amp.step(clip_norm=clip).grad_norm)
+    return norms, [p.detach() for p in own.parameters()]
+
+
+def alone(kind, clip):
+    model, norms = net(), []
+    amp = hs.prepare(model, optimizer_of(kind, model), level="O0")
+    for step in range(4):
+        for x, y in zip(*(t.chunk(2) for t in batch(step))):
+            with amp.autocast():
+                loss = nn.functional.mse_loss(model(x), y) / 2
+            amp.backward(loss)
+        norms.append(amp.step(clip_norm=clip).grad_norm)
+    return norms, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_stages_of_a_pipeline_are_clipped_as_one_model(kind):
+    (first, head), (second, tail) = run(stage, 2, kind, 0.1)
+    norms, weights = alone(kind, 0.1)
+    assert first == second
+    assert first == pytest.approx(norms, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(weights, head + tail, strict=True))
+
+
+def hurt(rank, kind):
+    """Stage 1's gradients hold inf; then those of both are known, by a session and by a scaler."""
+    model, group = nn.Linear(2, 2, bias=False), torch.distributed.group.WORLD
+    optimizer = optimizer_of("torch", model)
+    if kind == "scaler":
+        scaler = hs.GradScaler(init_scale=2.0, norm_group=group)
+        scaler.scale(torch.ones(()))
+        step, factor = lambda: scaler.step(optimizer), 2.0
+    else:
+        amp = hs.prepare(model, optimizer, level="O0", norm_group=group, skip_nonfinite=False)
+        step, factor = amp.step, 1.0
+    told = []
+    for value in (3.0 + rank, math.inf if rank else 1.0):
+        model.weight.grad = torch.full_like(model.weight, value * factor)
+        outcome = step()
+        told.append((outcome.finite, outcome.grad_norm))
+        if kind == "scaler":
+            scaler.update()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["scaler", "session"])
+@pytest.mark.filterwarnings("ignore:step \\d+. gradients of")
+def test_every_stage_is_told_the_norm_of_all(kind):
+    for told in run(hurt, 2, kind):
+        assert told == [(True, 10.0), (False, math.inf)]
+
+
+def test_what_is_no_group_of_stages_is_refused():
+    model = net()
+    with pytest.raises(hs.ConfigError, match=r"norm_group='pp': expected the process group of the stages"):
+        hs.prepare(model, optimizer_of("torch", model), level="O0", norm_group="pp")
+
+
+def released(rank):
+    model = net()
+    optimizer = hs.optim.AdamW(model.parameters(), release_gradients=True)
+    with pytest.raises(hs.UnsupportedError, match="norm_group with release_gradients"):
+        hs.prepare(model, optimizer, level="O0", norm_group=torch.distributed.group.WORLD)
+
+
+def test_released_gradients_know_no_norm_of_stages():
+    run(released, 2)
