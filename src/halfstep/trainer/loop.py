@@ -140,13 +140,12 @@ class Trainer:
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
-        self._terminated, self._stop, self._between = Terminated(), "", False
+        self._terminated, self._stop, self._between, self._asks = Terminated(), "", False, False
 
     def stop(self, reason: str = "stopped by a callback") -> None:
         """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks.
 
-        Asked at the end of a pass, no further step is trained; over ranks one more is, where the loader has
-        no length.
+        Asked at the end of a pass, no further step is trained.
         """
         self._stop = reason
 
@@ -176,6 +175,8 @@ class Trainer:
         last = self._last_step(loader, steps, epochs)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
+        unsized = saving.agreed(0 if hasattr(loader, "__len__") else 1)
+        self._asks = bool(unsized) and self.device.type == "cpu"  # asking makes an accelerator wait
         if resume:
             self._resume()
         elif self.folder is not None:
@@ -342,7 +343,11 @@ class Trainer:
 
         def fetch() -> tuple[Any, Any]:
             batch = next(batches)
-            self._between = False
+            try:
+                self._ask_between_steps()
+            except _StopBetweenSteps:
+                cast(Position, self._position).give_back()
+                raise
             return self._move(batch)
 
         if self._replayable is None:
@@ -393,7 +398,16 @@ class Trainer:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._tell("on_epoch_end")
-        if self._stop and self._between and world_size() == 1:
+        if self._stop or self._asks:
+            self._ask_between_steps()
+
+    def _ask_between_steps(self) -> None:
+        """Once a step, before its first batch is used: was a rank told to stop when its pass ended?
+
+        Ranks whose pass ended ask before they begin the next, others with a batch in hand.
+        """
+        between, self._between = self._between, False
+        if between and (saving.agreed(bool(self._stop)) if self._asks else self._stop and world_size() == 1):
             raise _StopBetweenSteps
 
     def _log(self, values: Mapping[str, float], prefix: str = "") -> None:

@@ -69,6 +69,10 @@ class Position:
                 )
             self.end()
 
+    def give_back(self) -> None:
+        """The batch just given was not trained on: a resumed run is given it again."""
+        self.served -= 1
+
     def settle(self) -> None:
         """Tell the end of the pass where the batch just trained on was its last."""
         if hasattr(self.loader, "__len__") and self.served == len(cast(Any, self.loader)):
