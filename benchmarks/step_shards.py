@@ -3,8 +3,10 @@
 The mesh has one rank, so nothing is sent: both steps do the same arithmetic, and the ratio is the bookkeeping
 of DTensors. Small: 400 parameters of 200 layers, 32 wide; large: 8 parameters of 16 million elements in all.
 Steps of the two models take turns; ratios are of neighbours, and their medians are kept. Both models are
-built several times, for where their memory happens to lie decides more than the bookkeeping does. Writes
-step_shards.json.
+built several times, for where their memory happens to lie decides more than the bookkeeping does. Freed
+memory is kept: here all gradients of the sharded model lie in one buffer of 32 MiB, which the C library else
+gives back to the system where a step drops them (4 % of it; one group for each block avoids that as well).
+Writes step_shards.json.
 
     python benchmarks/step_shards.py [--rounds 14] [--out FILE]
 """
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    hs.devices.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         rows = []

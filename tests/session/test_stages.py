@@ -108,3 +108,15 @@ def released(rank):
 
 def test_released_gradients_know_no_norm_of_stages():
     run(released, 2)
+
+
+def saved(rank, folder):
+    for stage, group in ((net()[2 * rank :], None), (net(), torch.distributed.group.WORLD)):
+        amp = hs.prepare(stage, optimizer_of("ours", stage), level="O0", norm_group=group)
+        with pytest.raises(hs.CheckpointError, match="ranks hold different parameters"):
+            amp.save(f"{folder}/step-1")
+
+
+def test_one_folder_does_not_hold_half_of_each_stage(tmp_path):
+    run(saved, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -186,8 +186,9 @@ def save(
     extra: Any = None,
     keep_last: int | None = None,
     background: bool = False,
+    stages: bool = False,
 ) -> Path:
-    """`Session.save`."""
+    """`Session.save`; `stages`: each rank has other parameters, whatever their names."""
     if session.state.awaits_step:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
     wait_until_saved(session)
@@ -195,11 +196,12 @@ def save(
     check_keep(path, keep_last)
     _reshard(session)
     pieces: dict[str, Piece] = {}
+    held: dict[str, Any] = {"": rank() if stages else 0}
     for number, (name, t) in enumerate(_tensors(session)):
-        piece = _split(t, number)
+        piece, held[name] = _split(t, number), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece
-    manifest = _manifest(session, pieces, schedulers, extra)
+    manifest = {**_manifest(session, pieces, schedulers, extra), "model": checksum_of(held)}
     own = {"random": rng.random_state(), "position": position}
     about = {"own": _encode(own, f".rank.{rank()}", pieces), "ranks": world_size()}
     if background:

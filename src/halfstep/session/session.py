@@ -470,7 +470,7 @@ class Session(OfSetup):
         """
         return saving.save(
             self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last,
-            background=background,
+            background=background, stages=any(s.norm_group is not None for s in self._steppers),
         )  # fmt: skip
 
     def wait_until_saved(self) -> None:

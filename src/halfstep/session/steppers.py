@@ -28,6 +28,8 @@ class Stepper(Protocol):
 
     optimizer: torch.optim.Optimizer
     releases: bool
+    norm_group: Any
+    """`prepare`'s."""
     unscaled: bool
     """Whether the last `update` divided the loss scale out of the gradients where they lie."""
 
@@ -67,7 +69,7 @@ class OnePassStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         self.optimizer: Any = optimizer
         self.unscaled = False
-        self._norm_group = norm_group
+        self.norm_group = norm_group
         self._inv_scale: Tensor | None = None
         self.releases = self.optimizer.release is not None
         self._released = False
@@ -98,8 +100,8 @@ class OnePassStepper:
     def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
-        if self._norm_group is not None:
-            return _of_all_stages(self.optimizer, inv_scale, self._norm_group)
+        if self.norm_group is not None:
+            return _of_all_stages(self.optimizer, inv_scale, self.norm_group)
         known = self.optimizer.measure_on_host(inv_scale)
         if known is not None:
             return known
@@ -114,7 +116,7 @@ class OnePassStepper:
 
     def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one."""
-        if self._norm_group is not None or not self.optimizer.planned:
+        if self.norm_group is not None or not self.optimizer.planned:
             measured = self.measure(inv_scale, needs_max_abs)
             self.update(measured, None, False)
             return measured
@@ -154,7 +156,7 @@ class TorchStepper:
     ) -> None:
         self.optimizer = optimizer
         self.unscaled = False
-        self._masters, self._ordered, self._norm_group = masters, ordered, norm_group
+        self._masters, self._ordered, self.norm_group = masters, ordered, norm_group
         self._inv_scale: Tensor | None = None
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -175,8 +177,8 @@ class TorchStepper:
             )
         self._inv_scale = inv_scale
         wide, known = ([], None) if self._masters is None else self._masters.link.widen()
-        if self._norm_group is not None:
-            return _of_all_stages(self.optimizer, inv_scale, self._norm_group)
+        if self.norm_group is not None:
+            return _of_all_stages(self.optimizer, inv_scale, self.norm_group)
         gradients = self.gradients()
         if known is not None:
             return _complete(wide, known, gradients, inv_scale, needs_max_abs)
@@ -204,7 +206,7 @@ class TorchStepper:
         gradients = self.gradients()
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)
-        if not placed and not sparse and self._norm_group is None:
+        if not placed and not sparse and self.norm_group is None:
             nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
             return
         if not sparse and (self._ordered or not any(shard_groups(g) for g in gradients)):
@@ -217,8 +219,8 @@ class TorchStepper:
     def _norm_of_one_process(self, gradients: list[Tensor]) -> Tensor:
         """What `clip_grad_norm_` takes the norm of whole gradients, of all stages, to be: the same bits."""
         norms = whole_norms(gradients)
-        if self._norm_group is not None:
-            norms = norms_of_stages(norms, self._norm_group)
+        if self.norm_group is not None:
+            norms = norms_of_stages(norms, self.norm_group)
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def unscale(self, inv_scale: Tensor) -> Tensor:

@@ -93,7 +93,13 @@ def _write(
     group: Group | None,
 ) -> None:
     own = path.with_name(f".{path.name}.{checkpoint.HOST}-{os.getpid()}.tmp")
-    temporary: Path = gather(own, group)[0]
+    begun: list[tuple[Path, str]] = gather((own, manifest["model"]), group)
+    if len({model for _, model in begun}) > 1:
+        raise CheckpointError(
+            f"cannot write {path}: ranks hold different parameters (stages of a pipeline?), and each would "
+            "write a part of its own: save state_dict() of model, optimizer and session for each stage"
+        )
+    temporary = begun[0][0]
     file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
     needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
     try:
