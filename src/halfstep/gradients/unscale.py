@@ -88,6 +88,8 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
     """Return the OR of 0-d flags (bool or 0/1, on any devices) as one 0-d bool tensor."""
     if not flags:
         return torch.zeros((), dtype=torch.bool)
+    if len(flags) == 1:
+        return flags[0].reshape(()) != 0
     home = home_device(list(flags))
     return torch.stack([flag.reshape(()).to(home, non_blocking=True) != 0 for flag in flags]).any()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OURS = "halfstep"
+_ASKING: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 _PER_RUN = ("_queue", "_states", "_lent_scale", "_lent_tracker")
 
 
@@ -186,8 +188,7 @@ class GradScaler(TorchNames):
     def _step_of(self, optimizer: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
         """How to step this optimizer: what a subclass replaced is always called."""
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            takes_us = "grad_scaler" in inspect.signature(optimizer.step).parameters
-            return self._handed_step if takes_us else self._fused_step
+            return self._handed_step if _asks_for_scaler(optimizer) else self._fused_step
         own = self._replaced("unscale_", "_unscale_grads_", "_maybe_opt_step")
         return (
             self._one_pass_step if getattr(optimizer, "one_pass", False) and not own else self._checked_step
@@ -471,6 +472,16 @@ def _refuse_out_of_turn(state: State) -> None:
         )
     if state["stage"] is OptState.STEPPED:
         raise ScalerStateError("unscale_() is being called after step().")
+
+
+def _asks_for_scaler(optimizer: Any) -> bool:
+    """Whether its `step` has an argument `grad_scaler`; looked up once a class."""
+    kind = type(optimizer)
+    found = _ASKING.get(kind)
+    if found is None:
+        parameters = inspect.signature(getattr(kind, "step", optimizer.step)).parameters
+        found = _ASKING[kind] = "grad_scaler" in parameters
+    return found
 
 
 def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
