@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.doctor.doors import scale_of_a_door
+from halfstep.doctor.ledger import tops
 from halfstep.names import canonical
 from halfstep.numerics.actors import Actors
+from halfstep.numerics.terms import LOOPS, Terms, terms_of
 
 
 class Cast:
-    """The models, optimizers, session and scaler of a script, as they turn up."""
+    """The models, optimizers, session and scaler of a script, as they turn up.
+
+    `helpers`: modules with buffers and no parameters, as criteria are. `schedules`: of learning rates.
+    """
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
+        self.helpers: list[nn.Module] = []
+        self.schedules: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.session: Any = None
         self.scaler: Any = None
         self._names: dict[int, str] = {}
+        self._born_ill: frozenset[str] = frozenset()
+        self._loop: str | None = None
 
     def meet(self, module: nn.Module) -> None:
         """A module is called: if it has weights and belongs to no known model, it is one."""
-        known = any(module is m for root in self.models for m in root.modules())
-        if not known and next(module.parameters(), None) is not None:
+        known = any(module is m for root in (*self.models, *self.helpers) for m in root.modules())
+        if known:
+            return
+        if next(module.parameters(), None) is not None:
             inside = {id(m) for m in module.modules()}
             self.models = [m for m in self.models if id(m) not in inside] + [module]
+            named = self.named()
+            with _disable_current_modes():
+                self._born_ill |= self._ill(dict(zip(named, tops(list(named.values())))))
+        elif next(module.buffers(), None) is not None:
+            self.helpers.append(module)
+        if self._loop is None:
+            self._loop = _running_loop()
+
+    def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
+        """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
+        buffers = self.buffers()
+        found = {**weights, **dict(zip(buffers, tops(list(buffers.values()))))}
+        return frozenset(name for name, top in found.items() if not math.isfinite(top))
+
+    def fell_ill(self, weights: Mapping[str, float]) -> bool:
+        """Whether a parameter or buffer is not finite that was when its model was first called."""
+        return not self._ill(weights) <= self._born_ill
 
     def add(self, optimizer: Any) -> None:
         """An optimizer is made or stepped."""
@@ -38,7 +71,19 @@ class Cast:
         """All of them, as the tape and the cures take them."""
         self._find_scale()
         others = [x for x in (self.session, self.scaler) if x is not None]
-        return Actors(None, [*self.models, *self.optimizers, *others])
+        actors = Actors(None, [*self.models, *self.helpers, *self.optimizers, *others])
+        actors.loop = self._loop or ""
+        return actors
+
+    @property
+    def terms(self) -> Terms:
+        """How this script would write a cure down."""
+        return terms_of(self.actors(), in_region=self.scaler is not None)
+
+    def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The classes of what sets an optimizer's learning rates."""
+        mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
+        return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
 
     def _find_scale(self) -> None:
         if self.session is None and self.scaler is None:
@@ -76,6 +121,23 @@ class Cast:
         """Whether nothing is known that would make the updates."""
         return not self.optimizers and self.session is None and self.scaler is None
 
-    def buffers(self) -> list[Tensor]:
-        """Floating-point buffers of all models."""
-        return [b for m in self.models for b in m.buffers() if b.is_floating_point()]
+    def buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers of all models, by a name that no parameter has."""
+        return {
+            f"buffer {number}.{name}": b
+            for number, model in enumerate(self.models)
+            for name, b in model.named_buffers()
+            if b.is_floating_point()
+        }
+
+
+def _running_loop() -> str:
+    """Which known training loop calls the script's step; empty where it is the script's own."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename.replace(os.sep, "/")
+        found = next((end for end in LOOPS if file.endswith(end)), None)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return ""

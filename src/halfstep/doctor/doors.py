@@ -11,6 +11,8 @@ from torch import Tensor
 class ApexScale:
     """The first loss scale of `halfstep.compat.apex.amp`, as a GradScaler shows its own."""
 
+    door = "apex"
+
     def __init__(self, amp: Any) -> None:
         self._amp = amp
 

@@ -9,19 +9,20 @@ runs the step again under the tape, and again with each cure.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.doctor.cast import Cast
-from halfstep.doctor.checkpoints import Moment, answer, can_fork
+from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
-from halfstep.doctor.document import Fault, counts_of, fault_of, findings_of
-from halfstep.doctor.ledger import Ledger, distance, tops
+from halfstep.doctor.document import counts_of, fault_of, findings_of
+from halfstep.doctor.ledger import Ledger, distance, knobs_of, length, tops
+from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
 from halfstep.doctor.substitutes import FP16, put_in_place
@@ -32,12 +33,8 @@ from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.underflow import UnderflowProbe
 from halfstep.numerics.watch import Watch, watch
 
-#: Faults of one run that are traced, and looks at steps in which something fell silent.
-_TRACES, _LOOKS = 3, 2
-#: Steps that must be well after a bad one for a cure of it to help.
-_AFTER = 3
-#: What holding steps may cost: seconds, and beyond them a share of the run.
-_GRACE, _SHARE = 0.5, 0.15
+#: Faults of one run that are traced.
+_TRACES = 3
 
 
 class Enough(BaseException):
@@ -105,6 +102,9 @@ class Examiner:
 
     def on_made(self, thing: Any) -> None:
         """An optimizer, a scaler or a session was made."""
+        if isinstance(thing, LRScheduler):
+            self.cast.schedules.append(thing)
+            return
         if hasattr(thing, "get_scale"):
             self.cast.scaler = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -152,6 +152,7 @@ class Examiner:
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
+        now.schedule, now.knobs = self.cast.schedule_of(optimizer), knobs_of(optimizer)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
         self.on_gradients(updated)
         self._before = [p.detach().clone() for p in updated]
@@ -180,6 +181,7 @@ class Examiner:
         now = self.ledger.now
         now.taken = True
         now.update += distance(self._before, (p for g in optimizer.param_groups for p in g["params"]))
+        now.size += length(self._before)
         self._before = []
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
@@ -189,8 +191,7 @@ class Examiner:
         weights = dict(zip(named, tops(list(named.values()))))
         for name, top in weights.items():
             self.ledger.weights.setdefault(name, []).append((self.done, top))
-        state = [*weights.values(), *tops(self.cast.buffers())]
-        if not all(map(math.isfinite, state)):
+        if self.cast.fell_ill(weights):
             self.ledger.blame("parameter")
             now.spoiled = True
         if skipped or not finite:
@@ -328,158 +329,3 @@ class Examiner:
             if self._took_effect is None:
                 self.traced.applied = False
                 answer(self.traced)
-
-
-class Moments:
-    """When a run is held, and what its copies are asked."""
-
-    def __init__(self, examiner: Examiner) -> None:
-        self._examiner = examiner
-        self._may = examiner.order.copies and can_fork()
-        self._moment: Moment | None = None
-        self._signed = False
-        self._held_at = 0
-        self._glances = 0
-        self._began = time.monotonic()
-        self._spent = 0.0
-
-    def at_start(self) -> None:
-        """Something was made before the first step."""
-        self._hold()
-
-    def on_begin(self) -> None:
-        """A step begins: hold it, unless its batch is still with a worker."""
-        self._signed = False
-        if not _loads_with_workers() and self._may_spend():
-            self._hold()
-        self._begin_job()
-
-    def _may_spend(self) -> bool:
-        """Whether another hold keeps their share of the run's time small."""
-        return self._spent < _GRACE + _SHARE * (time.monotonic() - self._began)
-
-    def on_sign(self) -> bool:
-        """The step shows itself; whether the tape was armed just now."""
-        if self._signed:
-            return False
-        self._signed = True
-        examiner = self._examiner
-        if examiner.done == 0 or _loads_with_workers():
-            self._hold()
-        taping = examiner.taping
-        self._begin_job()
-        if examiner.order.armed == examiner.done:
-            examiner.arm()
-        return taping is None and examiner.taping is not None
-
-    def _begin_job(self) -> None:
-        """In a copy, or a run that cannot be copied: arm the tape where the step is the one to tape."""
-        examiner = self._examiner
-        job = examiner.job
-        examiner.cure_from_start()
-        if job is not None and examiner.done == job.at and (job.kind == "trace" or job.tape):
-            examiner.arm()
-        elif examiner.order.armed is not None and 0 < examiner.done == examiner.order.armed:
-            examiner.arm()  # at step 0 the first sign arms it
-
-    def _hold(self) -> None:
-        examiner = self._examiner
-        wanted = examiner.job is None or examiner.job.kind == "go_on"
-        if not self._may or not wanted or examiner.order.armed is not None:
-            return
-        self.close()
-        began = time.monotonic()
-        moment = Moment()
-        job = moment.hold()
-        if job is not None:
-            self._may = job.kind == "go_on"
-            self._moment, self._spent = None, 0.0
-            examiner.become(job)
-            self._begin_job()
-            return
-        self._moment, self._held_at = moment, examiner.done
-        self._spent += time.monotonic() - began
-
-    def close(self) -> None:
-        """Let go of the moment that is held."""
-        if self._moment is not None:
-            self._moment.close()
-            self._moment = None
-
-    def _ask(self, job: Job) -> Traced | None:
-        if self._moment is None:
-            return None
-        found = self._moment.ask(job)
-        return found if isinstance(found, Traced) else None
-
-    def glance(self, index: int) -> None:
-        """Tape a step that seems well: which op runs in which dtype, the lint, and overflows that hide."""
-        examiner = self._examiner
-        if self._glances > _LOOKS or self._moment is None or self._held_at > index:
-            return
-        self._glances += 1
-        found = self._ask(Job("trace", index))
-        if found is None:
-            return
-        if not examiner.traced.counts:
-            examiner.traced.counts, examiner.traced.lint = found.counts, found.lint
-        for fault in found.faults:
-            self._keep(index, fault, tape=True)
-
-    def trace(self, index: int) -> None:
-        """Tape a bad step and try the cures of what it shows."""
-        found = self._ask(Job("trace", index))
-        if found is None:
-            return
-        examiner = self._examiner
-        if not examiner.traced.counts:
-            examiner.traced.counts, examiner.traced.lint = found.counts, found.lint
-        for fault in found.faults:
-            self._keep(index, fault, tape=fault.underflow or bool(fault.hidden))
-
-    def _keep(self, index: int, fault: Fault, tape: bool) -> None:
-        known = self._examiner.traced.faults
-        twin = next((other for other in known if fault.same_as(other)), None)
-        if twin is not None and not twin.behind:
-            return
-        if twin is not None:  # found behind a cure before; here it is on its own
-            known.remove(twin)
-        known.append(fault)
-        if self._examiner.job is not None:
-            return
-        for cure in fault.cures:
-            for spec in cure.specs:
-                status = self._try(index, spec, tape, fault)
-                if spec[0] == "bf16" and status != "works":
-                    continue  # what was made before stays in fp16 here: a run from the start tells
-                cure.status = status or cure.status
-                if status == "works":
-                    cure.specs = [spec]
-                    break
-
-    def _try(self, index: int, spec: tuple[Any, ...], tape: bool, fault: Fault) -> str:
-        """Whether a cure works, by a copy of the run with it in place; empty where it cannot be tried."""
-        spoiled = self._examiner.ledger.notes[index].spoiled if index < self._examiner.done else True
-        left = self._examiner.order.steps - index - 1
-        more = min(left, 2 * _AFTER if spoiled else _AFTER)
-        tried = self._ask(Job("trial", index, spec, more, tape))
-        if tried is None or not tried.applied:
-            return ""
-        if tried.well:
-            return "works"
-        if tried.bad_at == index:
-            return "does not help"
-        behind = self._ask(Job("go_on", index, spec, more))
-        second = behind.faults[0] if behind is not None and behind.faults else None
-        if second is None or second.same_as(fault) or (fault.weight and second.weight == fault.weight):
-            return "does not help"
-        if not any(second.same_as(other) for other in self._examiner.traced.faults):
-            second.behind = True
-            self._examiner.traced.faults.append(second)
-        return "works"
-
-
-def _loads_with_workers() -> bool:
-    import multiprocessing
-
-    return bool(multiprocessing.active_children())

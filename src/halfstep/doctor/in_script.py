@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,7 +25,7 @@ from halfstep.doctor.document import Document, Fault, add_watched, findings_of
 from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
-from halfstep.doctor.quiet import quiet_faults
+from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.sites import users_names
@@ -55,7 +56,7 @@ class Hooks:
             self._stack.callback(handle.remove)
         for owner in (Session, GradScaler, torch.amp.GradScaler):
             self._replace(owner, "step", self._bracketed)
-        for owner in (Session, GradScaler, torch.amp.GradScaler, torch.optim.Optimizer):
+        for owner in (Session, GradScaler, torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             self._replace(owner, "__init__", self._announced)
         for owner in (torch.autocast, autocast):
             self._replace(owner, "__enter__", self._entered)
@@ -232,12 +233,11 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     document = Document(Path(order.script).name, examiner.done, losses, error)
     if examiner.seen is not None:
         add_watched(document, examiner.seen)
+        _count_the_first(document, ledger)
     lost = [] if examiner.seen is None else list(examiner.seen.lost)
-    document.bad = list(traced.faults)
-    if not any(note.spoiled for note in ledger.notes):
-        document.bad += quiet_faults(ledger, examiner.conversions.flushes, lost)
-    elif examiner.conversions.flushes:
-        document.bad += quiet_faults(Ledger(), examiner.conversions.flushes, [])
+    seen = Seen(ledger, examiner.conversions.flushes, lost, examiner.cast.terms)
+    sound = not any(note.spoiled for note in ledger.notes)
+    document.bad = [*traced.faults, *quiet_faults(seen)] if sound else with_roots(seen, traced.faults)
     document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
     document.counts, document.lint = traced.counts, findings_of(traced.lint)
     document.beside = beside(ledger, document.faults[0].step) if document.faults else {}
@@ -254,6 +254,23 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
         ledger.settled(),
         error,
     )
+
+
+def _count_the_first(document: Document, ledger: Ledger) -> None:
+    """Puts the step before the watch began into the history, and among the skips."""
+    first = ledger.notes[0]
+    if document.history and document.history[0]["step"] == first.number + 1:
+        worst = max(first.gradients, key=lambda name: first.gradients[name], default="")
+        row = {"step": first.number, "scale": first.scale, "taken": not first.skipped}
+        document.history.insert(0, {**row, "max_abs": first.gradient, "worst": worst})
+    skips = ledger.skips
+    others = [line for line in document.summary if "steps skipped" not in line]
+    told = (
+        f"{len(skips)} of {len(ledger.notes)} steps skipped, the last at step {skips[-1] + 1}"
+        if skips
+        else ""
+    )
+    document.summary = [told, *others] if told else others
 
 
 def _say_since(fault: Fault, ledger: Ledger) -> None:

@@ -17,15 +17,46 @@ from torch import Tensor
 
 from halfstep.gradients.per_parameter import largest
 
-#: An update that is so many times the largest one before it is no training step.
+#: An update that is so many times the largest one before it is no training step ...
 SPIKE = 1e3
-#: A loss that grew so many times is not training.
-DIVERGED = 1e4
+#: ... if it changes this share of the weights: after a rate of almost nothing any other is a great step.
+_MOVED = 0.1
+#: A loss that grew so many times is not training; before values that are not finite, less says as much.
+DIVERGED, _BLOWN = 1e4, 1e2
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Options of a parameter group that decide how far an update goes."""
+
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = ()
+    eps: float = 0.0
+
+
+def knobs_of(optimizer: torch.optim.Optimizer) -> tuple[Knobs, ...]:
+    """The options of each group; a weight decay inside Adam's moments scales no weights, and is 0 here."""
+    through = bool(optimizer.defaults.get("betas")) and type(optimizer).__name__ in ("Adam", "NAdam", "RAdam")
+    return tuple(
+        Knobs(
+            0.0 if through and not g.get("decoupled_weight_decay") else _number(g.get("weight_decay")),
+            tuple(map(_number, g.get("betas", ()))),
+            _number(g.get("eps")),
+        )
+        for g in optimizer.param_groups
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float | Tensor) else 0.0
 
 
 @dataclass
 class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
+
+    `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
+    rate and further options by group; `schedule`: the class of what sets the rates.
 
     Large because it is a record: a field for each thing that is noted of a step.
     """
@@ -38,6 +69,9 @@ class Note:
     taken: bool = False
     spoiled: bool = False
     update: float = 0.0
+    size: float = 0.0
+    schedule: str = ""
+    knobs: tuple[Knobs, ...] = ()
     gradient: float = 0.0
     silent: str = ""
     inputs: dict[str, float] = field(default_factory=dict[str, float])
@@ -60,6 +94,13 @@ def distance(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
         if old.is_floating_point() and old.shape == new.shape:
             total += float(torch.linalg.vector_norm((new.detach() - old).float())) ** 2
     return math.sqrt(total) if math.isfinite(total) else math.inf
+
+
+@torch.no_grad()
+def length(tensors: Sequence[Tensor]) -> float:
+    """The Euclidean length of all of these together."""
+    kept = [t for t in tensors if t.is_floating_point() and t.layout == torch.strided]
+    return float(torch.stack([torch.linalg.vector_norm(t.float()) for t in kept]).norm()) if kept else 0.0
 
 
 class Ledger:
@@ -128,24 +169,49 @@ class Ledger:
         large = [number for number, top in history if top >= now / 2]
         return large[0] if now and large[0] != history[0][0] else None
 
+    def until(self, stop: int | None) -> Ledger:
+        """The notes before the one with this index, and that one; all with None."""
+        part = Ledger()
+        part.notes, part.weights = self.notes if stop is None else self.notes[: stop + 1], self.weights
+        return part
+
+    def broken(self) -> int | None:
+        """The index of the first step after which something lasting was not finite; None in a sound run."""
+        wrong = (i for i, n in enumerate(self.notes) if n.spoiled or (n.bad and not n.skipped))
+        return next(wrong, None)
+
     def spike(self) -> int | None:
         """The index of the first step whose update is out of all proportion to those before it."""
         most, seen = 0.0, 0
         for index, note in enumerate(self.notes):
-            if not note.taken or note.bad or not note.update > 0:
+            if not note.taken or note.bad not in ("", "parameter") or not note.update > 0:
                 continue
-            if seen >= 3 and note.update > SPIKE * most:
+            if seen >= 3 and note.update > SPIKE * most and note.update > _MOVED * note.size:
                 return index
             most, seen = max(most, note.update), seen + 1
         return None
 
-    def diverged(self) -> tuple[float, float] | None:
-        """First and last loss of a run whose loss grew out of all proportion."""
-        losses = [abs(n.loss) for n in self.notes if n.loss is not None and math.isfinite(n.loss)]
-        if len(losses) < 8:
+    def diverged(self) -> tuple[int, float, float] | None:
+        """Where a loss began to grow out of all proportion, what it was at first and at last.
+
+        The step is the one whose update the larger loss came of.
+        """
+        end = self.broken()
+        notes = self.notes[:end]
+        kept = [(i, abs(n.loss)) for i, n in enumerate(notes) if n.loss is not None and math.isfinite(n.loss)]
+        if len(kept) < (8 if end is None else 2):
             return None
-        first, last = max(losses[:3]), min(losses[-3:])
-        return (first, last) if first > 0 and last > DIVERGED * max(first, 1e-3) else None
+        first = max(loss for _, loss in kept[:3]) if end is None else kept[0][1]
+        last = min(loss for _, loss in kept[-3:]) if end is None else kept[-1][1]
+        if not (first > 0 and last > (DIVERGED if end is None else _BLOWN) * max(first, 1e-3)):
+            return None
+        at = next(place for place, (_, loss) in enumerate(kept) if loss > 10 * first)
+        return kept[max(0, at - 1)][0], first, last
+
+    def grown(self) -> float:
+        """By how many times the weights have grown since the first step, before they were not finite."""
+        sizes = [note.size for note in self.notes if note.size > 0 and math.isfinite(note.size)]
+        return max(sizes) / sizes[0] if sizes else 1.0
 
 
 def beside(ledger: Ledger, number: int) -> dict[str, Any]:

@@ -88,10 +88,10 @@ def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
 
 
 def _try_untried(order: Order, found: Found, fault: Fault) -> None:
-    """A change of dtype where weights are in 16 bits needs a run of its own: the script asking for bf16."""
+    """Cures that need a run of their own: another dtype of the weights, an earlier rate."""
     index = found.first_bad if found.first_bad is not None else min(4, found.steps - 1)
     for cure in fault.cures:
-        if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters"):
+        if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters", "rate"):
             _try_from_start(order, found, fault, cure, max(index, fault.step))
 
 
@@ -103,10 +103,9 @@ def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, i
         taped = fault.underflow or bool(fault.hidden)
         steps = index + 1 if taped else steps
         armed = index if taped else None
+        from_step = 1 if quiet or spec[0] == "rate" else index
         cured = _child(
-            dataclasses.replace(
-                order, steps=steps, armed=armed, cure=spec, cure_at=1 if quiet else index, copies=False
-            )
+            dataclasses.replace(order, steps=steps, armed=armed, cure=spec, cure_at=from_step, copies=False)
         )
         if not cured.applied:
             continue

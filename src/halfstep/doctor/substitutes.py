@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.doctor.doors import ApexScale
 from halfstep.numerics.actors import Actors
@@ -24,6 +25,8 @@ def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> Cal
     """
     if spec[0] == "masters":
         return _always if _masters(actors) else None
+    if spec[0] == "rate":
+        return _no_faster(spec[1:], stack)
     if spec[0] == "loss":
         return _smaller_loss(actors, 2.0 ** -spec[1])
     apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, actors)
@@ -48,6 +51,21 @@ def _masters(actors: Actors) -> bool:
         return False
     prepare(actors.models, actors.optimizers, level="O2", dtype=dtype, loss_scale="none")
     return True
+
+
+def _no_faster(most: tuple[float, ...], stack: ExitStack) -> Callable[[], bool]:
+    """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
+    met: list[bool] = []
+
+    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        groups = optimizer.param_groups
+        for group, rate in zip(groups, most if len(groups) == len(most) else ()):
+            if float(group["lr"]) > 30 * rate:
+                group["lr"] = rate
+                met.append(True)
+
+    stack.callback(register_optimizer_step_pre_hook(hold).remove)
+    return lambda: bool(met)
 
 
 def _smaller_loss(actors: Actors, factor: float) -> Callable[[], bool]:

@@ -17,8 +17,11 @@ def is_session(thing: Any) -> bool:
 class Actors:
     """What takes part in a step: models, optimizers, a session, and other things that keep state.
 
-    What is not given is looked for among the names the step function uses.
+    What is not given is looked for among the names the step function uses. `loop`: the end of the path of the
+    training loop that calls the script's step, where it is not the script's own.
     """
+
+    loop = ""
 
     def __init__(self, step: Callable[..., Any] | None, given: Iterable[Any] = ()) -> None:
         things = list(given)

@@ -276,6 +276,38 @@ def _some(what: str, mask: Tensor) -> str:
     return f"{count} of {mask.numel()} {what}" if mask.numel() > 1 else what
 
 
+def counted(t: Tensor) -> str:
+    """How many NaN and infinities a tensor holds, in words."""
+    nans, infs = int(torch.isnan(t).sum()), int(torch.isinf(t).sum())
+    return " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "inf")) if n)
+
+
+def ill_values(t: Tensor) -> str:
+    """How many values are not finite, and in which row, if it is one."""
+    t = t.detach()
+    rows = (
+        torch.nonzero(~torch.isfinite(t).reshape(t.shape[0], -1).all(1)).flatten() if t.dim() > 1 else t[:0]
+    )
+    row = f", all in row {int(rows[0])}" if rows.numel() == 1 else ""
+    return f"{counted(t)} of {t.numel()} values{row}"
+
+
+def _norm_words(node: Node, base: str) -> str:
+    """What a normalisation divided by, where that was no number to divide by."""
+    if base.endswith("_backward"):
+        return ""
+    if "batch_norm" in base and len(node.args) > 4 and isinstance(node.args[4], Tensor):
+        low = node.args[4] + next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0) <= 0
+        return (
+            f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
+            if low.any()
+            else ""
+        )
+    if base in ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "rms_norm"):
+        return f"{node.op} of a row without spread, with an epsilon of 0"
+    return ""
+
+
 def _words(node: Node) -> str:
     """The illegal operation in words, by kernel name."""
     base = node.base.removesuffix("_").removeprefix("_foreach_")
@@ -287,7 +319,14 @@ def _words(node: Node) -> str:
         if divisor is None:
             return f"division by zero{backward}"
         return f"division by zero{backward} ({_some('divisors are 0', divisor == 0)})"
+    if any(t.numel() == 0 for t in tensors):
+        return f"{node.op} of an empty tensor{backward}"
     first = tensors[0] if tensors else torch.zeros(())
+    norm = _norm_words(node, base)
+    if norm:
+        return norm
+    if "ctc_loss" in base:
+        return "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
     if base in ("log", "log2", "log10"):
         return f"logarithm of {_some('values that are not positive', first <= 0)}{backward}"
     if base == "log1p":

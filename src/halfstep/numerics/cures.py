@@ -22,6 +22,7 @@ from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
 from halfstep.numerics.nodes import Node
 from halfstep.numerics.sites import Site, look, op_label, run_backward, starts_backward
+from halfstep.numerics.terms import terms_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 Apply = Callable[[], AbstractContextManager[Any]]
@@ -210,7 +211,7 @@ def remedy(spec: tuple[Any, ...], actors: Actors) -> Apply | None:
         return _bf16(actors)
     if kind == "loss_scale":
         return lift_loss_scale(actors, *rest)
-    if kind in ("masters", "loss"):
+    if kind in ("masters", "loss", "rate"):
         return None
     op, file, line, *amount = rest
     if kind == "full":
@@ -243,10 +244,9 @@ def _here(site: Site) -> str:
 
 
 def _full(node: Node, actors: Actors) -> Cure:
-    code = f'policy.with_rules(full=["{node.op}"])'
-    by_rule = node.site.in_region and _full_by_policy(actors, node.op) is not None
-    if not by_rule:
-        code = "with hs.autocast(enabled=False): ...  # inputs .float()"
+    terms = terms_of(actors, node.site.in_region)
+    by_rule = terms.in_policy and node.site.in_region and _full_by_policy(actors, node.op) is not None
+    code = f'policy.with_rules(full=["{node.op}"])' if by_rule else terms.wide
     return _cure(
         _spec("full" if by_rule else "full_here", node),
         actors,
@@ -258,14 +258,14 @@ def _full(node: Node, actors: Actors) -> Cure:
 _BF16 = "use bf16: the range of fp32, no loss scale needed"
 
 
-def to_bf16(actors: Actors) -> Cure:
-    """Compute in bf16 instead of fp16."""
-    return _cure(("bf16",), actors, _BF16, 'hs.prepare(..., dtype="bf16")')
+def to_bf16(actors: Actors, in_region: bool = False) -> Cure:
+    """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
+    return _cure(("bf16",), actors, _BF16, terms_of(actors, in_region).bf16)
 
 
 def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cure]:
     if cause.format not in ("fp16", "e4m3fn", "e5m2"):
-        return _for_wide_range(node, cause)
+        return _for_wide_range(node, cause, actors)
     bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
     cures: list[Cure] = []
     if cause.weight:
@@ -279,13 +279,13 @@ def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cu
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
         cures.append(_cure(_spec("scale", node, bits), actors, text, f"x * 2**-{bits}"))
-    return [*cures, to_bf16(actors)]
+    return [*cures, to_bf16(actors, node.site.in_region)]
 
 
 _LARGE_LOSS = 1e3
 
 
-def _scale_now(actors: Actors) -> tuple[float, float]:
+def scale_now(actors: Actors) -> tuple[float, float]:
     """The loss scale, and the least it may become."""
     if actors.session is not None:
         scale = actors.session.loss_scale
@@ -296,7 +296,7 @@ def _scale_now(actors: Actors) -> tuple[float, float]:
 
 def _smaller_loss(actors: Actors, bits: int, root: float) -> list[Cure]:
     """Divide a loss that is large by itself: a sum where a mean is meant, targets without a scale."""
-    loss = root / (_scale_now(actors)[0] or 1.0)
+    loss = root / (scale_now(actors)[0] or 1.0)
     if loss < _LARGE_LOSS:
         return []
 
@@ -310,25 +310,27 @@ def _smaller_loss(actors: Actors, bits: int, root: float) -> list[Cure]:
 def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
     """Lower the loss scale; further where what comes later in backward needs it, not below its own least."""
     options: list[Cure] = []
-    now, least = _scale_now(actors)
+    now, least = scale_now(actors)
     for further in (bits, bits + 4, bits + 8):
         if now * 2.0**-further < least:
             break
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
-        cure = _cure(("loss_scale", -further), actors, text, 'loss_scale="dynamic"')
+        code = terms_of(actors, True).scale.format(f"{now * 2.0**-further:g}")
+        cure = _cure(("loss_scale", -further), actors, text, code)
         if cure.apply is not None:
             options.append(cure)
     return [replace(options[0], variants=tuple(options[1:]))] if options else []
 
 
-def _for_wide_range(node: Node, cause: Cause) -> list[Cure]:
+def _for_wide_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+    clip = terms_of(actors, node.site.in_region).clip
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
-        return [Cure("advice", text, "amp.step(clip_norm=1.0)")]
+        return [Cure("advice", text, clip)]
     text = (
         f"values have left the range of {cause.format} itself: look for divergence (learning rate, missing "
     )
-    return [Cure("advice", text + "normalisation) or unscaled data", "amp.step(clip_norm=1.0)")]
+    return [Cure("advice", text + "normalisation) or unscaled data", clip)]
 
 
 def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
@@ -342,7 +344,7 @@ def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if culprit is not node:
         cures.append(_full(node, actors))
     if cause.format == "fp16":
-        cures.append(to_bf16(actors))
+        cures.append(to_bf16(actors, node.site.in_region))
     return cures
 
 
@@ -352,24 +354,70 @@ def _never_negative(node: Node) -> bool:
     return bool(floats) and not bool((floats[-1] < 0).any())
 
 
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
+
+
+def _called(t: Tensor, node: Node) -> str:
+    """The user's name for a tensor that the op read; empty where it has none, or two have its values."""
+    found = [
+        n for n, v in node.names.items() if v.shape == t.shape and v.dtype == t.dtype and torch.equal(v, t)
+    ]
+    return found[0] if len(found) == 1 else ""
+
+
+def _instead_of_log(node: Node) -> list[Cure]:
+    """The logarithm of a softmax or a sigmoid, taken of the logits in one function that stays finite."""
+    todo = [(p[0], 0) for p in node.parents if p is not None]
+    while todo:
+        one, far = todo.pop()
+        if "softmax" in one.base:
+            text = f"take log_softmax of the logits in place of the log of a softmax{_here(one.site)}"
+            return [Cure("advice", text, "torch.log_softmax(logits, dim=-1)")]
+        if one.base.startswith("sigmoid"):
+            text = f"take logsigmoid of the logits in place of the log of a sigmoid{_here(one.site)}"
+            return [Cure("advice", text, "nn.functional.logsigmoid(logits)  # of -logits for 1 - p")]
+        if far < 4 and one.base not in ("mm", "addmm", "bmm"):
+            todo += [(p[0], far + 1) for p in one.parents if p is not None]
+    return []
+
+
 def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.site))]
+    floats = [t for t in node.tensors() if t.is_floating_point()]
+    if any(t.numel() == 0 for t in floats):
+        text = f"leave this term out where there is nothing to take it of{_here(node.site)}"
+        return [Cure("advice", text, "x.sum() / max(x.numel(), 1)")]
+    if node.op == "div" and len(floats) == 1 and node.phase != "backward":
+        text = f"keep the number that is divided by from becoming 0{_here(node.site)}"
+        return [Cure("advice", text, "max(d, 1e-4)")]
+    if "ctc_loss" in node.base:
+        text = "leave out pairs whose target does not fit into the input"
+        return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
+    if node.phase != "backward" and node.base.endswith(_NORMS):
+        text = f"give the normalisation a variance to divide by{_here(node.site)}"
+        return [Cure("advice", text, "eps=1e-5")]
+    return [*(_instead_of_log(node) if node.op == "log" else []), *_away_from_the_edge(node, actors, floats)]
+
+
+def _away_from_the_edge(node: Node, actors: Actors, floats: list[Tensor]) -> list[Cure]:
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
-    if node.op in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
-        code = "torch.where(d.abs() < 1e-4, 1e-4, d)  # d: what is divided by"
-        if node.op != "div" or _never_negative(node):
-            code = ".clamp_min(1e-4)"
-        return [_cure(_spec("clamp", node, 1e-4), actors, text, code)]
-    return [Cure("advice", text)]
+    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
+        return [Cure("advice", text)]
+    name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
+    code = f"{name}.clamp_min(1e-4)"
+    if node.op == "div" and not _never_negative(node):
+        d = name or "d"
+        code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
+    return [_cure(_spec("clamp", node, 1e-4), actors, text, code)]
 
 
 def propose(node: Node, cause: Cause, actors: Actors, root: float = 0.0) -> list[Cure]:
     """The cures worth trying for this op and cause, cheapest first; `root`: the loss, scaled."""
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
-        code = 'hs.prepare(model, optimizer, level="O2")'
+        code = terms_of(actors).masters
         return [Cure("masters", text, code, spec=("masters",)), to_bf16(actors)]
     if cause.kind == "range":
         return _for_range(node, cause, actors, root)
@@ -383,7 +431,9 @@ def propose(node: Node, cause: Cause, actors: Actors, root: float = 0.0) -> list
         ]
     if cause.kind == "weights":
         return [
-            Cure("advice", "weights were spoiled before this step: go back to a checkpoint and trace earlier")
+            Cure(
+                "advice", "look at how it was made, loaded or updated, or go back to a checkpoint before that"
+            )
         ]
     text = "run the step again; if it stays finite, check the hardware and kernels that write without order"
     return [Cure("advice", text, "torch.use_deterministic_algorithms(True)")]

@@ -43,8 +43,8 @@ _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bern
 _ARRIVES = frozenset(["set_", "lift_fresh", "from_file", "_pin_memory", "_reinterpret_tensor", "frombuffer"])
 # They only move values: what was not finite before the step is named where it is first used.
 _MOVES = frozenset(["copy_", "clone", "stack", "cat", "index", "index_select", "index_copy_", "fill_"])
-# Beside the result they return the logarithm of a sum, -inf for a row without terms.
-_ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+# Beside the result they return the logarithm of a sum, -inf for a row without terms or a path that is none.
+_ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_ctc_loss")
 _NO_SEQUENCE = 1 << 62
 # Moving and reading values is not arithmetic.
 _UNCOUNTED = frozenset(
@@ -340,7 +340,7 @@ class Tape:
         fresh_nan = _has_nan(wrong) and not any(_has_nan([copies.get(id(t), t)]) for t in culprits)
         masks = all(self.candidates[i].intended for i in node.origins)
         if not culprits or node.outside or (masks and fresh_nan):
-            node.intended = not culprits and _writes_infinity(node)
+            node.intended = (not culprits and _writes_infinity(node)) or _adds_mask(node, wrong)
             node.origins |= {node.index}
             self.candidates[node.index] = node
             if len(self.candidates) <= 16:
@@ -414,6 +414,13 @@ def _writes_infinity(node: Node) -> bool:
         return False
     scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
     return any(math.isinf(x) for x in scalars)
+
+
+def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
+    """Whether all that came from before the step is a mask of zeros and -inf, and it did what masks do."""
+    if node.base not in ("add", "add_", "baddbmm") or not node.outside or _has_nan(wrong):
+        return False
+    return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
 
 
 class _Kernels(TorchDispatchMode):

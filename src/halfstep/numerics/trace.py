@@ -18,7 +18,7 @@ from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.actors import Actors
-from halfstep.numerics.cause import Cause, explain, outlying_weight
+from halfstep.numerics.cause import Cause, counted, explain, ill_values, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
@@ -398,7 +398,9 @@ def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
     for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(actors)):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
-            return Cause("weights", f"weights: {kind} {name} was not finite before the step")
+            return Cause(
+                "weights", f"weights: {kind} {name} was not finite before the step ({ill_values(value)})"
+            )
     if any(tape.was_received(t) for t in node.outside):
         late = node.phase in ("backward", "optimizer")
         return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
@@ -411,9 +413,7 @@ def _wrong_input(node: Node, tape: Tape, batch: Any) -> str:
     name = next((n for n, t in node.names.items() if not is_finite(t)), "")
     place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
     where = f" of {tape.batch}" if tape.batch else "" if place is None else f" (tensor {place} of the batch)"
-    nans, infs = int(torch.isnan(wrong).sum()), int(torch.isinf(wrong).sum())
-    counted = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "inf")) if n)
-    return f"{counted} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
+    return f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
 
 
 def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:

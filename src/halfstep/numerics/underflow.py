@@ -47,13 +47,15 @@ class Flushed:
 
     def cures(self, actors: Actors) -> tuple[Cure, ...]:
         """A larger loss scale, then bf16."""
-        from halfstep.numerics.cures import Cure, remedy, to_bf16
+        from halfstep.numerics.cures import Cure, remedy, scale_now, to_bf16
+        from halfstep.numerics.terms import terms_of
 
         bits = max(4, self.missing_bits + 8)
         text = f"raise the loss scale by 2^{bits}, or let it find its own"
-        spec = ("loss_scale", bits)
-        lift = Cure("loss_scale", text, 'loss_scale="dynamic"', apply=remedy(spec, actors), spec=spec)
-        return lift, to_bf16(actors)
+        spec, in_region = ("loss_scale", bits), self.node.site.in_region
+        code = terms_of(actors, True).scale.format(f"{scale_now(actors)[0] * 2.0**bits:g}")
+        lift = Cure("loss_scale", text, code, apply=remedy(spec, actors), spec=spec)
+        return lift, to_bf16(actors, in_region)
 
 
 class UnderflowProbe:

@@ -81,9 +81,7 @@
   }
 
   function sized(canvas, height) {
-    const wide = canvas.parentElement.clientWidth, ratio = window.devicePixelRatio || 1;
-    const columns = getComputedStyle(canvas.parentElement).gridTemplateColumns.split(" ");
-    const width = parseFloat(columns[1]) || wide - 360;
+    const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 300;
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
     canvas.style.height = height + "px";
@@ -234,7 +232,8 @@
   }
 
   heat.addEventListener("keydown", (event) => {
-    const page = Math.max(1, Math.floor(heat.clientHeight / 18) - 5);
+    const one = heat.querySelector("[role=option]");
+    const page = Math.max(1, Math.floor(heat.clientHeight / ((one && one.offsetHeight) || 18)) - 5);
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -1e6, End: 1e6 };
     if (event.key in steps) {
       select(chosen + steps[event.key], true);

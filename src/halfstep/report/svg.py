@@ -2,6 +2,9 @@
 
 Colours and fonts come from the page's CSS classes (`level-O1`, `dtype-fp16`), so that one drawing serves
 light and dark. Every text is escaped. Nothing here knows about training.
+
+A chart is drawn twice, for a page and for a phone (`wide`, `narrow`): the page's CSS shows the one that fits,
+so that text is as large on both.
 """
 
 from __future__ import annotations
@@ -12,7 +15,27 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 40
+_RIGHT, _TOP, _BOTTOM = 14, 14, 40
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Room for one drawing, in the units that are pixels where it fits: `ticks` along x and y."""
+
+    name: str
+    width: int
+    height: int
+    left: int
+    ticks: tuple[int, int]
+
+    @property
+    def base(self) -> int:
+        """Where the horizontal axis lies."""
+        return self.height - _BOTTOM
+
+
+_WIDE = _Canvas("wide", WIDTH, HEIGHT, 58, (6, 5))
+_NARROW = _Canvas("narrow", 330, 250, 52, (4, 5))
 
 
 @dataclass(frozen=True)
@@ -106,22 +129,26 @@ def line_chart(
     else:
         y_low, y_high = y_low - 0.04 * (y_high - y_low), y_high + 0.04 * ((y_high - y_low) or 1.0)
     scale: Callable[[float], float] = math.log2 if powers_of_two else float
-    across = _mapper(x_low, x_high, _LEFT, WIDTH - _RIGHT)
-    vertical = _mapper(scale(y_low), scale(y_high), HEIGHT - _BOTTOM, _TOP)
 
-    def up(y: float) -> float:
-        return vertical(scale(y))
+    def drawn(on: _Canvas) -> str:
+        across = _mapper(x_low, x_high, on.left, on.width - _RIGHT)
+        vertical = _mapper(scale(y_low), scale(y_high), on.base, _TOP)
 
-    ticks = power_ticks(y_low, y_high) if powers_of_two else nice_ticks(y_low, y_high)
-    parts = [
-        _frame(across, up, nice_ticks(x_low, x_high, 6), ticks, powers_of_two),
-        _axis_names(x_label, y_label),
-    ]
-    if band:
-        parts.append(_area(band, across, up))
-    parts += [_mark(across(x), x) for x in marked if x_low <= x <= x_high]
-    parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
-    return _svg(WIDTH, HEIGHT, describe or f"{y_label} over {x_label}", parts)
+        def up(y: float) -> float:
+            return vertical(scale(y))
+
+        ticks = power_ticks(y_low, y_high) if powers_of_two else nice_ticks(y_low, y_high, on.ticks[1])
+        parts = [
+            _frame(on, across, up, nice_ticks(x_low, x_high, on.ticks[0]), ticks, powers_of_two),
+            _axis_names(on, x_label, y_label),
+        ]
+        if band:
+            parts.append(_area(band, across, up))
+        parts += [_mark(on, across(x), x) for x in marked if x_low <= x <= x_high]
+        parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
+        return _svg(on.name, on.width, on.height, describe or f"{y_label} over {x_label}", parts)
+
+    return f"<div>{drawn(_WIDE)}{drawn(_NARROW)}</div>"
 
 
 def _area(
@@ -132,9 +159,11 @@ def _area(
     return f"<path class='band' d='M{'L'.join([*there, *back])}Z'/>"
 
 
-def _mark(x: float, step: float) -> str:
-    name = f"<text class='marked' x='{x - 5:.1f}' y='{_TOP + 10}' text-anchor='end'>step {step:g}</text>"
-    return f"<line class='marked' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{HEIGHT - _BOTTOM}'/>{name}"
+def _mark(on: _Canvas, x: float, step: float) -> str:
+    before = x - 5 > on.left + 60
+    at = f"x='{x - 5 if before else x + 5:.1f}' y='{_TOP + 10}' text-anchor='{'end' if before else 'start'}'"
+    name = f"<text class='marked' {at}>step {step:g}</text>"
+    return f"<line class='marked' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{on.base}'/>{name}"
 
 
 def _drawable(y: float, logarithmic: bool) -> bool:
@@ -146,15 +175,14 @@ def _mapper(low: float, high: float, start: float, end: float) -> Callable[[floa
     return lambda value: start + (value - low) / span * (end - start)
 
 
-def _svg(width: float, height: float, describe: str, parts: Sequence[str]) -> str:
-    return (
-        f"<svg viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{escape(describe, quote=True)}'>"
-        + "".join(parts)
-        + "</svg>"
-    )
+def _svg(name: str, width: float, height: float, describe: str, parts: Sequence[str]) -> str:
+    told = escape(describe, quote=True)
+    head = f"<svg class='{name}' viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{told}'>"
+    return "".join([head, *parts, "</svg>"])
 
 
 def _frame(
+    on: _Canvas,
     across: Callable[[float], float],
     up: Callable[[float], float],
     x_ticks: Sequence[float],
@@ -162,24 +190,23 @@ def _frame(
     powers_of_two: bool,
 ) -> str:
     parts = []
+    ends = f"x1='{on.left}' x2='{on.width - _RIGHT}'"
     labels = [_power_label(tick) for tick in y_ticks] if powers_of_two else tick_labels(y_ticks)
     for tick, label in zip(y_ticks, labels):
         y = up(tick)
-        parts.append(f"<line class='grid' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
-        parts.append(f"<text class='tick' x='{_LEFT - 7}' y='{y + 4:.1f}' text-anchor='end'>{label}</text>")
+        parts.append(f"<line class='grid' {ends} y1='{y:.1f}' y2='{y:.1f}'/>")
+        parts.append(f"<text class='tick' x='{on.left - 7}' y='{y + 4:.1f}' text-anchor='end'>{label}</text>")
     for tick, label in zip(x_ticks, tick_labels(x_ticks)):
-        x = across(tick)
-        place = f"x='{x:.1f}' y='{HEIGHT - _BOTTOM + 16}' text-anchor='middle'"
+        place = f"x='{across(tick):.1f}' y='{on.base + 16}' text-anchor='middle'"
         parts.append(f"<text class='tick' {place}>{label}</text>")
-    base = HEIGHT - _BOTTOM
-    parts.append(f"<line class='axis' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{base}' y2='{base}'/>")
+    parts.append(f"<line class='axis' {ends} y1='{on.base}' y2='{on.base}'/>")
     return "".join(parts)
 
 
-def _axis_names(x_label: str, y_label: str) -> str:
-    middle = (_TOP + HEIGHT - _BOTTOM) / 2
+def _axis_names(on: _Canvas, x_label: str, y_label: str) -> str:
+    middle = (_TOP + on.base) / 2
     return (
-        f"<text class='name' x='{(WIDTH + _LEFT) / 2}' y='{HEIGHT - 6}' text-anchor='middle'>"
+        f"<text class='name' x='{(on.width + on.left) / 2}' y='{on.height - 6}' text-anchor='middle'>"
         f"{escape(x_label)}</text>"
         f"<text class='name' transform='translate(13 {middle}) rotate(-90)' text-anchor='middle'>"
         f"{escape(y_label)}</text>"
@@ -221,24 +248,52 @@ def _cross(x: float, y: float) -> str:
 
 def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:
     """Horizontal bars on a common scale from zero, one row each; `inner` is drawn solid over a pale bar."""
+    return f"<div>{_bars_beside(bars, describe)}{_bars_below(bars, describe)}</div>"
+
+
+def _most(bars: Sequence[Bar]) -> float:
+    return max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
+
+
+def _bars_beside(bars: Sequence[Bar], describe: str) -> str:
+    """Label, bar and text in one line."""
     row, gap, text_width = 24, 8, 150
-    label_width = 16 + 7 * max((len(bar.label) for bar in bars), default=0)
-    top = max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
-    length = WIDTH - label_width - text_width
+    left = 16 + 7 * max((len(bar.label) for bar in bars), default=0)
+    length = _WIDE.width - left - text_width
     parts: list[str] = []
     for index, bar in enumerate(bars):
         y = index * (row + gap)
-        wide = max(1.0, bar.value / top * length)
-        name = f"x='{label_width - 8}' y='{y + 16}' text-anchor='end'"
-        pale = " pale" if bar.inner is not None else ""
+        wide = max(1.0, bar.value / _most(bars) * length)
+        name = f"x='{left - 8}' y='{y + 16}' text-anchor='end'"
         parts.append(f"<text class='label' {name}>{escape(bar.label)}</text>")
-        parts.append(_block(label_width, y, wide, row, bar.classes + pale, f"{bar.label}: {bar.text}"))
-        if bar.inner is not None:
-            solid = max(1.0, bar.inner / top * length)
-            parts.append(_block(label_width, y, solid, row, bar.classes, f"{bar.label}: {bar.text}"))
-        end = f"x='{label_width + wide + 8:.1f}' y='{y + 16}'"
+        parts += _bar(bar, left, y, row, wide, length / _most(bars))
+        end = f"x='{left + wide + 8:.1f}' y='{y + 16}'"
         parts.append(f"<text class='value' {end}>{escape(bar.text)}</text>")
-    return _svg(WIDTH, len(bars) * (row + gap), describe, parts)
+    return _svg("wide", _WIDE.width, len(bars) * (row + gap), describe, parts)
+
+
+def _bars_below(bars: Sequence[Bar], describe: str) -> str:
+    """Label and text in a line of their own, the bar below it."""
+    line, row, gap = 17, 12, 11
+    length = _NARROW.width - 2
+    parts: list[str] = []
+    for index, bar in enumerate(bars):
+        y = index * (line + row + gap)
+        wide = max(1.0, bar.value / _most(bars) * length)
+        parts.append(f"<text class='label' x='0' y='{y + 12}'>{escape(bar.label)}</text>")
+        end = f"x='{length}' y='{y + 12}' text-anchor='end'"
+        parts.append(f"<text class='value' {end}>{escape(bar.text)}</text>")
+        parts += _bar(bar, 0, y + line, row, wide, length / _most(bars))
+    return _svg("narrow", _NARROW.width, len(bars) * (line + row + gap), describe, parts)
+
+
+def _bar(bar: Bar, left: float, y: float, row: float, wide: float, scale: float) -> list[str]:
+    pale = " pale" if bar.inner is not None else ""
+    title = f"{bar.label}: {bar.text}"
+    parts = [_block(left, y, wide, row, bar.classes + pale, title)]
+    if bar.inner is not None:
+        parts.append(_block(left, y, max(1.0, bar.inner * scale), row, bar.classes, title))
+    return parts
 
 
 def _block(x: float, y: float, width: float, height: float, classes: str, title: str) -> str:
