@@ -17,6 +17,7 @@ from halfstep.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
+    from halfstep.numerics.series import Sample
     from halfstep.numerics.trace import BadOp, TensorInfo
     from halfstep.numerics.watch import Watch
 
@@ -259,8 +260,13 @@ def _narrowest(seen: Watch) -> Format:
     return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
 
 
-def add_watched(document: Document, seen: Watch) -> None:
-    """Put what a watch saw into the document."""
+def _up_to(samples: Sequence[Sample], until: int | None) -> Sequence[Sample]:
+    """The samples until a step: those of a tensor that was seen only later are all there is."""
+    return [s for s in samples if until is None or s.step <= until] or samples
+
+
+def add_watched(document: Document, seen: Watch, until: int | None = None) -> None:
+    """Put what a watch saw into the document; the latest values of each tensor, up to step `until`."""
     seen.collect()
     document.format = (seen.format or _narrowest(seen)).name
     document.series = [
@@ -270,7 +276,7 @@ def add_watched(document: Document, seen: Watch) -> None:
             "class": seen.class_of(s.path),
             "steps": s.steps,
             "max_abs": s.max_abs,
-            "samples": [dict(sample.__dict__) for sample in s.samples[-1:]],
+            "samples": [dict(sample.__dict__) for sample in _up_to(s.samples, until)[-1:]],
         }
         for kind in _KINDS
         for s in seen.series.values()

@@ -232,13 +232,15 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     losses = [note.loss for note in ledger.notes if note.loss is not None]
     document = Document(Path(order.script).name, examiner.done, losses, error)
     if examiner.seen is not None:
-        add_watched(document, examiner.seen)
-        _count_the_first(document, ledger)
+        examiner.seen.collect()
     lost = [] if examiner.seen is None else list(examiner.seen.lost)
     seen = Seen(ledger, examiner.conversions.flushes, lost, examiner.cast.terms)
-    sound = not any(note.spoiled for note in ledger.notes)
+    sound = ledger.broken() is None
     document.bad = [*traced.faults, *quiet_faults(seen)] if sound else with_roots(seen, traced.faults)
     document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
+    if examiner.seen is not None:
+        add_watched(document, examiner.seen, document.faults[0].step if document.faults else None)
+        _count_the_first(document, ledger)
     document.counts, document.lint = traced.counts, findings_of(traced.lint)
     document.beside = beside(ledger, document.faults[0].step) if document.faults else {}
     bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)

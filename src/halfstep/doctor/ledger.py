@@ -230,4 +230,10 @@ def beside(ledger: Ledger, number: int) -> dict[str, Any]:
         )
         for path, value in now.items()
     ]
+    told = [
+        *(("learning rate", f"group {i}", a, b) for i, (a, b) in enumerate(zip(good.rates, bad.rates))),
+        ("update", "all weights", good.update, bad.update),
+        ("loss", "loss", good.loss, bad.loss),
+    ]
+    rows += [{"kind": k, "path": p, "good": a, "bad": b} for k, p, a, b in told if b is not None]
     return {"good": good.number, "bad": number, "rows": rows}

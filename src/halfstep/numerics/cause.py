@@ -318,7 +318,8 @@ def _words(node: Node) -> str:
         divisor = tensors[-1] if len(tensors) > 1 else None
         if divisor is None:
             return f"division by zero{backward}"
-        return f"division by zero{backward} ({_some('divisors are 0', divisor == 0)})"
+        zeros = _some("divisors are 0", divisor == 0) if divisor.numel() > 1 else "the divisor is 0"
+        return f"division by zero{backward} ({zeros})"
     if any(t.numel() == 0 for t in tensors):
         return f"{node.op} of an empty tensor{backward}"
     first = tensors[0] if tensors else torch.zeros(())

@@ -274,12 +274,17 @@ def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cu
     if node.phase == "backward":
         cures += _smaller_loss(actors, bits, root)
         cures += _lower_scale(actors, bits)
-    if node.op != "cast":
+    if node.op != "cast" and not _adds_gradients(node):
         cures.append(_full(node, actors))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
         cures.append(_cure(_spec("scale", node, bits), actors, text, f"x * 2**-{bits}"))
     return [*cures, to_bf16(actors, node.site.in_region)]
+
+
+def _adds_gradients(node: Node) -> bool:
+    """Whether the op is autograd's own sum of gradients, which no forward op stands behind."""
+    return node.phase == "backward" and node.base == "add_" and not node.site.node
 
 
 _LARGE_LOSS = 1e3

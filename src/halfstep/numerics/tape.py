@@ -91,6 +91,10 @@ def _storage(t: Tensor) -> int:
         return id(t)
 
 
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
 def key_of(t: Tensor) -> tuple[Any, ...]:
     """Identity of the memory a tensor shows: the same for the aliases that autograd makes of it."""
     if t.layout != torch.strided:
@@ -129,8 +133,10 @@ class Tape:
         self.passed: list[Node] = []
         self.swallowed: list[tuple[Node, frozenset[int]]] = []
         self.backward_seen = False
+        self.backward_call = ("", 0)
         self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
         self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
+        self._versions: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
         self._left = keep_bytes
@@ -159,6 +165,7 @@ class Tape:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._made.clear()
+        self._versions.clear()
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -240,12 +247,11 @@ class Tape:
     def _forward_site(self, here: Site) -> Site:
         """The forward call behind the backward node that is running; a custom backward keeps its own line."""
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return here
-        sequence = node._sequence_nr()
+        sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
         known = self._sites.get(sequence) if sequence < _NO_SEQUENCE else None
         if not known:
-            return here
+            file, line = self.backward_call
+            return here if here.file else replace(here, file=file, line=line)
         name = node.name().lower()
         matching = (s for base, s in reversed(known) if base.replace("_", "") in name)
         site = next(matching, known[-1][1])
@@ -270,7 +276,7 @@ class Tape:
                 self.originals.setdefault(key_of(t), copies[id(t)])
         leaves, spec = tree_flatten((args, kwargs))
         given = [x for x in leaves if isinstance(x, Tensor)]
-        node.parents = [self._made.get(key_of(t)) for t in given]
+        node.parents = [self._maker(t) for t in given]
         node.args, node.kwargs = tree_unflatten([copies.get(id(x), x) for x in leaves], spec)
         out = func(*args, **kwargs)
         results = [*tensors_in(out), *(t for t in written)]
@@ -286,8 +292,15 @@ class Tape:
             observer(node, not bad)
         for place, t in enumerate(results):
             self._made[key_of(t)] = (node, place)
+            # An op's own write is counted later than here, if at all (`_foreach` ones are not).
+            self._versions[key_of(t)] = (_version(t), _version(t) + (id(t) in copies))
         self._keep(node, bad)
         return out
+
+    def _maker(self, t: Tensor) -> tuple[Node, int] | None:
+        """Which op made what `t` shows; None where it was written to since, through another view."""
+        key = key_of(t)
+        return self._made.get(key) if _version(t) in self._versions.get(key, ()) else None
 
     def region(self) -> bool:
         """Whether autocast is on, as the user's call sees it: where kernels run torch hides autocast."""
@@ -442,6 +455,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if starts_backward(func):
+            self._tape.backward_call = look()[1:]
             if func is torch.Tensor.backward:
                 self._tape.look_at_root(args[0])
             return run_backward(self, func, args, kwargs)

@@ -116,7 +116,7 @@
     });
     pen.fillStyle = colour("--quiet");
     pen.textAlign = "center";
-    const every = span() > 70 ? 10 : 5;
+    const every = [5, 10, 20].find((n) => (n / span()) * width > 34) || 40;
     for (let e = Math.ceil(low / every) * every; e <= high; e += every) {
       const middle = x(e + 0.5);
       if (middle > 12 && middle < width - 12) pen.fillText(power(e), middle, height - 5);

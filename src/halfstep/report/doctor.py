@@ -103,9 +103,9 @@ def _beside(document: Mapping[str, Any]) -> dict[str, Any] | None:
     found = document.get("beside") or {}
     if not found:
         return None
-    order = {"input": 0, "result": 1, "gradient": 2}
+    order = ("learning rate", "update", "loss", "input", "result", "gradient")
     listed: list[Mapping[str, Any]] = list(found["rows"])
-    listed.sort(key=lambda row: order[row["kind"]])
+    listed.sort(key=lambda row: order.index(row["kind"]))
     return {"good": found["good"], "bad": found["bad"], "rows": [_beside_row(row) for row in listed[:60]]}
 
 
@@ -138,6 +138,7 @@ def _heat_map(document: Mapping[str, Any]) -> dict[str, Any] | None:
     formats = ("fp16", "bf16", "e4m3fn", "e5m2")
     fmt = document.get("format", "fp16")
     return {
+        "step": max(s["samples"][-1]["step"] for s in document["series"] if s["samples"]) + 1,
         "kinds": [(k, t) for k, t in _KINDS.items() if k in present],
         "formats": formats,
         "chosen": fmt if fmt in formats else "fp16",
@@ -152,7 +153,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     bits = [
         (
             _label(s),
-            [(float(x), math.log2(top / y)) for x, y in zip(s["steps"], s["max_abs"]) if _positive(y)],
+            [(x + 1.0, math.log2(top / y)) for x, y in zip(s["steps"], s["max_abs"]) if _positive(y)],
         )
         for s in series
     ]
@@ -160,7 +161,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     lines = [Line(path, f"k{i}", points) for i, (path, points) in enumerate(bits)]
     chart = line_chart(
         lines, x_label="step", y_label="bits left", describe="headroom in bits over steps",
-        marked=_marked(document, -1.0),
+        marked=_marked(document),
     )  # fmt: skip
     return {
         "chart": chart,
@@ -172,9 +173,9 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _marked(document: Mapping[str, Any], shift: float = 0.0) -> list[float]:
-    """The first fault's step, to be drawn in every chart."""
-    bad = [b["step"] + 1.0 + shift for b in document["bad"] if not b["harmless"]]
+def _marked(document: Mapping[str, Any]) -> list[float]:
+    """The first fault's step, counted from 1, to be drawn in every chart."""
+    bad = [b["step"] + 1.0 for b in document["bad"] if not b["harmless"]]
     return bad[:1]
 
 
