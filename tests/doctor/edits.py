@@ -21,6 +21,8 @@ def _full(f, *args, **kwargs):
 def _clamp(f, value, *args, **kwargs):
     if f is operator.truediv:
         return f(args[0], torch.where(args[1].abs() < value, value, args[1]))
+    if f is torch.exp:
+        return f(args[0].clamp_max(value), *args[1:], **kwargs)
     return f(args[0].clamp_min(value), *args[1:], **kwargs)
 
 def _scaled(f, bits, *args, **kwargs):

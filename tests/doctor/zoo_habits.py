@@ -439,7 +439,7 @@ for i in range(9):
         module="blocks.1",
         op=("matmul",),
         cause=("range",),
-        cure="full",
+        cure="bf16",
     ),
     _fault(
         "power_with_its_own_derivative",
@@ -586,7 +586,7 @@ for i in range(8):
         x = torch.rand(4, 8).half() + 0.5
         out = net(x).float()
         loss = (out * (4e3 if i == 5 else 1.0)).sum()
-        loss.backward()
+        loss.backward()  # HERE
     opt.step()
     opt.zero_grad()
 """,
@@ -696,34 +696,6 @@ for i in range(9):
         cure="clamp",
     ),
     _fault(
-        "angle_of_a_still_object",
-        """
-class Heading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.speed = nn.Linear(4, 2, bias=False)
-
-    def forward(self, x):
-        v = self.speed(x)
-        return torch.atan2(v[:, 1], v[:, 0])  # HERE
-
-net = Heading()
-opt = torch.optim.SGD(net.parameters(), lr=1e-2)
-for i in range(8):
-    x = torch.randn(6, 4)
-    if i == 4:
-        x[3] = 0.0
-    loss = (1 - torch.cos(net(x) - 0.3)).mean()
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-""",
-        step=4,
-        phase="backward",
-        op=("atan2",),
-        cause=("mathematics",),
-    ),
-    _fault(
         "softplus_by_hand",
         """
 def softplus(x):
@@ -743,7 +715,7 @@ for i in range(9):
         step=5,
         phase="forward",
         op=("exp",),
-        cause=("range",),
+        cause=("range", "mathematics"),
     ),
     _fault(
         "opaque_sample_on_a_ray",
@@ -867,6 +839,30 @@ for i in range(9):
 ]
 
 HEALTHY = [
+    _fault(
+        "angle_of_a_still_object",
+        """
+class Heading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.speed = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        v = self.speed(x)
+        return torch.atan2(v[:, 1], v[:, 0])
+
+net = Heading()
+opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+for i in range(8):
+    x = torch.randn(6, 4)
+    if i == 4:
+        x[3] = 0.0
+    loss = (1 - torch.cos(net(x) - 0.3)).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
+    ),
     _fault(
         "additive_masks_in_half",
         """

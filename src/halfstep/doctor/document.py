@@ -44,13 +44,25 @@ class CauseFound:
 
 @dataclass
 class CureFound:
-    """What to change. `status`: works, does not help or untried; `specs` let another process try it."""
+    """What to change. `status`: works, does not help or untried; `specs` let another process try it.
+
+    `doses`: text and code of each of the `specs`, where a stronger one is another line to write.
+    """
 
     kind: str
     text: str
     code: str = ""
     status: str = "untried"
     specs: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    doses: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+    def settle(self, spec: tuple[Any, ...]) -> None:
+        """This dose is the one that works."""
+        place = self.specs.index(spec)
+        if self.doses:
+            self.text, self.code = self.doses[place]
+            self.doses = [self.doses[place]]
+        self.status, self.specs = "works", [spec]
 
 
 @dataclass
@@ -240,8 +252,9 @@ def _tensor(t: TensorInfo) -> TensorSeen:
 
 
 def _cure(cure: Cure) -> CureFound:
-    specs = [c.spec for c in (cure, *cure.variants) if c.spec]
-    return CureFound(cure.kind, cure.text, cure.code, cure.status, specs)
+    doses = [c for c in (cure, *cure.variants) if c.spec]
+    written = [(c.text, c.code) for c in doses]
+    return CureFound(cure.kind, cure.text, cure.code, cure.status, [c.spec for c in doses], written)
 
 
 def counts_of(counts: Any) -> list[dict[str, Any]]:

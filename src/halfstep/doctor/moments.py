@@ -144,7 +144,7 @@ class Moments:
                     continue  # what was made before stays in fp16 here: a run from the start tells
                 cure.status = status or cure.status
                 if status == "works":
-                    cure.specs = [spec]
+                    cure.settle(spec)
                     break
 
     def _try(self, index: int, spec: tuple[Any, ...], tape: bool, fault: Fault) -> str:

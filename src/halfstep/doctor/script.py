@@ -113,8 +113,9 @@ def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, i
         gone = not any(_alike(f, fault) for f in faults)
         early = cured.first_bad is not None and cured.first_bad < index and cured.settled
         well = gone and not cured.error and (cured.first_bad is None or early)
-        cure.status = "works" if well else "does not help"
+        cure.status = "does not help"
         if well:
+            cure.settle(spec)
             return
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from halfstep.formats import FORMATS
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
-from halfstep.numerics.nodes import Node
+from halfstep.numerics.nodes import Node, is_finite
 from halfstep.numerics.sites import Site, look, op_label, run_backward, starts_backward
 from halfstep.numerics.terms import terms_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
@@ -119,6 +119,8 @@ def _clamped_at(site: Site, op: str, value: float) -> Apply:
         if op == "div":
             last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
             args[last] = torch.where(args[last].abs() < value, value, args[last])
+        elif op == "exp":
+            args[0] = args[0].clamp_max(value)
         else:
             args[0] = args[0].clamp_min(value)
         return func(*args, **kwargs)
@@ -279,6 +281,8 @@ def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cu
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
         cures.append(_cure(_spec("scale", node, bits), actors, text, f"x * 2**-{bits}"))
+    if node.op == "exp" and node.phase != "backward":
+        cures.append(_smaller_exponent(node, cause, actors))
     return [*cures, to_bf16(actors, node.site.in_region)]
 
 
@@ -329,6 +333,8 @@ def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
 
 def _for_wide_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     clip = terms_of(actors, node.site.in_region).clip
+    if node.op == "exp" and node.phase != "backward":
+        return [_smaller_exponent(node, cause, actors)]
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
         return [Cure("advice", text, clip)]
@@ -350,6 +356,8 @@ def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
         cures.append(_full(node, actors))
     if cause.format == "fp16":
         cures.append(to_bf16(actors, node.site.in_region))
+    if node.op in ("log", "div", "sqrt", "rsqrt", "reciprocal") and node.phase == "forward":
+        cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause, actors)]
     return cures
 
 
@@ -372,7 +380,7 @@ def _called(t: Tensor, node: Node) -> str:
 
 def _instead_of_log(node: Node) -> list[Cure]:
     """The logarithm of a softmax or a sigmoid, taken of the logits in one function that stays finite."""
-    todo = [(p[0], 0) for p in node.parents if p is not None]
+    todo = [(p[0], 0) for p in node.parents if p is not None and node.op == "log"]
     while todo:
         one, far = todo.pop()
         if "softmax" in one.base:
@@ -386,7 +394,7 @@ def _instead_of_log(node: Node) -> list[Cure]:
     return []
 
 
-def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
+def _for_mathematics(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.site))]
@@ -403,11 +411,29 @@ def _for_mathematics(node: Node, actors: Actors) -> list[Cure]:
     if node.phase != "backward" and node.base.endswith(_NORMS):
         text = f"give the normalisation a variance to divide by{_here(node.site)}"
         return [Cure("advice", text, "eps=1e-5")]
-    return [*(_instead_of_log(node) if node.op == "log" else []), *_away_from_the_edge(node, actors, floats)]
+    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, actors)]
 
 
-def _away_from_the_edge(node: Node, actors: Actors, floats: list[Tensor]) -> list[Cure]:
+#: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
+_EXPONENTS = {"fp16": (10.0, 4.0)}
+
+
+def _smaller_exponent(node: Node, cause: Cause, actors: Actors) -> Cure:
+    name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
+
+    def below(limit: float) -> Cure:
+        text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.site)}"
+        return _cure(_spec("clamp", node, limit), actors, text, f"{name or 'x'}.clamp(max={limit:g})")
+
+    first, *others = map(below, _EXPONENTS.get(cause.format, (80.0,)))
+    return replace(first, variants=tuple(others))
+
+
+def _away_from_the_edge(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+    floats = [t for t in node.tensors() if t.is_floating_point()]
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
+    if node.op == "exp":
+        return [_smaller_exponent(node, cause, actors)]
     if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
@@ -429,11 +455,11 @@ def propose(node: Node, cause: Cause, actors: Actors, root: float = 0.0) -> list
     if cause.kind == "precision":
         return _for_precision(node, cause, actors)
     if cause.kind == "mathematics":
-        return _for_mathematics(node, actors)
+        return _for_mathematics(node, cause, actors)
     if cause.kind == "data":
-        return [
-            Cure("data", "drop such batches, or clean them where they are loaded", "torch.isfinite(x).all()")
-        ]
+        name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
+        text = "drop such batches, or clean them where they are loaded"
+        return [Cure("data", text, f"torch.isfinite({name}).all()")]
     if cause.kind == "weights":
         return [
             Cure(
