@@ -9,18 +9,20 @@ from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.order import Order
 from halfstep.doctor.script import examine_script
-from tests.doctor import zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
+from tests.doctor import zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
 from tests.doctor.edits import edited
 
-FAULTS = [*zoo_taken.SCRIPTS, *zoo_range.SCRIPTS, *zoo_quiet.SCRIPTS, *zoo_more.SCRIPTS, *zoo_strange.SCRIPTS]
-HEALTHY = [*zoo_healthy.SCRIPTS, *zoo_strange.HEALTHY]
+ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits)
+FAULTS = [script for room in ROOMS for script in room.SCRIPTS]
+HEALTHY = [*zoo_healthy.SCRIPTS, *zoo_strange.HEALTHY, *zoo_habits.HEALTHY]
 #: Enough of each kind for every day; the rest belongs to the exhaustive runs.
 DAILY = {
     "distance_of_equal_points", "adam_in_half", "no_valid_token", "own_optimizer", "where_trap_of_a_norm",
     "nan_in_the_target", "summed_loss", "embedding_row", "second_behind_the_first", "running_variance",
     "overflow_that_is_swallowed", "updates_lost_to_rounding", "parameter_flushed_by_prepare",
     "learning_rate_spike", "outlier_batch", "start_up_skips", "missing_values_are_masked", "warm_up",
-    "low_rank_adapters", "line_search", "sparse_embedding",
+    "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
+    "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
 }  # fmt: skip
 
 
@@ -79,8 +81,8 @@ def test_a_healthy_script_is_called_healthy(script, tmp_path, monkeypatch):
 
 
 def test_there_are_enough_scripts():
-    assert len(FAULTS) >= 30
-    assert len(HEALTHY) >= 15
+    assert len(FAULTS) >= 90
+    assert len(HEALTHY) >= 36
     assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
 
 

@@ -573,7 +573,8 @@ for i in range(34):
         for a, b in zip(target.parameters(), online.parameters()):
             a.mul_(decay).add_(b, alpha=1 - decay)
 """,
-        cause=("divergence", "range"),
+        phase="optimizer",
+        cause=("divergence",),
         steps=34,
     ),
     _fault(
@@ -777,7 +778,7 @@ for i in range(8):
         phase="forward",
         op=("log",),
         cause=("precision",),
-        cure="full",
+        cure="clamp",
     ),
     _fault(
         "transcript_longer_than_the_sound",

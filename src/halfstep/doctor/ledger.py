@@ -201,7 +201,7 @@ class Ledger:
         kept = [(i, abs(n.loss)) for i, n in enumerate(notes) if n.loss is not None and math.isfinite(n.loss)]
         if len(kept) < (8 if end is None else 2):
             return None
-        first = max(loss for _, loss in kept[:3]) if end is None else kept[0][1]
+        first = max(loss for _, loss in kept[:3]) if end is None else next((x for _, x in kept if x > 0), 0.0)
         last = min(loss for _, loss in kept[-3:]) if end is None else kept[-1][1]
         if not (first > 0 and last > (DIVERGED if end is None else _BLOWN) * max(first, 1e-3)):
             return None

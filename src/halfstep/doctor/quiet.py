@@ -83,7 +83,7 @@ def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None
     """The step that sent a run out of range, by its update or from which on its loss grew."""
     out_of_range = any(f.cause.kind == "range" and not f.weight for f in faults)
     spike, grown = ledger.spike(), ledger.diverged()
-    if spike is not None:
+    if spike is not None and (grown is None or spike <= grown[0]):
         root = _spike(ledger, spike, terms)
         telling = root.cause.kind == "learning rate" or (out_of_range and not ledger.notes[spike].bad)
         return root if telling else None

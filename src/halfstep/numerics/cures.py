@@ -367,7 +367,7 @@ def _never_negative(node: Node) -> bool:
     return bool(floats) and not bool((floats[-1] < 0).any())
 
 
-_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
+_NORMS = ("layer_norm", "group_norm", "rms_norm")
 
 
 def _called(t: Tensor, node: Node) -> str:
@@ -408,6 +408,9 @@ def _for_mathematics(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if "ctc_loss" in node.base:
         text = "leave out pairs whose target does not fit into the input"
         return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
+    if node.phase != "backward" and node.base.endswith("batch_norm"):
+        text = f"look at how running_var was made, loaded or averaged{_here(node.site)}: it is a variance"
+        return [Cure("advice", text, "running_var.clamp_(min=0)")]
     if node.phase != "backward" and node.base.endswith(_NORMS):
         text = f"give the normalisation a variance to divide by{_here(node.site)}"
         return [Cure("advice", text, "eps=1e-5")]

@@ -133,7 +133,7 @@ class Tape:
         self.passed: list[Node] = []
         self.swallowed: list[tuple[Node, frozenset[int]]] = []
         self.backward_seen = False
-        self.backward_call = ("", 0)
+        self.backward_call: tuple[str, int] = ("", 0)
         self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
         self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
         self._versions: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -249,7 +249,7 @@ class Tape:
         node: Any = torch._C._current_autograd_node()
         sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
         known = self._sites.get(sequence) if sequence < _NO_SEQUENCE else None
-        if not known:
+        if node is None or not known:
             file, line = self.backward_call
             return here if here.file else replace(here, file=file, line=line)
         name = node.name().lower()
@@ -292,8 +292,10 @@ class Tape:
             observer(node, not bad)
         for place, t in enumerate(results):
             self._made[key_of(t)] = (node, place)
-            # An op's own write is counted later than here, if at all (`_foreach` ones are not).
-            self._versions[key_of(t)] = (_version(t), _version(t) + (id(t) in copies))
+            # Autograd counts an op's own write later than here (`_foreach` ones not at all), and gives a view
+            # the count of what it shows.
+            version = _version(given[0] if func.is_view and given else t)
+            self._versions[key_of(t)] = (version, version + (id(t) in copies))
         self._keep(node, bad)
         return out
 

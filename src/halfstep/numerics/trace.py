@@ -24,7 +24,7 @@ from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.sites import Site
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
-from halfstep.numerics.tape import Tape
+from halfstep.numerics.tape import Tape, key_of
 from halfstep.numerics.trials import (
     Told,
     Trials,
@@ -398,9 +398,8 @@ def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
     for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(actors)):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
-            return Cause(
-                "weights", f"weights: {kind} {name} was not finite before the step ({ill_values(value)})"
-            )
+            ill = ill_values(tape.originals.get(key_of(value), value))
+            return Cause("weights", f"weights: {kind} {name} was not finite before the step ({ill})")
     if any(tape.was_received(t) for t in node.outside):
         late = node.phase in ("backward", "optimizer")
         return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
