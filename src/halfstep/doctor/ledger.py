@@ -232,7 +232,7 @@ def beside(ledger: Ledger, number: int) -> dict[str, Any]:
     ]
     told = [
         *(("learning rate", f"group {i}", a, b) for i, (a, b) in enumerate(zip(good.rates, bad.rates))),
-        ("update", "all weights", good.update, bad.update),
+        ("update", "all weights", good.update, bad.update if bad.taken else None),
         ("loss", "loss", good.loss, bad.loss),
     ]
     rows += [{"kind": k, "path": p, "good": a, "bad": b} for k, p, a, b in told if b is not None]
