@@ -402,7 +402,7 @@ def _for_mathematics(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if any(t.numel() == 0 for t in floats):
         text = f"leave this term out where there is nothing to take it of{_here(node.site)}"
         return [Cure("advice", text, "x.sum() / max(x.numel(), 1)")]
-    if node.op == "div" and len(floats) == 1 and node.phase != "backward":
+    if node.base in ("div", "div_") and len(floats) == 1 and node.phase != "backward":
         text = f"keep the number that is divided by from becoming 0{_here(node.site)}"
         return [Cure("advice", text, "max(d, 1e-4)")]
     if "ctc_loss" in node.base:
