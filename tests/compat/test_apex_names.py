@@ -289,6 +289,38 @@ def test_a_body_without_backward_of_the_scaled_loss_is_told_once(level):
         pass
 
 
+def test_clipping_the_models_scaled_gradients_is_told_once():
+    model, optimizer = amp_model("O2", loss_scale=128.0)
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.warns(HalfstepWarning, match=r"Clip amp\.master_params\(optimizer\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def test_odd_calls_of_initialize_are_told():
+    amp_model("O1")
+    amp_model("O1")  # a second model with the same options, as GANs do
+    with pytest.warns(HalfstepWarning, match="called with O1 before, and now with O2"):
+        amp_model("O2")
+    amp.shutdown()
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.warns(HalfstepWarning, match="SGD holds no parameter of the models") as told:
+        amp.initialize(nn.Linear(2, 2), stranger, opt_level="O2", verbosity=0)
+    assert told[0].filename == __file__
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_the_body_is_refused(level):
     model, optimizer = amp_model(level)

@@ -276,6 +276,34 @@ def test_groups_have_rates_and_decay_of_their_own_and_an_order():
     assert nn.SGD([first], [0.1, 0.2]).get_lr() == 0.1
 
 
+def test_a_rate_may_be_a_tensor():
+    parameter = ms.Parameter(ms.Tensor([1.0]), name="a")
+    assert nn.SGD([parameter], ms.Tensor(0.25)).get_lr() == 0.25
+    assert nn.Adam([parameter], ms.Tensor([0.5, 0.25])).get_lr() == 0.5
+
+
+def test_a_scale_that_nothing_divides_out_is_told():
+    network, _ = problem()
+    manager = amp.FixedLossScaleManager(1024.0, drop_overflow_update=False)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    with pytest.warns(HalfstepWarning, match=r"multiplied by 1024.*give it loss_scale=1024"):
+        amp.build_train_network(network, optimizer, loss_scale_manager=manager)
+    network, _ = problem()
+    optimizer = nn.SGD(network.trainable_params(), 0.1, loss_scale=1024.0)
+    amp.build_train_network(network, optimizer, loss_scale_manager=manager)
+
+
+def test_a_model_takes_datasets_alone():
+    network, optimizer = problem()
+    with pytest.raises(TypeError, match=r"such as NumpySlicesDataset.*got list"):
+        ms.Model(network, optimizer=optimizer).train(1, [batch()])
+
+
+def test_a_gradient_by_what_has_none_is_refused_by_position():
+    with pytest.raises(RuntimeError, match=r"argument 1, which is torch\.int32: give a floating tensor"):
+        ms.grad(lambda x, i: x * i, grad_position=(0, 1))(ms.Tensor([1.0]), ms.Tensor([2], ms.int32))
+
+
 def test_rates_give_mindspores_numbers():
     close = np.testing.assert_allclose
     close(nn.exponential_decay_lr(0.1, 0.9, 6, 2, 1), [0.1, 0.1, 0.09, 0.09, 0.081, 0.081])

@@ -6,42 +6,57 @@ and checked alone, and added again afterwards.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from halfstep.compat.apex._options import AmpError
+from halfstep.errors import HalfstepWarning
 from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.optim import MasterWeights
 from halfstep.optim.masters import weight_of
 from halfstep.trees import all_finite
+
+CHANGED = (
+    "gradients of 16-bit weights were changed between scale_loss and step() while they carry the loss scale: "
+    "clipping then cuts far too much. Clip amp.master_params(optimizer) instead (said once)"
+)
+
+
+class Owner(Protocol):
+    """What a ledger asks of the state it belongs to; `told` holds what was said already."""
+
+    told: set[str]
+
+    def say(self, text: str) -> None:
+        """Print, unless silent."""
+        ...
+
+    def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step found fresh gradients that no `scale_loss` announced."""
+        ...
 
 
 class Ledger:
     """One optimizer under `amp`. `skip` holds the message of a step that must not be taken.
 
     `inside`: how many `scale_loss` bodies that name it are running. `announced`: one named it since its last
-    step; `unannounced` is called where a step finds fresh gradients without.
+    step; `owner` is told where a step finds fresh gradients without.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        say: Callable[[str], None],
-        unannounced: Callable[[torch.optim.Optimizer], None],
-    ) -> None:
-        self.optimizer = optimizer
-        self.announced, self._unannounced = False, unannounced
+    def __init__(self, optimizer: torch.optim.Optimizer, owner: Owner) -> None:
+        self.optimizer, self._owner = optimizer, owner
+        self.announced = False
         self._stepped: tuple[int, int] | None = None
         self.masters: MasterWeights | None = None
         self.scaled, self.inside = False, 0
         self.skip: str | None = None
-        self._say = say
         self._aside: dict[Tensor, Tensor] = {}
-        self._left: list[tuple[Tensor, Tensor]] = []
+        self._left: list[tuple[Tensor, Tensor, int]] = []
         mine: weakref.ref[Ledger] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
         self._handles = [
@@ -75,7 +90,7 @@ class Ledger:
     def look(self) -> None:
         """Tell of gradients that are there without a `scale_loss`, unless the last step had them already."""
         if not self.announced and (mark := self.mark()) is not None and mark != self._stepped:
-            self._unannounced(self.optimizer)
+            self._owner.unscaled_step(self.optimizer)
 
     def stepped(self) -> None:
         """Remember which gradients this step had."""
@@ -101,7 +116,7 @@ class Ledger:
         found = unscale_([p.grad for p in fresh], inv_scale)
         new = [p.grad for p in low if p.grad is not None]
         found = any_of([found, ~all_finite(new)]) if new else found
-        self._left = [(p, p.grad) for p in low if p.grad is not None]
+        self._left = [(p, p.grad, p.grad._version) for p in low if p.grad is not None]
         for p in low:
             if p.grad is None and p in self._aside:
                 p.grad = self._aside.pop(p)
@@ -117,7 +132,10 @@ class Ledger:
 
     @torch.no_grad()
     def _finish(self, inv_scale: Tensor) -> None:
-        current = [p for p, grad in self._left if p.grad is grad]
+        current = [p for p, grad, _ in self._left if p.grad is grad]
+        if "changed" not in self._owner.told and any(g._version != v for _, g, v in self._left):
+            self._owner.told.add("changed")
+            warnings.warn(CHANGED, HalfstepWarning, stacklevel=2)
         self._left = []
         assert self.masters is not None
         self.masters.link.widen()
@@ -149,7 +167,7 @@ def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dic
         )
     self.look()
     if self.skip is not None:
-        self._say(self.skip)
+        self._owner.say(self.skip)
         self.skip = None
         # Without gradients torch's optimizers change nothing: no update, no decay, no step count.
         low, others = self.weights()

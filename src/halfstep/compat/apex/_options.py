@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.formats import parse_dtype
 
 
@@ -115,3 +117,29 @@ _CHECKS: Mapping[str, Any] = MappingProxyType(
         "loss_scale": _loss_scale,
     }
 )
+
+
+def tell_of_odd_calls(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    chosen: Properties,
+    earlier: Properties | None,
+) -> None:
+    """Warn of options unlike those in force, and of an optimizer that trains none of the models."""
+    if earlier is not None and earlier.enabled and earlier != chosen:
+        warnings.warn(
+            f"amp.initialize was called with {earlier.opt_level} before, and now with {chosen.opt_level} or "
+            "other options: these, and new loss scales, hold for all models from here on, and casts of O1 "
+            "stay. Initialize all at once, or call amp.shutdown() between",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+    mine = {id(p) for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        if mine and not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                f"{type(optimizer).__name__} holds no parameter of the models given to amp.initialize: it "
+                "will not train them; build it from their parameters()",
+                HalfstepWarning,
+                stacklevel=4,
+            )

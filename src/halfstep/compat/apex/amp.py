@@ -26,7 +26,7 @@ from halfstep.compat.apex._bodies import backward_of, no_steps
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
 from halfstep.compat.apex._ledger import Ledger
-from halfstep.compat.apex._options import AmpError, Properties, properties
+from halfstep.compat.apex._options import AmpError, Properties, properties, tell_of_odd_calls
 from halfstep.compat.apex._scaler import LossScaler
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
@@ -179,6 +179,7 @@ def _set_up(
 ) -> None:
     """Apply the options, or leave everything as it was."""
     _check(models, optimizers, state)
+    tell_of_odd_calls(models, optimizers, chosen, state.opt_properties)
     state.begin(chosen, models)
     state.loss_scalers = scalers
     before = len(state.conversions), len(state.handles), len(state.ledgers)
@@ -248,7 +249,7 @@ def _apply(
         if isinstance(dtype, torch.dtype) or outputs is not None:
             state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
     for optimizer in optimizers:
-        ledger = state.ledgers[optimizer] = Ledger(optimizer, state.say, state.unscaled_step)
+        ledger = state.ledgers[optimizer] = Ledger(optimizer, state)
         if chosen.master_weights:
             ledger.masters = MasterWeights(optimizer, models, initial=originals)
         elif isinstance(dtype, torch.dtype):

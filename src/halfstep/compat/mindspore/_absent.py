@@ -10,7 +10,20 @@ import torch
 _PLACES = {"nn": (torch.nn,), "ops": (torch, torch.nn.functional, torch.Tensor), "mindspore": (torch,)}
 
 
+_NAMED = {
+    "communication": "start processes by torchrun and train natively (docs/many-ranks.md)",
+    "Conv2dBnAct": "use nn.SequentialCell of Conv2d, BatchNorm2d and an activation",
+    "DenseBnAct": "use nn.SequentialCell of Dense, BatchNorm1d and an activation",
+    "GeneratorDataset": "use NumpySlicesDataset of the arrays, or torch.utils.data with a loop of your own",
+    "Profiler": "use torch.profiler, or halfstep doctor",
+    "export": "use torch.export",
+    "standard_normal": "use torch.randn",
+}
+
+
 def _instead(room: str, name: str) -> str:
+    if name in _NAMED:
+        return _NAMED[name]
     for place in _PLACES.get(room, ()):
         for word in (name, name.lower()):
             if callable(getattr(place, word, None)):
@@ -26,7 +39,7 @@ def _instead(room: str, name: str) -> str:
         return "write a Callback or a Metric, or use halfstep.trainer.Trainer"
     if room == "amp":
         return "what MindSpore 2.10's mindspore.amp has is here; for more see hs.prepare"
-    return "any torch module or function works here"
+    return "nothing here stands for it; torch's modules and functions work, inside a Cell too"
 
 
 def absent(room: str) -> Callable[[str], Any]:

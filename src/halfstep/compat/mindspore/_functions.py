@@ -61,7 +61,7 @@ def value_and_grad(
         given = list(args)
         _check_positions(positions, len(given), bool(by_weight))
         for i in positions:
-            given[i] = as_tensor(args[i].detach()).requires_grad_()
+            given[i] = _differentiable(args[i], i)
         with torch.enable_grad():
             outputs = fn(*given, **kwargs)
             counted = _differentiated(outputs, has_aux)
@@ -100,6 +100,16 @@ def _check_positions(positions: tuple[int, ...], count: int, weights: bool) -> N
             raise UnsupportedError(
                 f"value_and_grad is to differentiate by argument {i}, but the call gave {count} by position"
             )
+
+
+def _differentiable(given: Any, position: int) -> Tensor:
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+        raise UnsupportedError(
+            f"value_and_grad is to differentiate by argument {position}, which is {kind}: give a floating "
+            "tensor (x.astype(ms.float32)), or name other positions"
+        )
+    return as_tensor(given.detach()).requires_grad_()
 
 
 class _Told:

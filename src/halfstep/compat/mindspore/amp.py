@@ -433,6 +433,17 @@ def build_train_network(
     return _training_cell(trained, optimizer, options.loss_scale_manager).set_train()
 
 
+def _tell_of_no_unscaling(optimizer: nn.Optimizer, scale: float) -> None:
+    if optimizer.loss_scale != scale:
+        warnings.warn(
+            f"the loss is multiplied by {scale:g} and {type(optimizer).__name__} divides its gradients by "
+            f"{optimizer.loss_scale:g}: give it loss_scale={scale:g}, or the manager "
+            "drop_overflow_update=True",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+
+
 def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: Any) -> nn.TrainOneStepCell:
     if manager is None:
         return nn.TrainOneStepCell(network, optimizer)
@@ -440,6 +451,7 @@ def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: A
         return TrainOneStepWithGroupScalesCell(network, optimizer, manager)
     scale = manager.get_update_cell()
     if scale is None:
+        _tell_of_no_unscaling(optimizer, manager.get_loss_scale())
         return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
     return nn.TrainOneStepWithLossScaleCell(network, optimizer, scale)
 

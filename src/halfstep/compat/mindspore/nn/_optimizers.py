@@ -12,7 +12,7 @@ from halfstep.compat.mindspore._tensor import plain_tensor
 from halfstep.errors import ConfigError
 from halfstep.optim import AdamW
 
-LearningRate = float | Sequence[float]
+LearningRate = float | Sequence[float] | torch.Tensor
 
 
 class Optimizer:
@@ -82,7 +82,8 @@ class Groups:
 def _first(learning_rate: LearningRate) -> float:
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
-    return float(learning_rate if isinstance(learning_rate, int | float) else learning_rate[0])
+    given: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
+    return float(given if isinstance(given, int | float) else given[0])
 
 
 def _groups(params: Any, learning_rate: LearningRate) -> Groups:
@@ -99,10 +100,11 @@ def _groups(params: Any, learning_rate: LearningRate) -> Groups:
     rates: dict[int, Any] = {}
     for index, group in enumerate(groups if grouped else [{}]):
         rate = group.get("lr", learning_rate)
+        rate = rate.tolist() if isinstance(rate, torch.Tensor) else rate
+        if "lr" in group:
+            group["lr"] = _first(rate)
         if not isinstance(rate, int | float):
             rates[index] = rate
-            if "lr" in group:
-                group["lr"] = _first(rate)
     return Groups(groups, None if order is None else tuple(order), rates)
 
 

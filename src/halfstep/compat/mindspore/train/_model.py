@@ -221,6 +221,10 @@ class Model:
 
 
 def _steps(dataset: Any) -> int:
+    if not callable(getattr(dataset, "get_dataset_size", None)):
+        raise TypeError(
+            f"a Model takes a dataset such as NumpySlicesDataset(...).batch(32), got {type(dataset).__name__}"
+        )
     steps = dataset.get_dataset_size()
     if not steps:
         raise DataError("There is no valid data in dataset, please check dataset file firstly.")
