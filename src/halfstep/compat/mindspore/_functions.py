@@ -109,7 +109,9 @@ def _differentiable(given: Any, position: int) -> Tensor:
             f"value_and_grad is to differentiate by argument {position}, which is {kind}: give a floating "
             "tensor (x.astype(ms.float32)), or name other positions"
         )
-    return as_tensor(given.detach()).requires_grad_()
+    found = as_tensor(given.detach())
+    found.requires_grad_()
+    return found
 
 
 class _Told:
