@@ -72,6 +72,22 @@ def test_a_class_is_measured_once_and_only_what_it_needs() -> None:
     assert asked == [("convolution", "forward"), ("convolution", "weight")]
 
 
+def test_a_choice_that_does_not_pay_in_a_layer_is_not_made() -> None:
+    asked: list[tuple[OpClass, str, Choice]] = []
+
+    def pays(cls: OpClass, needs: str, choice: Choice) -> bool:
+        asked.append((cls, needs, choice))
+        return cls.op != "linear"
+
+    table = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, pays=pays)
+    linear = OpClass("linear", "bf16", "plain", "tiny", 1)
+    assert table.choose(linear, "w") == NATIVE
+    assert "does not pay" in table.row(linear, "w").why
+    assert table.choose(CONV, "w") == Choice("rounded", "native", "rounded")
+    assert table.pinned([Row(ROUNDED, op="gru")]).choose(linear, "iw") == NATIVE
+    assert [cls.op for cls, _, _ in asked] == ["linear", "convolution", "linear"]
+
+
 def test_the_first_row_that_fits_holds_and_what_no_row_knows_is_native() -> None:
     table = KernelTable(
         [Row(Choice(weight="rounded"), op="convolution", dtype="fp16"), Row(ROUNDED, dtype="fp16")]

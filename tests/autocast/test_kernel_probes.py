@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from halfstep.autocast import kernel_layers
 from halfstep.autocast import kernel_probes as probes
-from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, KernelTable, OpClass
+from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, Choice, KernelTable, OpClass
 from halfstep.autocast.kernel_names import KINDS, geometries
 
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
@@ -136,7 +137,7 @@ def test_what_catches_up_with_size_is_run_again(tmp_path) -> None:
 
 def test_every_kind_has_a_name_by_which_files_speak_of_it() -> None:
     assert set(probes.PROBES) == set(KINDS)
-    assert set(probes._BATCHES) == set(geometries("bmm"))
+    assert set(probes.BATCHES) == set(geometries("bmm"))
 
 
 @pytest.mark.parametrize("op", [*probes.PROBES])
@@ -193,6 +194,38 @@ def test_a_busy_machine_does_not_change_what_is_chosen(tmp_path, monkeypatch) ->
     monkeypatch.setitem(probes.PROBES, "linear", lambda cls, direction: candidates)
     table = KernelTable((), probes.Measurements(lambda: tmp_path / "k").times)
     assert table.choose(CLASS, "").is_native
+
+
+LAYERS = [
+    OpClass("linear", "bf16", "thin", "tiny", 1),
+    OpClass("bmm", "bf16", "matrices up to 64", "tiny", 1),
+    OpClass("convolution", "bf16", "1d stem", "tiny", 1),
+]
+
+
+@pytest.mark.parametrize("needs", ["", "w", "iw"])
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.op)
+def test_a_layer_is_timed_both_ways(cls: OpClass, needs: str) -> None:
+    times = kernel_layers.time_layer(cls, needs, Choice("rounded", "rounded", "rounded"))
+    assert set(times) == {"native", "rounded"}
+    assert all(t is not None and t > 0 for t in times.values())
+
+
+def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None:
+    rows = {"linear": {"native": 1.0, "rounded": 0.95}, "bmm": {"native": 1.0, "rounded": 0.5}}
+    asked: list[str] = []
+
+    def time_layer(cls: OpClass, needs: str, choice: Choice) -> dict[str, float | None]:
+        asked.append(cls.op)
+        return {**rows.get(cls.op, {"native": 1.0, "rounded": None})}
+
+    monkeypatch.setattr(kernel_layers, "time_layer", time_layer)
+    found = probes.Measurements(lambda: tmp_path / "k")
+    choice = Choice("rounded")
+    assert [found.pays(cls, "iw", choice) for cls in LAYERS * 2] == [False, True, False] * 2
+    assert found.pays(replace(CLASS, size="large"), "iw", choice)
+    assert found.pays(replace(CLASS, op="attention"), "i", choice)
+    assert asked == ["linear", "bmm", "convolution"]
 
 
 def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:

@@ -296,3 +296,49 @@ def test_a_named_checkpoint_names_an_optimizer_without_names():
     other.load_state_dict(named.state_dict())
     assert other.param_groups[0]["param_names"] == ["first", "second"]
     assert other._base_key(other.param_groups[0], (0, 1)) == named._base_key(named.param_groups[0], (0, 1))
+
+
+@pytest.mark.parametrize("source", [("exact", "fp32"), ("fp32", "8bit")])
+def test_a_file_that_is_refused_in_part_changes_nothing(source: tuple[Any, str]):
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=0.5, master=source[0], state_dtype=source[1])
+    train(model, optimizer, 2)
+    weights, state = saved(model, optimizer)
+    other = net()
+    ours = AdamW(other.parameters(), lr=0.25, master="exact" if source[0] == "fp32" else "fp32")
+    train(other, ours, 3, seed=1)
+    other.load_state_dict(weights)
+    before = (
+        [p.detach().clone() for p in other.parameters()],
+        ours.masters(),
+        copy.deepcopy(ours.state_dict()),
+    )
+    with torch.no_grad():
+        state["state"][0].get("master", torch.zeros(())).add_(1)
+    state["state"][3]["exp_avg" if source[1] == "fp32" else "exp_avg_codes"] = torch.ones(
+        2, dtype=torch.uint8
+    )
+    with pytest.raises(CheckpointError, match="parameter 3"):
+        ours.load_state_dict(state)
+    assert ours.param_groups[0]["lr"] == 0.25
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), before[0]))
+    assert all(torch.equal(ours.master_of(p), q) for p, q in before[1].items())
+    assert str(ours.state_dict()) == str(before[2])
+
+
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+def test_a_file_saved_after_the_state_was_cleared_holds_the_masters(master: str):
+    model, other = net(), net()
+    optimizer = AdamW(model.parameters(), lr=1e-4, master=master)
+    train(model, optimizer, 3)
+    masters = optimizer.masters()
+    optimizer.state.clear()
+    weights, state = saved(model, optimizer)
+    again = AdamW(other.parameters(), lr=1e-4, master=master)
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    for p, value in zip(other.parameters(), masters.values()):
+        assert torch.equal(again.master_of(p), value)
+    for m, o in ((model, optimizer), (other, again)):
+        train(m, o, 2, seed=1)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, Adam, AdamW, Lion
-from halfstep.optim.plan_check import PlainFacts, facts_of
+from halfstep.optim.tensor_facts import (
+    PlainFacts,
+    PlainGradients,
+    PlainVersions,
+    facts_of,
+    gradients_of,
+    versions_of,
+)
 from tests.optim import edits
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -102,6 +109,8 @@ CHANGES: list[Callable[[Tensor], Any]] = [
     lambda t: setattr(t, "data", t.data.view(2, 8)),
     lambda t: t.resize_(100),
     lambda t: t.untyped_storage().resize_(0),
+    lambda t: setattr(t, "data", torch._neg_view(t.data)),
+    lambda t: torch.utils.swap_tensors(t, torch.ones(4, 4)),
 ]
 
 
@@ -122,8 +131,60 @@ def test_alike_tensors_may_lie_elsewhere_and_what_is_no_such_tensor_is_not_alike
     assert facts.alike(others)
     assert facts.addresses.tolist() == [t.data_ptr() for t in others]
     strange = [None, 3, torch.ones(7).double(), torch.ones(8), torch.ones(14)[::2], torch.ones(7).to_sparse()]
-    for other in strange:
+    for other in [*strange, torch._neg_view(torch.ones(7))]:
         assert not facts.alike([others[0], other])
+
+
+@pytest.mark.parametrize("kind", [gradients_of, PlainGradients])
+def test_gradients_may_be_others_but_not_of_another_kind(kind: Any):
+    params = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(5))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    gradients = kind(params)
+    for _ in range(3):
+        sum((p.square().sum() for p in params), torch.zeros(())).backward()
+        assert gradients.alike()
+        assert gradients.addresses.tolist() == [p.grad.data_ptr() for p in params if p.grad is not None]
+        params[1].grad = None
+        assert not gradients.alike()
+    params[1].grad_dtype = None
+    for other in (torch.ones(5).double(), torch._neg_view(torch.ones(5)), torch.ones(5).to_sparse()):
+        params[1].grad = other
+        assert not gradients.alike()
+    torch.utils.swap_tensors(params[0], nn.Parameter(torch.ones(3, 2)))
+    params[1].grad = torch.ones(5)
+    assert not gradients.alike()
+
+
+@pytest.mark.parametrize("kind", [versions_of, PlainVersions])
+def test_changes_are_counted_for_autograd(kind: Any):
+    tensors = [nn.Parameter(torch.ones(3)), torch.ones(2), torch.ones(())]
+    versions = kind(tensors)
+    before = versions.total()
+    tensors[1].add_(1)
+    assert versions.total() == before + 1
+    with torch.inference_mode():
+        stranger = torch.ones(2)
+    kept = [t._version for t in tensors]
+    versions.count()
+    assert [t._version for t in tensors] == [n + 1 for n in kept]
+    torch.utils.swap_tensors(tensors[1], stranger)
+    versions.count()
+    assert tensors[0]._version == kept[0] + 2
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_gradient_whose_sign_is_to_be_turned_is_read_so(make: Any):
+    sides = [nn.Parameter(torch.ones(9)) for _ in range(2)]
+    optimizers = [make([p], lr=0.1) for p in sides]
+    for step in range(6):
+        for p, optimizer, sign in zip(sides, optimizers, (torch.neg, torch._neg_view)):
+            p.grad = sign(torch.ones(9)) if step % 3 == 2 else torch.ones(9)
+            optimizer.step()
+        assert torch.equal(*sides)
+    turned = nn.Parameter(torch._neg_view(torch.ones(9)))
+    with pytest.raises(UnsupportedError, match="sign"):
+        make([turned])
 
 
 # ---- versions -------------------------------------------------------------------------------------------

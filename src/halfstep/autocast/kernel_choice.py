@@ -151,6 +151,7 @@ class KernelTable:
     """Choices by class of op; a class that it does not know is measured, or native where nothing measures.
 
     Safe to share between threads. `measure` gives the times of one class and direction; None never measures.
+    `pays` has the last word on a choice that follows from them: a layer is more than these.
     `measured`: without `measure`, its rows are all that was measured elsewhere, so that nothing new is met.
     """
 
@@ -161,10 +162,11 @@ class KernelTable:
         overhead: Callable[[], float] = lambda: 0.0,
         name: str = "given",
         measured: bool = False,
+        pays: Callable[[OpClass, str, Choice], bool] = lambda cls, needs, choice: True,
     ) -> None:
         self.name = name
         self.measured = measured or measure is not None
-        self._measure, self._overhead = measure, overhead
+        self._measure, self._overhead, self._pays = measure, overhead, pays
         self._known: dict[tuple[OpClass, str], Row] = {}
         self._derived: dict[tuple[OpClass, str], Row] = {}
         self._open: list[Row] = []
@@ -200,8 +202,13 @@ class KernelTable:
     ) -> tuple[Choice, str]:
         if not cls.size:
             return NATIVE, "nothing stands for this op"
-        rule = decide_whole if needs.endswith("*") else decide
-        return rule({d: measure(cls, d) for d in directions(needs)}, self._overhead())
+        times = {d: measure(cls, d) for d in directions(needs)}
+        if needs.endswith("*"):
+            return decide_whole(times, self._overhead())
+        choice, why = decide(times, self._overhead())
+        if choice.is_native or self._pays(cls, needs, choice):
+            return choice, why
+        return NATIVE, f"called as a layer it does not pay ({why})"
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -226,7 +233,8 @@ class KernelTable:
         ]
         exact = [r for r in (*mine, *theirs) if r.exact is not None]  # of two for one class the later holds
         last = [row for row in mine if row.exact is None]
-        return KernelTable((*exact, *broad, *last), self._measure, self._overhead, "pinned", self.measured)
+        asked = self._measure, self._overhead, "pinned", self.measured, self._pays
+        return KernelTable((*exact, *broad, *last), *asked)
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from halfstep.autocast.kernel_choice import (
     IMPLEMENTATIONS,
     NATIVE,
     NEEDS,
+    Choice,
     KernelTable,
     OpClass,
     Row,
@@ -40,6 +41,8 @@ from halfstep.formats import dtype_name, parse_dtype
 HOPELESS = 3.0
 #: Lost by so much at one size, a way is not tried at larger ones.
 HOPELESS_AT_ANY_SIZE = 25.0
+#: What a choice for a small product may take of native's time in a layer.
+PAYS = 0.9
 _ROUNDS = 4
 #: Goes up where a probe changes what it measures: times of other probes are then not read.
 _PROBES_VERSION = 2
@@ -70,7 +73,7 @@ _BASES = {
 }
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def values_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Ordinary numbers between -1 and 1; no generator is asked."""
     count = math.prod(shape)
     return (
@@ -107,14 +110,14 @@ def convolution_probe(cls: OpClass) -> ConvolutionProbe:
     stride = 2 if transposed or shape.startswith("strided") else 1
     padding = 1 if transposed else kernel // 2
     geometry = Geometry((stride,) * dims, (padding,) * dims, (1,) * dims, transposed, (0,) * dims, groups)
-    x = _values((base.batch * (4 if narrow else 1), into, *(extent,) * dims), dtype, 1)
-    weight = _values((wide, into // groups, *(kernel,) * dims), dtype, 2)
+    x = values_of((base.batch * (4 if narrow else 1), into, *(extent,) * dims), dtype, 1)
+    weight = values_of((wide, into // groups, *(kernel,) * dims), dtype, 2)
     if layout:
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
     grad = torch.empty_like(
         torch.ops.aten.convolution(x.float(), weight.float(), None, *geometry), dtype=dtype
     )
-    return ConvolutionProbe(x, weight, grad.copy_(_values(tuple(grad.shape), dtype, 3)), geometry)
+    return ConvolutionProbe(x, weight, grad.copy_(values_of(tuple(grad.shape), dtype, 3)), geometry)
 
 
 def _convolution(cls: OpClass, direction: str) -> dict[str, Call]:
@@ -129,7 +132,7 @@ def _convolution(cls: OpClass, direction: str) -> dict[str, Call]:
     return {n: functools.partial(backward, n, grad, x, weight, geometry, mask) for n in names}
 
 
-def _matrix(cls: OpClass) -> tuple[int, int, int]:
+def matrix_of(cls: OpClass) -> tuple[int, int, int]:
     """n, k and m of a product."""
     n, k, m = _BASES[cls.size].matrix
     if cls.geometry == "thin":
@@ -140,8 +143,8 @@ def _matrix(cls: OpClass) -> tuple[int, int, int]:
 
 def _linear(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
-    n, k, m = _matrix(cls)
-    x, weight, grad = _values((n, k), dtype, 1), _values((m, k), dtype, 2), _values((n, m), dtype, 3)
+    n, k, m = matrix_of(cls)
+    x, weight, grad = values_of((n, k), dtype, 1), values_of((m, k), dtype, 2), values_of((n, m), dtype, 3)
     names = ["rounded", *(["onednn"] if functions.has_onednn() else []), "native"]
     if direction == "forward":
         return {name: functools.partial(functions.linear, name, x, weight, None) for name in names}
@@ -149,7 +152,7 @@ def _linear(cls: OpClass, direction: str) -> dict[str, Call]:
     return {name: functools.partial(functions.product, name, a, b, dtype) for name in names}
 
 
-_BATCHES = {
+BATCHES = {
     "matrices up to 64": {"tiny": (4, 16), "small": (64, 32), "medium": (384, 32), "large": (384, 56)},
     "matrices over 64": {"tiny": (1, 80), "small": (2, 112), "medium": (8, 128), "large": (8, 256)},
 }
@@ -158,8 +161,8 @@ _BATCHES = {
 def _products(cls: OpClass, direction: str) -> dict[str, Call]:
     """Batches of square matrices."""
     dtype = parse_dtype(cls.dtype)
-    count, n = _BATCHES[cls.geometry][cls.size]
-    a, b, grad = (_values((count, n, n), dtype, seed) for seed in (1, 2, 3))
+    count, n = BATCHES[cls.geometry][cls.size]
+    a, b, grad = (values_of((count, n, n), dtype, seed) for seed in (1, 2, 3))
     left, right = {"forward": (a, b), "input": (grad, b.mT), "weight": (a.mT, grad)}[direction]
     return {
         name: functools.partial(functions.product, name, left, right, dtype) for name in ("rounded", "native")
@@ -173,7 +176,7 @@ def _attention(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
     length, width = _ATTENTIONS[cls.size]
     shape = (4 if length < 100 else 1, 4, length, width)
-    q, k, v, grad = (_values(shape, dtype, seed) for seed in range(4))
+    q, k, v, grad = (values_of(shape, dtype, seed) for seed in range(4))
     causal, names = cls.geometry == "causal", ("rounded", "native")
     if direction == "forward":
         return {n: functools.partial(functions.attend, n, q, k, v, None, causal, None) for n in names}
@@ -195,9 +198,9 @@ def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
     dtype = parse_dtype(cls.dtype)
     batch, width = _RECURRENT[cls.size]
     gates = {"lstm": 4, "gru": 3}.get(cls.op, 1)
-    x, state = _values((16, batch, width), dtype, 1), _values((1, batch, width), dtype, 2)
+    x, state = values_of((16, batch, width), dtype, 1), values_of((1, batch, width), dtype, 2)
     sides = [(gates * width, width), (gates * width, width), (gates * width,), (gates * width,)]
-    weights = [_values(side, dtype, i).div_(width**0.5) for i, side in enumerate(sides, 3)]
+    weights = [values_of(side, dtype, i).div_(width**0.5) for i, side in enumerate(sides, 3)]
     op: Any = getattr(torch.ops.aten, cls.op).input
     training = direction != "forward"
     leaves = [t.requires_grad_(training) for t in (x, *weights)]
@@ -285,7 +288,7 @@ def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_
 
 #: The caller's own processor time does not count while other processes hold the core. Of an op on several
 #: threads the caller does its share and then waits actively, so that it stands for the whole.
-_CLOCK = time.thread_time
+CLOCK = time.thread_time
 
 
 def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
@@ -294,13 +297,13 @@ def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, 
         if cls.dtype == "fp32":  # what others are compared with
             candidates = {"native": candidates["native"]}
         alive = {name: call for name, call in candidates.items() if name not in skip}
-        found = race(alive, _CLOCK)
+        found = race(alive, CLOCK)
     return {name: found.get(name) for name in candidates}
 
 
 def _run_overhead() -> float:
     """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
-    x, weight = (_values((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
+    x, weight = (values_of((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
     ones = torch.ones(8, 8, dtype=torch.bfloat16)
 
     def ours() -> object:
@@ -309,7 +312,7 @@ def _run_overhead() -> float:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
 
-    found = race({"torch": torchs, "ours": ours}, _CLOCK)
+    found = race({"torch": torchs, "ours": ours}, CLOCK)
     return max(1e-6, found["ours"] - found["torch"])
 
 
@@ -363,6 +366,21 @@ class Measurements:
             if found is None:
                 found = self._keep("overhead", {"native": self._in_fresh_thread(_run_overhead)})
             return found.get("native") or 0.0
+
+    def pays(self, cls: OpClass, needs: str, choice: Choice) -> bool:
+        """Whether a choice is faster in a layer too, with Python and casts; large ops win by more."""
+        if cls.op not in ("linear", "bmm", "convolution") or cls.size == SIZES[-1]:
+            return True
+        ways = ",".join((choice.forward, choice.input, choice.weight))
+        key = "|".join(("layer", *map(str, astuple(cls)), needs, ways))
+        with self._lock:
+            found = self._load().get(key)
+            if found is None:
+                from halfstep.autocast.kernel_layers import time_layer
+
+                found = self._keep(key, self._in_fresh_thread(time_layer, cls, needs, choice))
+            native, chosen = found.get("native"), found.get("rounded")
+            return native is None or (chosen is not None and chosen <= PAYS * native)
 
     def _hopeless(self, cls: OpClass, direction: str) -> frozenset[str]:
         """What lost so clearly at smaller sizes, and ever more clearly, that this size need not show it."""
@@ -423,4 +441,4 @@ measurements = Measurements(cache_file)
 
 def measured_table() -> KernelTable:
     """A table that asks this machine."""
-    return KernelTable((), measurements.times, measurements.overhead, "measured")
+    return KernelTable((), measurements.times, measurements.overhead, "measured", pays=measurements.pays)

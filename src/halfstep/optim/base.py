@@ -20,11 +20,11 @@ from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import ConfigError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, backends, checkpoints, cuda, entries, storage
+from halfstep.optim import arguments, backends, checkpoints, cuda, entries, state_dicts, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
@@ -32,7 +32,7 @@ from halfstep.optim.hand_edits import HandEdits
 from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.sharded import Shards, any_shard
-from halfstep.optim.source import OwnGradients, Source
+from halfstep.optim.source import OwnGradients, Source, dense_grad
 from halfstep.optim.state import State
 
 Group = dict[str, Any]
@@ -79,7 +79,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._shard()
 
     def _shard(self) -> None:
-        if any_shard([p for p, _, _ in self._places()]):
+        if any_shard([p for p, _, _ in self.places()]):
             self._shards = Shards(self)
 
     def _prepare(self) -> None:
@@ -144,7 +144,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     # ---- what a step works on -----------------------------------------------------------------------
 
-    def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:
+    def places(self) -> Iterator[tuple[Tensor, Group, Place]]:
+        """Every parameter with its group, and its place: number of the group and number within."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield p, group, (g, i)
@@ -152,7 +153,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def _find(self, p: Tensor) -> tuple[Group, Place]:
         place = self._index.get(p)
         if place is None or self.param_groups[place[0]]["params"][place[1]] is not p:
-            self._index = {q: where for q, _, where in self._places()}
+            self._index = {q: where for q, _, where in self.places()}
             place = self._index.get(p)
         if place is None:
             raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
@@ -165,7 +166,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             return slot
         weight = storage.local_tensor(p)
         entry = self._entry(p)
-        formats = self._formats(weight, group)
+        formats = self.formats(weight, group)
         if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
             entry.pop("lacking", None)  # the bits of a weight of another dtype
             self._kept_masters.pop(p, None)
@@ -173,7 +174,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         self._plan = self._check = None
         entry.update(self._lost_master(p, entry))
         with torch.inference_mode(False), torch.no_grad():
-            entries.settle(entry, weight, *formats, self._name(group, place), value)
+            entries.settle(entry, weight, *formats, self.name_of(group, place), value)
             slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
         self._edits.know(p, entry.get("lacking"))
         self._kept_masters[p] = {key: entry[key] for key in MASTER_KEYS if key in entry}
@@ -216,10 +217,11 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
     def _remember(self) -> None:
         """Make the plan check of the slots there are."""
-        held = [t for p, _, _ in self._places() if p in self._slots for t in self._slots[p].held]
+        held = [t for p, _, _ in self.places() if p in self._slots for t in self._slots[p].held]
         self._check = PlanCheck(self.param_groups, self._options(), self.state, held)
 
-    def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
+    def formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
+        """The algorithm of a group, and in which formats it keeps this weight and its states."""
         algorithm = self.algorithm(group)
         arguments.check_storage(group)
         return (
@@ -228,7 +230,8 @@ class OnePassOptimizer(torch.optim.Optimizer):
             storage.state_kind_of(p, group["state_dtype"]),
         )
 
-    def _name(self, group: Group, place: Place) -> str:
+    def name_of(self, group: Group, place: Place) -> str:
+        """How errors call a parameter."""
         names = group.get("param_names")
         return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
 
@@ -298,7 +301,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if self._shards is not None:
             self._shards.enter().init_states()
             return self._shards.show()
-        for p, group, place in self._places():
+        for p, group, place in self.places():
             if p.requires_grad:
                 self._slot(p, group, place)
         return None
@@ -313,12 +316,12 @@ class OnePassOptimizer(torch.optim.Optimizer):
         return plan is not None
 
     def _gradients(self) -> list[Tensor]:
-        return [g for p, group, at in self._places() if (g := self._gradient(p, group, at)) is not None]
+        return [g for p, group, at in self.places() if (g := self._gradient(p, group, at)) is not None]
 
     def _gradient(self, p: Tensor, group: Group, place: Place) -> Tensor | None:
         """The gradient of `p` as the kernels read it, or None."""
         grad = self.source.of(p)
-        return None if grad is None else dense_grad(p, grad, lambda: self._name(group, place))
+        return None if grad is None else dense_grad(p, grad, lambda: self.name_of(group, place))
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> HostStats | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
@@ -399,7 +402,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             self._recall()
         try:
             with torch.no_grad():
-                self._step(self._places(), inv_scale, clip_coef, found_inf)
+                self._step(self.places(), inv_scale, clip_coef, found_inf)
         finally:
             self._edits.after_step()
         if self.release is not None:
@@ -417,7 +420,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         return over
 
     def _new_plan(self) -> HostPlan | None:
-        params = [p for p, _, _ in self._places()]
+        params = [p for p, _, _ in self.places()]
         grads = self.source.of_all(params)
         if any(not HostPlan.fits(p, grad) for p, grad in zip(params, grads)):
             return None
@@ -497,7 +500,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         if self._shards is not None:
             self._shards.seed_masters(values)
             return
-        for p, group, place in self._places():
+        for p, group, place in self.places():
             if p in values:
                 self._slot(p, group, place, values[p].detach())
 
@@ -506,7 +509,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
         """The exact fp32 value of every parameter, in new tensors."""
         if self._shards is not None:
             return self._shards.masters()
-        return {p: self.master_of(p) for p, _, _ in self._places()}
+        return {p: self.master_of(p) for p, _, _ in self.places()}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
@@ -547,15 +550,17 @@ class OnePassOptimizer(torch.optim.Optimizer):
         for group, own in zip(packed["param_groups"], self.param_groups):
             group["algorithm"] = self.algorithm(own).name
         entries = cast("dict[Any, Group]", packed["state"])
-        for index, (p, _, _) in enumerate(self._places()):
-            if index in entries:
-                entries[index] = checkpoints.pack(entries[index], p)
+        for index, (p, _, _) in enumerate(self.places()):
+            entry = entries.get(index, {})
+            whole = {**entry, **self._lost_master(p, entry)}
+            if whole or index in entries:
+                entries[index] = checkpoints.pack(whole, p)
         return packed
 
     @contextmanager
     def _without_strangers(self) -> Generator[None]:
         """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
-        whole, known = self.state, {p for p, _, _ in self._places()}
+        whole, known = self.state, {p for p, _, _ in self.places()}
         try:
             if any(isinstance(p, Tensor) and p not in known for p in whole):
                 self.state = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
@@ -569,7 +574,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
         Parameters are matched by the groups' `param_names` where both sides have them, else by position.
         Load the model's weights first. CheckpointError where groups, names or shapes do not fit, or where
-        the lacking bits are of other weights than the model's.
+        the lacking bits are of other weights than the model's; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -580,25 +585,14 @@ class OnePassOptimizer(torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_post_hooks.values():
                 hook(self)
             return
-        sources = checkpoints.match_groups(self.param_groups, state_dict["param_groups"])
-        pairs = list(zip(self.param_groups, state_dict["param_groups"]))
-        for group, saved in pairs:
-            checkpoints.check_kind(saved, self.algorithm(group).name)
-        for group, saved in pairs:
-            group.update({k: v for k, v in saved.items() if k not in checkpoints.OWN_OPTIONS})
-            if "param_names" in saved:
-                group.setdefault("param_names", saved["param_names"])
-            arguments.settle_group(group)
-        restored: dict[Tensor, Group] = {}
-        for p, group, place in self._places():
-            saved = state_dict["state"].get(sources[place])
-            if saved is not None:
-                restored[p] = checkpoints.restore(
-                    self._name(group, place), saved, p, *self._formats(p, group)
-                )
-                self._kept_dtype[p] = p.dtype
+        loaded = state_dicts.read(self, state_dict)
+        for group, options in zip(self.param_groups, loaded.groups):
+            group.update(options)
         self.state.clear()
-        for p, entry in restored.items():
+        for p, (entry, weight) in loaded.entries.items():
+            self._kept_dtype[p] = p.dtype
+            if weight is not None:
+                p.copy_(weight)
             self.state[p].update(entry)
             self._edits.loaded(p, entry.get("lacking"))
         self._forget()
@@ -630,29 +624,3 @@ def _step_outside(optimizer: OnePassOptimizer, closure: Any, *scalars: Any) -> A
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
 # a profiler is there to see it, for it takes 15 us.
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
-
-
-def dense_grad(p: Tensor, grad: Tensor, name: Callable[[], str]) -> Tensor | None:
-    """The gradient `grad` of `p` in p's memory order and a dtype that the kernels read, or None.
-
-    Raises:
-        UnsupportedError: a gradient that is not dense or not of floating numbers. ConfigError: one of another
-            shape or device than p's, as after `p.data = ...`.
-    """
-    if p.numel() == 0:
-        return None
-    if grad.layout is not torch.strided:
-        raise UnsupportedError(f"halfstep.optim takes dense gradients, not {grad.layout}: use torch.optim")
-    if grad.shape != p.shape or grad.device != p.device:
-        raise ConfigError(
-            f"the gradient of {name()} has shape {list(grad.shape)} on {grad.device}, the parameter "
-            f"{list(p.shape)} on {p.device}: call zero_grad() where you replace the parameter's data"
-        )
-    if not grad.dtype.is_floating_point:
-        raise UnsupportedError(f"the gradient of {name()} is {grad.dtype}, expected floating numbers")
-    weight, grad = storage.local_tensor(p), storage.local_tensor(grad).detach().resolve_neg()
-    if not (weight.is_contiguous() and grad.is_contiguous()):
-        storage.check_dense(weight)
-        if grad.stride() != weight.stride():
-            grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-    return grad if grad.dtype in cpus_.GRADS else grad.to(torch.float32)

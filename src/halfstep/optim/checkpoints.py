@@ -60,8 +60,8 @@ def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
 @torch.no_grad()
 def restore(
     name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm, kind: int, state_kind: int
-) -> dict[str, Any]:
-    """The state entry of `p` from a saved one of any format; writes `p` where masters say so."""
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so."""
     if any(isinstance(saved.get(key), Mapping) for key in algorithm.states):
         raise CheckpointError(
             f"the saved 8-bit states of {name} lost their codes: torch's flattened form cannot carry them; "
@@ -83,11 +83,12 @@ def restore(
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
     else:
         value = _master_value(name, saved, p)
+    weight = None if value is None else p.detach().clone()
     try:
-        entries.settle(state, p, algorithm, kind, state_kind, name, value)
+        entries.settle(state, p if weight is None else weight, algorithm, kind, state_kind, name, value)
     except ConfigError as error:
         raise CheckpointError(f"the checkpoint does not fit: {error}") from error
-    return state
+    return state, weight
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:

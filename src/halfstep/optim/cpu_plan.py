@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
@@ -20,9 +19,9 @@ from halfstep.optim import cpu
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.cpu import Table, Variant
-from halfstep.optim.plan_check import facts_of
 from halfstep.optim.source import Source
 from halfstep.optim.storage import Slot
+from halfstep.optim.tensor_facts import versions_of
 
 Group = Mapping[str, Any]
 
@@ -75,22 +74,24 @@ class HostPlan:
             self._parts += [_Part(group, algorithm(group), *kind, own) for kind, own in variants.items()]
         slots_of_all = [slot for part in self._parts for slot in part.slots]
         self._params = [slot.param for slot in slots_of_all]
-        self._gradients = facts_of([g for g in source.of_all(self._params) if g is not None])
+        self._gradients = source.watched(self._params)
         self._counts = np.array([slot.step.data_ptr() for slot in slots_of_all], np.int64)
         self._steps = np.zeros(len(slots_of_all))
-        self._changed = [t for slot in slots_of_all for t in slot.held]
+        self._versions = versions_of(t for slot in slots_of_all for t in slot.held)
 
     @staticmethod
     def fits(p: Tensor, grad: Tensor | None) -> bool:
         """Whether a plan can hold this parameter with this gradient."""
         if grad is None:
             return True
-        dense = p.is_cpu and p.is_contiguous() and grad.is_contiguous() and p.numel() > 0
+        dense = (
+            p.is_cpu and p.is_contiguous() and grad.is_contiguous() and not grad.is_neg() and p.numel() > 0
+        )
         return dense and grad.dtype in cpus_.GRADS
 
     def ready(self) -> bool:
         """Whether the gradients are such as they were when the plan was made; notes where they are."""
-        if not self._gradients.alike(self._source.of_all(self._params)):
+        if not self._gradients.alike():
             return False
         first = 0
         for part in self._parts:
@@ -114,7 +115,7 @@ class HostPlan:
             last = first + len(part.slots)
             over |= part.update(factor, steps[first:last], same, look)
             first = last
-        increment_version(self._changed)
+        self._versions.count()
         return over, None if inv_scale is None else self._seen(inv_scale)
 
     def _seen(self, inv_scale: float) -> HostStats:

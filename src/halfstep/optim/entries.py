@@ -110,8 +110,10 @@ def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None
 
 def _placed(given: Tensor, p: Tensor) -> bool:
     """Whether a tensor of p's shape lies on p's device in p's memory order."""
-    return given.device == p.device and (
-        given.stride() == p.stride() or (given.is_contiguous() and p.is_contiguous())
+    return (
+        given.device == p.device
+        and not given.is_neg()
+        and (given.stride() == p.stride() or (given.is_contiguous() and p.is_contiguous()))
     )
 
 

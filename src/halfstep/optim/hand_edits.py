@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.split import LOW_DTYPES
-
-_version = vars(torch._C.TensorBase)["_version"].__get__  # pyright: ignore[reportPrivateUsage]
+from halfstep.optim.tensor_facts import Versions, versions_of
 
 
 class HandEdits:
@@ -34,7 +33,7 @@ class HandEdits:
         self.awaiting: set[Tensor] = set()
         """Weights whose bits were loaded since the last step: 16 bits that come in belong to them."""
         self._expected: int | None = None
-        self._counted: list[Tensor] | None = None
+        self._counted: Versions | None = None
         self.wholes: Mapping[Tensor, Tensor] = {}
         """What a local tensor is a shard of: it counts what a user does, the shard what steps do."""
         self.planned = 0
@@ -60,18 +59,16 @@ class HandEdits:
 
     def take(self) -> None:
         """Clear the bits of what was set by hand since the last step."""
-        if self._expected is None or self._total() != self._expected:
+        if not self._bits:
+            return
+        if self._counted is None:
+            wholes = [w for p in self._bits if (w := self._whole(p)) is not None]
+            self._counted = versions_of([*self._bits, *wholes])
+        if self._expected is None or self._counted.total() != self._expected:
             for p in self._bits:
                 self.take_one(p)
-            self._expected = self._total()
-
-    def _total(self) -> int:
-        if self._counted is None:
-            self._counted = [*self._bits, *(w for p in self._bits if (w := self._whole(p)) is not None)]
-        if not self.wholes:
-            return sum(map(_version, self._counted))
-        with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
-            return sum(map(_version, self._counted))
+            total = self._counted.total()
+            self._expected = total if total >= 0 else None
 
     def _whole(self, p: Tensor) -> Tensor | None:
         whole = self.wholes.get(p)

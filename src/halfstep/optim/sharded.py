@@ -26,7 +26,7 @@ from halfstep.optim import backends, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
-from halfstep.optim.source import Found
+from halfstep.optim.source import Found, ListedGradients
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -161,6 +161,10 @@ class Shards:
         parts = [self.of(p) for p in params]
         order.specs = specs if all(map(is_, parts, found)) else []
         return parts
+
+    def watched(self, params: Sequence[Tensor]) -> ListedGradients:
+        """`of_all` of `params` at every step."""
+        return ListedGradients(self, params)
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""

@@ -67,7 +67,7 @@ def local_tensor(t: Tensor) -> Tensor:
 def flat(t: Tensor) -> Tensor:
     """The elements in memory order, as one dimension that shares storage; the memory must have no gaps."""
     t = t.detach()
-    if t.is_contiguous():
+    if t.is_contiguous() and not t.is_neg():
         return t.view(-1)
     check_dense(t)
     return t.as_strided((t.numel(),), (1,))
@@ -85,7 +85,12 @@ def check_parameter(p: Tensor, master: str | None) -> None:
 
 
 def check_dense(t: Tensor) -> None:
-    """Raise UnsupportedError unless the elements fill their memory."""
+    """Raise UnsupportedError unless the elements fill their memory, as they are."""
+    if t.is_neg():
+        raise UnsupportedError(
+            f"a parameter of shape {list(t.shape)} is a view that turns the sign of another tensor; give the "
+            "optimizer what resolve_neg() returns"
+        )
     if not (t.is_contiguous() or is_dense(t)):
         raise UnsupportedError(
             f"a parameter of shape {list(t.shape)} and stride {list(t.stride())} is a slice of another "

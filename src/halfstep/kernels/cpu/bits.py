@@ -40,6 +40,30 @@ def float_of(typingctx, bits):
 
 
 @intrinsic
+def double_of(typingctx, bits):
+    """The float64 whose 64 bits are given as int64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
+def widest_vectors(typingctx):
+    """Compile the calling function on its own, for 512 bits where the processor has them; LLVM takes 256."""
+
+    def codegen(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        set.add(
+            builder.function.attributes, '"prefer-vector-width"="512"'
+        )  # llvmlite knows no such attribute
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def pick(typingctx, condition, x, y):
     """`x` where the condition holds, else `y`; both are computed, since a branch may keep loops scalar."""
 

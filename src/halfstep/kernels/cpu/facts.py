@@ -1,74 +1,62 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
-"""Reads address, device, dtype, sizes and strides of many tensors in one call: 65 ns each, a third of Python.
+"""Reads where many tensors lie and what they are in one call, finds their gradients and counts their changes.
 
-The C function that says them is the one every DLPack consumer uses (DLPack 1.3, `DLPackExchangeAPI`,
-dltensor_from_py_object_no_sync); it takes borrowed Python objects, so the interpreter lock stays held.
+All arguments are numbers, since each array would take 0.2 us a call: `asked` is the address of torch's
+functions (`torch_functions.table`), a list of tensors the address of the addresses of their C++ tensors.
 """
 
-import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from halfstep.kernels.cpu import torch_functions as F
 from halfstep.kernels.cpu.bits import compiled, peek_f32, poke_f32
 
 WORD = ir.IntType(64)
-AT = 5  # place of dltensor_from_py_object_no_sync among the words of DLPackExchangeAPI
-HEAD = 4  # words of a tensor before its sizes and strides: address, device, dtype and rank, byte offset
+HEAD = 4  # words of a tensor before its sizes and strides: address, rank, dtype and layout, device
+SCRATCH = 6  # words that `look` writes: address, sizes, strides, rank, dtype and layout, device
 
 
-class Functions(NamedTuple):
-    """Addresses of what the kernels call and compare with."""
+def _caller(kind: Any, arity: int, result: Any) -> Any:
+    """Compile a call of the C function at an address with `arity` words."""
 
-    ask: int
-    forget_error: int
-    none: int
+    def codegen(context, builder, signature, args):
+        function = ir.FunctionType(kind, [WORD] * arity).as_pointer()
+        value = builder.call(builder.inttoptr(args[0], function), args[1:])
+        if isinstance(kind, ir.VoidType):
+            return context.get_dummy_value()
+        return builder.zext(value, WORD) if kind.width < 32 else value
 
-
-@cache
-def functions() -> Functions | None:
-    """The addresses, or None where torch does not offer the exchange."""
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return None
-    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_GetPointer", ctypes.pythonapi)
-    )
-    at = get(capsule, b"dlpack_exchange_api")
-    if ctypes.cast(at, ctypes.POINTER(ctypes.c_uint32))[0] != 1:  # the major version
-        return None
-    ask = ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[AT]
-    clear = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
-    return Functions(ask, clear, id(None)) if ask and clear else None
+    return result(*[types.int64] * (arity + 1)), codegen
 
 
 @intrinsic
-def ask_for(typingctx, function, thing, target):
-    """Call `int function(PyObject *, DLTensor *)`; 0 where the object is a tensor that has an address."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.IntType(32), [WORD, WORD]).as_pointer()
-        return builder.call(builder.inttoptr(args[0], kind), args[1:])
-
-    return types.int32(types.int64, types.int64, types.int64), codegen
+def ask(typingctx, function, tensor, target):
+    """Call `int function(Tensor *, void *)`: what is asked is written at `target`; 0 where all went well."""
+    return _caller(ir.IntType(32), 2, types.int32)
 
 
 @intrinsic
-def forget_error(typingctx, function):
-    """Call `void function(void)`."""
+def number(typingctx, function, tensor):
+    """Call `int64_t function(const Tensor *)`."""
+    return _caller(WORD, 1, types.int64)
 
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        builder.call(builder.inttoptr(args[0], kind), [])
-        return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+@intrinsic
+def truth(typingctx, function, tensor):
+    """Call `bool function(const Tensor *)`."""
+    return _caller(ir.IntType(8), 1, types.int64)
+
+
+@intrinsic
+def tell(typingctx, function, tensor):
+    """Call `void function(const Tensor *)`."""
+    return _caller(ir.VoidType(), 1, types.void)
 
 
 @intrinsic
@@ -93,68 +81,116 @@ def set_word(typingctx, address, i, value):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@compiled("boolean(int64,int64,int64)", "look_at_tensor", nogil=False)
+def look(asked, tensor, scratch):
+    """Write the facts of one tensor; false where it has no address or strides, or turns the sign of one."""
+    set_word(scratch, 4, 0)
+    set_word(scratch, 5, 0)
+    if ask(word(asked, F.LAYOUT), tensor, scratch + 36) != 0 or word(scratch, 4) != 0:
+        return False
+    bad = ask(word(asked, F.ADDRESS), tensor, scratch)
+    bad |= ask(word(asked, F.SIZES), tensor, scratch + 8)
+    bad |= ask(word(asked, F.STRIDES), tensor, scratch + 16)
+    bad |= ask(word(asked, F.DIM), tensor, scratch + 24)
+    bad |= ask(word(asked, F.DTYPE), tensor, scratch + 32)
+    bad |= ask(word(asked, F.DEVICE), tensor, scratch + 40)
+    bad |= ask(word(asked, F.INDEX), tensor, scratch + 44)
+    return bad == 0 and truth(word(asked, F.NEGATIVE), tensor) == 0
+
+
 @cache
 def reader() -> Any:
-    """Write the facts of `count` objects, HEAD + 2 * rank words each; the words written, or -1.
+    """Write the facts of `count` tensors, HEAD + 2 * rank words each; the words written, or -1."""
 
-    All arguments are numbers: the functions, the count, and addresses of a DLTensor, of the facts, of the
-    tensors' addresses (the comparer's) and of the objects.
-    """
-
-    def read(ask, clear, none, count, scratch, facts, addresses, objects):
+    def read(asked, count, tensors, scratch, facts):
         k = 0
         for i in range(count):
-            thing = word(objects, i)
-            if thing == none:
-                return -1
-            if ask_for(ask, thing, scratch) != 0:
-                forget_error(clear)
+            if not look(asked, word(tensors, i), scratch):
                 return -1
             set_word(facts, k, word(scratch, 0))
-            set_word(facts, k + 1, word(scratch, 1))
-            set_word(facts, k + 2, word(scratch, 2))
-            set_word(facts, k + 3, word(scratch, 5))
-            sizes, strides = word(scratch, 3), word(scratch, 4)
+            for place in range(1, HEAD):
+                set_word(facts, k + place, word(scratch, place + 2))
             k += HEAD
-            for d in range(word(scratch, 2) & 0xFFFFFFFF):
-                set_word(facts, k, word(sizes, d))
-                set_word(facts, k + 1, word(strides, d))
+            for d in range(word(scratch, 3)):
+                set_word(facts, k, word(word(scratch, 1), d))
+                set_word(facts, k + 1, word(word(scratch, 2), d))
                 k += 2
         return k
 
-    return compiled(f"int64({','.join(['int64'] * 8)})", "read_facts", nogil=False)(read)
+    return compiled(f"int64({','.join(['int64'] * 5)})", "read_facts", nogil=False)(read)
 
 
 @cache
 def comparer() -> Any:
-    """Whether objects have the facts that `reader` wrote; with `moves` addresses may differ and are noted."""
+    """Whether tensors have the facts that `reader` wrote.
 
-    def same(ask, clear, none, count, scratch, facts, addresses, objects, moves):
+    Where `addresses` is not 0 they may lie elsewhere, and it is noted there where.
+    """
+
+    def same(asked, count, tensors, scratch, facts, addresses):
         k = 0
         for i in range(count):
-            thing = word(objects, i)
-            if thing == none:
+            if not look(asked, word(tensors, i), scratch):
                 return False
-            if ask_for(ask, thing, scratch) != 0:
-                forget_error(clear)
-                return False
-            if word(facts, k + 1) != word(scratch, 1) or word(facts, k + 2) != word(scratch, 2):
-                return False
-            if word(facts, k + 3) != word(scratch, 5):
-                return False
-            if moves:
+            if addresses != 0:
                 set_word(addresses, i, word(scratch, 0))
             elif word(facts, k) != word(scratch, 0):
                 return False
-            sizes, strides = word(scratch, 3), word(scratch, 4)
+            for place in range(1, HEAD):
+                if word(facts, k + place) != word(scratch, place + 2):
+                    return False
             k += HEAD
-            for d in range(word(scratch, 2) & 0xFFFFFFFF):
-                if word(facts, k) != word(sizes, d) or word(facts, k + 1) != word(strides, d):
+            for d in range(word(scratch, 3)):
+                if word(facts, k) != word(word(scratch, 1), d):
+                    return False
+                if word(facts, k + 1) != word(word(scratch, 2), d):
                     return False
                 k += 2
         return True
 
-    return compiled(f"boolean({','.join(['int64'] * 8)},boolean)", "same_facts", nogil=False)(same)
+    return compiled(f"boolean({','.join(['int64'] * 6)})", "same_facts", nogil=False)(same)
+
+
+@cache
+def gradients() -> Any:
+    """Write where the gradients of tensors are; how many have one."""
+
+    def find(asked, count, tensors, found):
+        there = 0
+        for i in range(count):
+            gradient = number(word(asked, F.GRAD), word(word(tensors, i), 0))
+            set_word(found, i, gradient)
+            there += 1 if word(gradient, 0) != word(asked, F.NOTHING) else 0
+        return there
+
+    return compiled(f"int64({','.join(['int64'] * 4)})", "find_gradients", nogil=False)(find)
+
+
+@cache
+def versions() -> Any:
+    """The sum of the versions of tensors, or -1 where one is an inference tensor, which has none."""
+
+    def add(asked, count, tensors):
+        total = 0
+        for i in range(count):
+            if truth(word(asked, F.INFERENCE), word(tensors, i)) != 0:
+                return -1
+            total += number(word(asked, F.VERSION), word(tensors, i))
+        return total
+
+    return compiled("int64(int64,int64,int64)", "add_versions", nogil=False)(add)
+
+
+@cache
+def bumper() -> Any:
+    """Raise the version of every tensor that has one by 1."""
+
+    def bump(asked, count, tensors):
+        for i in range(count):
+            if truth(word(asked, F.INFERENCE), word(tensors, i)) == 0:
+                tell(word(asked, F.BUMP), word(tensors, i))
+
+    return compiled("void(int64,int64,int64)", "bump_versions", nogil=False)(bump)
 
 
 @cache

@@ -20,15 +20,52 @@ from halfstep.kernels import codes as L
 from halfstep.kernels.cpu import bits as _numba_bits
 from halfstep.kernels.cpu import streams
 from halfstep.kernels.cpu import update as _numba_kernels
-from halfstep.kernels.cpu.bits import MASK, OPTIONS, at, bits_of, compiled, float_of, i32
+from halfstep.kernels.cpu.bits import (
+    INF_BITS,
+    MASK,
+    OPTIONS,
+    at,
+    bits_of,
+    compiled,
+    double_of,
+    float_of,
+    i32,
+    widest_vectors,
+)
 from halfstep.kernels.cpu.streams import widths
 from halfstep.kernels.cpu.update import AHEAD, core, exponents, peak, read_grad
 
 FLUSH = AHEAD // 2  # gradients whose squares are added in fp32 before float64 takes over
 # What `measurer` does: squares in fp32, all in float64, or in fp32 while the gradients are written as fp32.
 NARROW, WIDE, WIDEN = 0, 1, 2
+REBIASED = 2.0 ** (1023 - 127)  # an exponent of bf16 in the place of a float64's
 # The disk cache looks at this file only: the sources of what the kernels call belong to the key.
 SOURCES = tuple(Path(str(m.__file__)).stat().st_mtime_ns for m in (_numba_bits, _numba_kernels, streams))
+
+
+def look_wide_bf16(source, target, n):
+    """`looker` of WIDE for bf16, in half the time: four words at once, widened by a shift and a factor."""
+    widest_vectors()
+    fours, ones = carray(at(source), n // 4, np.uint64), carray(at(source), n, np.uint16)
+    total, top = 0.0, np.uint16(0)
+    for i in range(n):
+        top = max(top, np.uint16(ones[i] & np.uint16(0x7FFF)))
+    for i in range(n // 4):
+        x = fours[i]
+        a, b = wide_bf16(x >> np.uint64(3)), wide_bf16(x << np.uint64(13))
+        c, d = wide_bf16(x << np.uint64(29)), wide_bf16(x << np.uint64(45))
+        total += (a * a + b * b) + (c * c + d * d)
+    for i in range(n // 4 * 4, n):
+        a = wide_bf16(np.uint64(ones[i]) << np.uint64(45))
+        total += a * a
+    bits = i32(i32(top) << i32(16))
+    return total + np.float64(float_of(bits)) if bits >= INF_BITS else total, bits
+
+
+@compiled()
+def wide_bf16(x):
+    """The magnitude whose bits are below the sign of a float64, before its exponent is put right."""
+    return double_of(np.int64(x & np.uint64(0x7FFF << 45))) * REBIASED
 
 
 @cache
@@ -37,10 +74,14 @@ def looker(grad: int, how: int) -> Any:
 
     The order of the sum is left to the compiler: it is the same at any number of threads.
     """
+    if (grad, how) == (L.BF16, WIDE):
+        return compiled(name="look_wide_bf16", fastmath={"reassoc", "contract"})(look_wide_bf16)
     kind = np.float64 if how == WIDE else np.float32
-    widen = how == WIDEN
+    widen, wide = how == WIDEN, how == WIDE
 
     def look(source, target, n):
+        if wide:
+            widest_vectors()
         g16, g32 = carray(at(source), n, np.int16), carray(at(source), n, np.float32)
         out = carray(at(target), n, np.float32)
         total = kind(0)

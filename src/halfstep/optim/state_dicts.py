@@ -1,0 +1,48 @@
+"""Reads a state dict for an optimizer without changing it: what fits is returned, the rest refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from halfstep.optim import arguments, checkpoints
+
+if TYPE_CHECKING:
+    from halfstep.optim.base import OnePassOptimizer
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The options of each group, and by parameter its entry and, where a master says so, the weight."""
+
+    groups: list[Group]
+    entries: dict[Tensor, tuple[Group, Tensor | None]]
+
+
+def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
+    """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit."""
+    saved_groups = state_dict["param_groups"]
+    sources = checkpoints.match_groups(optimizer.param_groups, saved_groups)
+    for group, saved in zip(optimizer.param_groups, saved_groups):
+        checkpoints.check_kind(saved, optimizer.algorithm(group).name)
+    groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    found: dict[Tensor, tuple[Group, Tensor | None]] = {}
+    for p, _, place in optimizer.places():
+        saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
+        if saved is not None:
+            name = optimizer.name_of(group, place)
+            found[p] = checkpoints.restore(name, saved, p, *optimizer.formats(p, group))
+    return Loaded([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
+
+
+def _options(group: Group, saved: Mapping[str, Any]) -> Group:
+    options = {**group, **{k: v for k, v in saved.items() if k not in checkpoints.OWN_OPTIONS}}
+    if "param_names" in saved:
+        options.setdefault("param_names", saved["param_names"])
+    arguments.settle_group(options)
+    return options
