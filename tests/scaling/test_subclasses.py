@@ -7,7 +7,9 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import halfstep as hs
 from halfstep.errors import UnsupportedError
@@ -144,6 +146,32 @@ def test_a_subclass_that_does_everything_itself_equals_torchs():
             told[kind].append((weight.tolist(), scaler.get_scale(), int(scaler._growth_tracker)))
             assert not scaler._per_optimizer_states
     assert told["halfstep"] == told["torch"]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_torchs_own_subclass_for_fsdp_runs_on_ours_and_equals_torchs(one_rank):
+    class Ours(hs.GradScaler):
+        process_group = one_rank
+
+    methods = {k: v for k, v in vars(ShardedGradScaler).items() if callable(v) and k != "__init__"}
+    for name, method in methods.items():
+        setattr(Ours, name, method)
+    assert {"scale", "unscale_", "_unscale_grads_", "update"} <= methods.keys()
+    told = {}
+    for make in (ShardedGradScaler, Ours):
+        weight = torch.nn.Parameter(torch.ones(3))
+        scaler, optimizer = make("cpu", init_scale=4.0, growth_interval=2), OPTIMIZERS["sgd"]([weight])
+        told[make] = []
+        for bad in (False, False, True, False, False, True, True):
+            iterate(weight, optimizer, scaler, bad)
+            told[make].append((weight.tolist(), scaler.get_scale(), int(scaler._growth_tracker)))
+    assert told[Ours] == told[ShardedGradScaler]
 
 
 def test_the_kernel_of_torchs_update_writes_through():
