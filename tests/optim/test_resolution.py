@@ -20,7 +20,7 @@ def test_bf16_alone_freezes_and_the_remedy_is_named():
     with pytest.warns(HalfstepWarning, match="1 of 2 tensors would freeze.*master='exact'"):
         large, small = resolution(AdamW(weights(), lr=1e-4, master=None))
     assert large.freezes
-    assert large.quantum == 2.0**-7
+    assert large.ulp == 2.0**-7
     assert large.step == pytest.approx(1e-4)
     assert not small.freezes
 

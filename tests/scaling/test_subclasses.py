@@ -269,6 +269,28 @@ def test_a_scaler_made_to_stand_still(kind):
 
 
 @kinds
+def test_a_disabled_scaler_takes_the_names_and_does_nothing(kind):
+    weight, optimizer, scaler = rig(kind, enabled=False)
+    scaler._init_scale = scaler._backoff_factor = scaler._growth_factor = 1.0
+    scaler._scale, scaler._growth_tracker, scaler._growth_interval = torch.tensor(8.0), None, 7
+    scaler.set_growth_factor(3.0)
+    iterate(weight, optimizer, scaler)
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+    assert weight.tolist() == [0.875, 0.75, 0.5]
+
+
+def test_what_is_written_while_it_is_off_changes_nothing():
+    weight, optimizer, scaler = rig("halfstep")
+    iterate(weight, optimizer, scaler)
+    scale = scaler._scale
+    scaler._enabled = False
+    scale.fill_(64.0)
+    iterate(weight, optimizer, scaler)
+    scaler._enabled = True
+    assert scaler.get_scale() == float(scale) == 4.0
+
+
+@kinds
 def test_setting_the_scale_to_none_begins_anew(kind):
     weight, optimizer, scaler = rig(kind)
     iterate(weight, optimizer, scaler, bad=True)

@@ -73,7 +73,7 @@ def lint(
     found = [
         *_buffers(actors, becomes),
         *_optimizer_epsilon(actors),
-        *_quanta(actors),
+        *_ulps(actors),
         *_losses(actors, step),
     ]
     found += _missing_scale(actors)
@@ -222,7 +222,7 @@ def _optimizer_epsilon(actors: Actors) -> Iterable[Finding]:
                 yield Finding("epsilon", where, text, "use fp32 master weights (level O2), or eps=1e-4")
 
 
-def _quanta(actors: Actors) -> Iterable[Finding]:
+def _ulps(actors: Actors) -> Iterable[Finding]:
     """Weights without masters whose spacing is more than twice the update that is to reach them."""
     for optimizer in actors.optimizers:
         if getattr(optimizer, "one_pass", False):

@@ -1,6 +1,6 @@
 """Can the chosen master represent the updates? Forecast before training, and the share lost during it.
 
-The quantum of a weight is the distance to the next value its master can hold; an update below half of it is
+The ulp of a weight is the distance to the next value its master can hold; an update below half of it is
 lost under rounding to nearest, every time. Exact and fp32 masters hold 24 bits, bf16 weights alone 8,
 fp16 weights alone 11. Stochastic rounding loses no update on average.
 """
@@ -22,11 +22,11 @@ _BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 @dataclass(frozen=True)
 class Resolution:
-    """One tensor: `quantum` at the median weight, the expected `step`, the share that would freeze."""
+    """One tensor: `ulp` at the median weight, the expected `step`, the share that would freeze."""
 
     name: str
     master: str | None
-    quantum: float
+    ulp: float
     step: float
     frozen: float
 
@@ -38,7 +38,7 @@ class Resolution:
 
 @torch.no_grad()
 def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolution]:
-    """Compare each tensor's quantum with the step its learning rate makes; warn of those that would freeze.
+    """Compare each tensor's ulp with the step its learning rate makes; warn of those that would freeze.
 
     The expected step is the learning rate for Adam, AdamW and Lion (their updates are about one), and the
     learning rate times the gradient for SGD, whose tensors are left out while they have no gradient. Weights
@@ -55,19 +55,19 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
             continue
         bits = 24 if group["master"] in ("exact", "fp32") else _BITS[p.dtype]
         weight = _sample(p).abs().double()
-        quantum = torch.exp2(torch.floor(torch.log2(weight.clamp_min(2.0**-126))) - (bits - 1))
-        lost = (step < quantum / 2) & (step > 0)
+        ulp = torch.exp2(torch.floor(torch.log2(weight.clamp_min(2.0**-126))) - (bits - 1))
+        lost = (step < ulp / 2) & (step > 0)
         random = group["master"] == "stochastic"
         frozen = 0.0 if random or lost.numel() == 0 else float(lost.double().mean())
         names = group.get("param_names")
         name = names[place[1]] if names else f"group {place[0]}, parameter {place[1]}"
-        found.append(Resolution(name, group["master"], float(quantum.median()), float(step.median()), frozen))
+        found.append(Resolution(name, group["master"], float(ulp.median()), float(step.median()), frozen))
     frozen_ones = [r for r in found if r.freezes]
     if warn and frozen_ones:
         worst = max(frozen_ones, key=lambda r: r.frozen)
         warnings.warn(
             f"{len(frozen_ones)} of {len(found)} tensors would freeze: in {worst.name} a step of "
-            f"{worst.step:.2g} is under half the quantum {worst.quantum:.2g} of master={worst.master!r} for "
+            f"{worst.step:.2g} is under half the ulp {worst.ulp:.2g} of master={worst.master!r} for "
             f"{worst.frozen:.0%} of the weights; use master='exact' (2 bytes a parameter more)",
             HalfstepWarning,
             stacklevel=2,

@@ -69,7 +69,7 @@ class TorchNames:
 
     @property
     def _loss_scale(self) -> LossScale:
-        if self._lent_scale is not None or self._lent_tracker is not None:
+        if self._enabled and (self._lent_scale is not None or self._lent_tracker is not None):
             self._take_up()
         return self._value
 
@@ -109,6 +109,8 @@ class TorchNames:
         return numbers
 
     def _edit(self, **changes: Any) -> None:
+        if not self._enabled:  # no method of a disabled scaler does anything
+            return
         edited = replace(self._dynamic(), **changes)
         scale = self._value
         self._value = replace(scale, limit=edited) if isinstance(scale, HeadroomLossScale) else edited
@@ -140,6 +142,8 @@ class TorchNames:
     @_scale.setter
     def _scale(self, value: float | Tensor | None) -> None:
         self._lent_scale = None
+        if not self._enabled:
+            return
         if value is None:
             self._first_device = None
             self._loss_scale = self._loss_scale.with_value(self._init_scale)
@@ -169,7 +173,7 @@ class TorchNames:
         self._write_lent()
 
     def _clean(self) -> int | Tensor:
-        self._take_up()
+        self._value = self._loss_scale  # with what was written into it
         numbers = self._numbers()
         return 0 if numbers is None else numbers.clean
 
@@ -180,7 +184,7 @@ class TorchNames:
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        if self._first_device is None:
+        if self._first_device is None and self._enabled:
             self._loss_scale = self._loss_scale.with_value(value)
         if self._numbers() is not None:
             self._edit(init=value)
