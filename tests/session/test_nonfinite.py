@@ -80,6 +80,20 @@ def test_of_several_losses_the_scale_of_the_bad_one_decides():
         bad_step(model, amp, torch.nan, loss_id=0)
 
 
+def test_a_gradient_spoiled_after_its_loss_was_judged_raises_too():
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 1), nn.Linear(1, 1)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    amp = hs.prepare(models, optimizers, dtype="bf16", on_nonfinite="raise")
+    with amp.autocast():
+        loss = models[1](models[0](torch.ones(1, 2))).sum()
+    amp.backward(loss)
+    assert amp.step(optimizers[0]).taken
+    models[1].weight.grad.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="step 2: gradients of 1 of 2"):
+        amp.step(optimizers[1])
+
+
 def test_a_collapse_is_counted_too():
     model, amp = session("dynamic", on_nonfinite="skip", max_skips=2)
     bad_step(model, amp, torch.nan)

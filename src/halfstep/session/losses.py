@@ -126,7 +126,7 @@ def settle(
     device: torch.device,
     everywhere: bool,
 ) -> tuple[StepState, dict[int, Share], Flag]:
-    """Whether a step is to be skipped: who shares a loss is told, and whose scale is to be adjusted returned.
+    """Whether a step is to be skipped, and each loss's share as all see it; who shares a loss is told.
 
     A loss found inf where any optimizer that it trains did (`everywhere`: on any rank, law 3).
     """
@@ -144,13 +144,15 @@ def settle(
     for loss, share in answered.items():
         for other, _ in siblings[loss]:
             state = state.carrying(other, _told(state.carried[other], loss, share.found))
-    return state, answered, _any([share.found for share in {**shares, **answered}.values()])
+    known = {**shares, **answered}
+    return state, known, _any([share.found for share in known.values()])
 
 
-def adjusted(state: StepState, answered: Mapping[int, Share]) -> StepState:
-    """The state in which the scale of each of these losses has taken in what was found."""
-    for loss, share in answered.items():
-        state = state.rescaled(loss, state.loss_scales[loss].adjust(inverse(share.found), share.max_abs))
+def adjusted(state: StepState, shares: Mapping[int, Share]) -> StepState:
+    """The state in which the scale of each of these losses has taken in what was found, once."""
+    for loss, share in shares.items():
+        if not share.settled:
+            state = state.rescaled(loss, state.loss_scales[loss].adjust(inverse(share.found), share.max_abs))
     return state
 
 

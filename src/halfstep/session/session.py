@@ -283,11 +283,11 @@ class Session(OfSetup):
             listener(self, self.optimizers[index])
         inv_scale = None if isinstance(carried, NoLossScale | None) else carried.inverse(self.device)
         try:
-            measured, found, answered = self._update(index, pending, inv_scale, clip_norm)
+            measured, found, shares = self._update(index, pending, inv_scale, clip_norm)
         finally:
             self.state = self.state.carrying(index, Empty())
-        looked = self._nonfinite.look(self.optimizers[index], found, answered, edited)
-        self.state = losses.adjusted(self.state, answered)
+        looked = self._nonfinite.look(self.optimizers[index], found, shares, edited)
+        self.state = losses.adjusted(self.state, shares)
         if zero_grad:
             stepper.clear()
         else:
@@ -307,21 +307,21 @@ class Session(OfSetup):
             measured = stepper.look_and_update(inv_scale, wants_max)
             return measured, *self._settle(index, pending, measured)
         measured = stepper.measure(inv_scale, wants_max)
-        found, answered = self._settle(index, pending, measured)
+        found, shares = self._settle(index, pending, measured)
         self.found_inf = found
         stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
         self.found_inf = None
-        return measured, found, answered
+        return measured, found, shares
 
     def _settle(
         self, index: int, pending: Scaled | Unscaled, measured: AnyStats
     ) -> tuple[bool | Tensor, dict[int, Share]]:
         """OR over this optimizer, those that share its losses, and all ranks (law 3, ARCHITECTURE.md)."""
-        everywhere, shares = self.skip_nonfinite and world_size() > 1, losses.shares_of(pending, measured)
-        self.state, answered, found = losses.settle(
-            self.state, self._steppers, index, shares, self.device, everywhere
+        everywhere, mine = self.skip_nonfinite and world_size() > 1, losses.shares_of(pending, measured)
+        self.state, shares, found = losses.settle(
+            self.state, self._steppers, index, mine, self.device, everywhere
         )
-        return found, answered
+        return found, shares
 
     def _tell(
         self,
