@@ -167,6 +167,19 @@ def test_clipping_gives_mindspores_numbers():
         ops.clip_by_global_norm((x, y), 1.0, 2.0)
 
 
+def test_methods_of_tensors_that_torch_spells_otherwise():
+    x, _ = two()
+    assert x.expand_dims(0).shape == (1, 2, 2)
+    twin = x.copy()
+    twin += 1
+    assert values(twin) != values(x)
+    parameter = ms.Parameter(x, name="p")
+    assert type(parameter.value()) is ms.Tensor
+    parameter.value().sum().backward()
+    assert values(parameter.grad) == [[1.0, 1.0], [1.0, 1.0]]
+    assert initializer("ones", 2).init_data().tolist() == [1.0, 1.0]
+
+
 def test_small_names():
     x, _ = two()
     assert ops.depend(x, None) is x

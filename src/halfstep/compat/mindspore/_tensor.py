@@ -30,6 +30,22 @@ class _Methods:
         """The tensor in another dtype; gradients flow through."""
         return as_tensor(self.to(dtype))
 
+    def expand_dims(self: Any, axis: int) -> Tensor:
+        """With one more dimension, of size 1, at `axis`."""
+        return as_tensor(self.unsqueeze(axis))
+
+    def copy(self: Any) -> Tensor:
+        """A copy; gradients flow through."""
+        return as_tensor(self.clone())
+
+    def value(self: Any) -> Tensor:
+        """The tensor itself, as a Tensor where it is a Parameter."""
+        return as_tensor(plain_tensor(self))
+
+    def init_data(self: Any, *_: Any) -> Any:
+        """The tensor itself: it was filled when it was made."""
+        return self
+
 
 class Tensor(_Methods, torch.Tensor):
     """A torch.Tensor with MindSpore's methods; what torch functions make of it is one too."""
