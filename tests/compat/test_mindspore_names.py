@@ -12,7 +12,9 @@ import torch
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore import amp, common, context, nn, ops
 from halfstep.compat.mindspore import dtype as mstype
+from halfstep.compat.mindspore.common import dtype as common_dtype
 from halfstep.compat.mindspore.common.initializer import Normal, initializer
+from halfstep.compat.mindspore.nn.wrap import cell_wrapper, loss_scale
 from halfstep.compat.mindspore.ops import composite as C
 from halfstep.compat.mindspore.ops import functional as F
 from halfstep.compat.mindspore.ops import operations as P
@@ -163,6 +165,10 @@ def test_clipping_gives_mindspores_numbers():
     np.testing.assert_allclose(values(clipped)[0], expected, rtol=1e-6)
     assert values(ops.clip_by_global_norm((x, y), 100.0)) == values((x, y))
     assert values(ops.clip_by_value((x, y), 1.5, 3.0)) == [[[1.5, 2.0], [3.0, 3.0]], [[1.5, 1.5], [1.5, 2.0]]]
+    np.testing.assert_allclose(values(ops.clip_by_norm(x, 1.0)), (x / x.norm()).tolist(), rtol=1e-5)
+    assert values(ops.clip_by_norm([x, y], 100.0)) == values([x, y])
+    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 is nan"):
+        ops.clip_by_norm(x * float("nan"), 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="use_norm"):
         ops.clip_by_global_norm((x, y), 1.0, 2.0)
 
@@ -204,6 +210,10 @@ def test_older_scripts_find_names_where_they_look():
         ("amp", "build_train_network"),
     ):
         assert hasattr(importlib.import_module(f"halfstep.compat.mindspore.train.{module}"), name)
+    assert loss_scale.DynamicLossScaleUpdateCell is nn.DynamicLossScaleUpdateCell
+    assert cell_wrapper.WithLossCell is nn.WithLossCell
+    assert common_dtype.float16 is ms.common.dtype.float16 is ms.float16
+    assert (ms.common.tensor.Tensor, ms.common.parameter.Parameter) == (ms.Tensor, ms.Parameter)
 
 
 def test_a_cell_takes_what_changes_no_number():
@@ -424,6 +434,55 @@ def test_a_documented_training_cell_of_ones_own_runs_as_written():
     assert bool(cond)
     assert scale.item() == step.scale_sense.item() == 2.0**10
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.parameters))
+
+
+_clip = C.MultitypeFuncGraph("clip_grad")
+
+
+@_clip.register("Number", "Tensor")
+def _clip_one(bound, grad):
+    return nn.ClipByNorm()(grad, F.cast(F.tuple_to_array((bound,)), F.dtype(grad)))
+
+
+class OfModelZoo(nn.TrainOneStepWithLossScaleCell):
+    """The form of MindSpore's model zoo: a scale of its own called `loss_scale`, clipping in a map."""
+
+    def __init__(self, network, optimizer, scale_update_cell):
+        super().__init__(network, optimizer, scale_update_cell)
+        self.loss_scale = None
+        self.loss_scaling_manager = scale_update_cell
+        first = ms.Tensor(scale_update_cell.get_loss_scale(), dtype=mstype.float32)
+        self.loss_scale = ms.Parameter(first, name="loss_scale")
+
+    def construct(self, x, y):
+        loss = self.network(x, y)
+        status, scale = self.start_overflow_check(loss, self.loss_scale)
+        grads = self.grad(self.network, self.weights)(x, y, P.Cast()(scale, mstype.float32))
+        grads = self.hyper_map(F.partial(_grad_scale, scale * 1), grads)
+        grads = self.hyper_map(F.partial(_clip, 1.0), grads)
+        cond = self.get_overflow_status(status, self.grad_reducer(grads))
+        if not self.loss_scaling_manager(self.loss_scale, cond):
+            self.optimizer(grads)
+        return loss, cond, scale
+
+
+def test_a_training_cell_of_the_model_zoo_runs_as_written():
+    network, optimizer = problem()
+    step = OfModelZoo(network, optimizer, nn.DynamicLossScaleUpdateCell(2.0**8, 2, 3))
+    losses = [step(*batch())[0].item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert step.loss_scale.item() == 2.0**9
+    _, overflow, scale = step(*batch(float("inf")))
+    assert bool(overflow)
+    assert scale.item() == 2.0**8
+
+
+def test_clip_by_norm_works_along_an_axis_and_gives_fp32():
+    x = ms.Tensor([[3.0, 4.0], [0.3, 0.4]], ms.float16)
+    clipped = nn.ClipByNorm(1)(x, ms.Tensor([1.0]))
+    assert clipped.dtype == ms.float32
+    np.testing.assert_allclose(clipped.asnumpy(), [[0.6, 0.8], [0.3, 0.4]], rtol=1e-3)
+    np.testing.assert_allclose(nn.ClipByNorm()(x, 10.0).asnumpy(), x.float().asnumpy())
 
 
 def test_it_equals_the_training_cell_of_its_own():

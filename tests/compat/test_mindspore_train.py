@@ -207,7 +207,7 @@ def test_scale_sense_may_be_a_tensor_and_be_set():
     net = nn.Dense(6, 3)
     with_loss = nn.WithLossCell(net, nn.CrossEntropyLoss())
     cell = nn.TrainOneStepWithLossScaleCell(with_loss, nn.SGD(net.trainable_params()), torch.tensor(64.0))
-    assert cell.loss_scale == StaticLossScale(64.0)
+    assert cell.scale_sense.item() == 64.0
     cell.set_sense_scale(torch.tensor(8.0))
     assert cell(ms.Tensor(X), ms.Tensor(Y))[2].item() == 8.0
 

@@ -156,3 +156,24 @@ def clip_by_global_norm(x: Any, clip_norm: float = 1.0, use_norm: Any = None) ->
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.float()) for t in x]))
     factor = clip_norm / norm.clamp(min=clip_norm)
     return tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in x)
+
+
+def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
+    """A tensor, or tensors side by side, times min(1, max_norm / their norm together), taken in fp32.
+
+    Raises:
+        RuntimeError: with `error_if_nonfinite`, a norm that is inf or NaN.
+    """
+    listed = [x] if isinstance(x, torch.Tensor) else list(x)
+    norms = torch.stack([torch.linalg.vector_norm(t.float(), norm_type) for t in listed])
+    total = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise UnsupportedError(f"clip_by_norm: the norm of order {norm_type} is {total.item()}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    clipped = tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in listed)
+    return clipped[0] if isinstance(x, torch.Tensor) else clipped
+
+
+def tuple_to_array(input_x: tuple[Any, ...]) -> Any:
+    """A tensor of the numbers of a tuple."""
+    return as_tensor(torch.tensor(input_x))

@@ -19,9 +19,11 @@ from halfstep.compat.mindspore._function_ops import (
     HyperMap,
     MultitypeFuncGraph,
     clip_by_global_norm,
+    clip_by_norm,
     clip_by_value,
     depend,
     partial,
+    tuple_to_array,
 )
 from halfstep.compat.mindspore._functions import grad, value_and_grad
 from halfstep.compat.mindspore._tensor import as_tensor
@@ -61,6 +63,7 @@ __all__ = [
     "assign_add",
     "cast",
     "clip_by_global_norm",
+    "clip_by_norm",
     "clip_by_value",
     "composite",
     "concat",
@@ -96,6 +99,7 @@ __all__ = [
     "sum",
     "tanh",
     "transpose",
+    "tuple_to_array",
     "value_and_grad",
     "zeros_like",
 ]

@@ -20,6 +20,7 @@ from halfstep.compat.mindspore.nn._attention import Embedding, MultiheadAttentio
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import (
     CellList,
+    ClipByNorm,
     Conv1d,
     Conv1dTranspose,
     Conv2d,
@@ -83,6 +84,7 @@ __all__ = [
     "BatchNorm3d",
     "Cell",
     "CellList",
+    "ClipByNorm",
     "Conv1d",
     "Conv1dTranspose",
     "Conv2d",

@@ -31,6 +31,21 @@ class Identity(torch.nn.Identity, Cell):
     """Its input."""
 
 
+class ClipByNorm(Cell):
+    """A tensor times clip_norm / max(clip_norm, its norm along `axis`, or over all), in fp32."""
+
+    def __init__(self, axis: int | tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def construct(self, x: torch.Tensor, clip_norm: torch.Tensor) -> torch.Tensor:
+        """Any shape; `clip_norm` is a number of it, or broadcasts."""
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=self.axis, keepdim=self.axis is not None)
+        bound = torch.as_tensor(clip_norm, dtype=torch.float32, device=x.device)
+        return wide * (bound / torch.maximum(bound, norm))
+
+
 class SequentialCell(torch.nn.Sequential, Cell):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Cells run one after the other; given one by one, as a list, or by name."""
 

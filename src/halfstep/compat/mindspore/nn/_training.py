@@ -89,12 +89,12 @@ class TrainOneStepCell(Cell):
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         self.grad_no_sens = GradOperation(get_by_list=True)
         self.reducer_flag, self.grad_reducer = False, Identity()
-        self.loss_scale: LossScale = StaticLossScale(1.0 if sens is None else float(sens))
+        self._scale: LossScale = StaticLossScale(1.0 if sens is None else float(sens))
         self._grad_fn = value_and_grad(self._scaled, None, self.weights, has_aux=True)
 
     def _scaled(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss = self.network(*inputs)
-        return self.loss_scale.scale(loss), loss
+        return self._scale.scale(loss), loss
 
     def construct(self, *inputs: Any) -> Any:
         """Take one step; returns the loss, not scaled."""
@@ -132,8 +132,8 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 f"tensor or a number, but got 'scale_sense' type: {type(scale_sense)}."
             )
         self.hyper_map = HyperMap()
-        self.loss_scale = _scale_of(scale_sense, cell)
-        self._sense = self.loss_scale.tensor().clone()
+        self._scale = _scale_of(scale_sense, cell)
+        self._sense = self._scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
 
     def construct(self, *inputs: Any) -> tuple[Any, Tensor, Tensor]:
@@ -142,14 +142,14 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         overflow = all_ranks(~all_finite(gradients))
         taken = not overflow
         if taken:
-            self.optimizer(self.loss_scale.unscale(gradients, torch.float32))
+            self.optimizer(self._scale.unscale(gradients, torch.float32))
         self.process_loss_scale(overflow)
-        return loss, as_tensor(overflow), as_tensor(self.loss_scale.tensor())
+        return loss, as_tensor(overflow), as_tensor(self._scale.tensor())
 
     @property
     def scale_sense(self) -> Tensor:
         """The scale, a 0-d float32 tensor that `process_loss_scale` changes in place."""
-        self._sense.copy_(self.loss_scale.tensor())
+        self._sense.copy_(self._scale.tensor())
         return as_tensor(self._sense)
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Tensor, Any]:
@@ -163,14 +163,14 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     def process_loss_scale(self, overflow: Any) -> Any:
         """Move the scale by one step; gives `overflow` back."""
         taken = not bool(overflow)
-        self.loss_scale = self.loss_scale.adjust(taken)
-        self._sense.copy_(self.loss_scale.tensor())
-        self.skips = self.skips.after(taken, scale=None if taken else self.loss_scale.read())
+        self._scale = self._scale.adjust(taken)
+        self._sense.copy_(self._scale.tensor())
+        self.skips = self.skips.after(taken, scale=None if taken else self._scale.read())
         return overflow
 
     def set_sense_scale(self, sens: torch.Tensor) -> None:
         """Go on with a constant scale of this value."""
-        self.loss_scale = StaticLossScale(float(sens))
+        self._scale = StaticLossScale(float(sens))
 
 
 class TrainOneStepWithGroupScalesCell(TrainOneStepCell):
