@@ -134,6 +134,27 @@ def _with_scale(text, factor):
     return new
 
 
+SLOWER = """
+def _slower(optimizer, most):
+    for group, rate in zip(optimizer.param_groups, most):
+        group["lr"] = rate if group["lr"] > 30 * rate else group["lr"]
+
+"""
+
+
+def _no_faster(text, most):
+    """Each step of the optimizer, on a line of its own, with the rates that were usual before."""
+
+    def held(found):
+        indent, owner = found.groups()
+        optimizer = "opt" if owner == "amp" else owner
+        return f"{indent}_slower({optimizer}, {tuple(most)!r}); {owner}.step("
+
+    new, count = re.subn(r"^( *)([\w.]*\b(?:opt|o|optimizer|amp))\.step\(", held, text, flags=re.M)
+    assert count, "no step of an optimizer in the script"
+    return SLOWER + new
+
+
 def edited(text, spec):
     """`text` with the cure that `spec` describes."""
     kind, *rest = spec
@@ -143,6 +164,8 @@ def edited(text, spec):
         return _with_masters(text)
     if kind == "loss":
         return _divided(text, 2 ** rest[0])
+    if kind == "rate":
+        return _no_faster(text, rest)
     if kind == "loss_scale":
         return _with_scale(text, 2.0 ** rest[0])
     op, _, line, *amount = rest

@@ -99,7 +99,7 @@ def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, mon
     """Each cure that the doctor tried, written into the script: a run from its start says the same."""
     document = examine(script, tmp_path, monkeypatch)
     fault = document.faults[0]
-    second = any(f.behind or f.step > fault.step for f in document.faults)
+    second = any(f.behind or f.step > fault.step for f in document.bad)
     path = tmp_path / f"{script.name}.py"
     plain = run_edited(script.text, path, document.steps)
     quiet = plain.first_bad is None
