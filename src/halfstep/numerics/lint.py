@@ -312,25 +312,25 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
 
 def _clipping(calls: list[ast.Call], name: str) -> Iterable[Finding]:
     """A clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
-    scaled = False
+    cure = ""
     for call in calls:
         called = _called(call)
         if called == "backward":
-            scaled = _scales(call.func)
+            cure = _before_a_clip(call.func)
         elif called in ("unscale_", "zero_grad"):
-            scaled = False
-        elif called in _CLIPS and scaled:
+            cure = ""
+        elif called in _CLIPS and cure:
             text = "the gradients still carry the loss scale, so the clip is by another norm than it says"
-            cure = "amp.step(clip_norm=...), or scaler.unscale_(optimizer) before the clip"
             yield Finding("clipping", f"{name}:{call.lineno}", text, cure)
 
 
-def _scales(function: ast.expr) -> bool:
-    """Whether this `x.backward` runs on a scaled loss: `scaler.scale(loss).backward`, `amp.backward`."""
+def _before_a_clip(function: ast.expr) -> str:
+    """What a clip needs after this `x.backward`; nothing, if neither scaler nor session scales its loss."""
     owner = function.value if isinstance(function, ast.Attribute) else None
     if isinstance(owner, ast.Call):
-        return _called(owner) == "scale"
-    return isinstance(owner, ast.Name) and owner.id in ("amp", "session")
+        return "scaler.unscale_(optimizer) before the clip" if _called(owner) == "scale" else ""
+    of_a_session = isinstance(owner, ast.Name) and owner.id in ("amp", "session")
+    return "amp.step(clip_norm=...) in place of the clip" if of_a_session else ""
 
 
 def _called(call: ast.Call) -> str:
