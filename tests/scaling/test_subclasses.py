@@ -375,3 +375,14 @@ def test_a_headroom_scale_is_written_through_too():
     scaler.scale(torch.ones(()))
     scaler._scale.fill_(64.0)
     assert scaler.get_scale() == 64.0
+
+
+def test_off_the_cpu_what_is_written_is_taken_up_unread():
+    scaler = hs.GradScaler(init_scale=4.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("meta"))  # to read a meta tensor is an error
+    assert [t.device.type for t in (scaler._scale, scaler._growth_tracker)] == ["meta", "meta"]
+    scaler._scale.fill_(8.0)
+    scaler._growth_tracker.zero_()
+    taken = scaler.loss_scale
+    assert [t.device.type for t in (taken.current, taken.clean)] == ["meta", "meta"]
+    assert taken.adjust(torch.ones((), dtype=torch.bool, device="meta")).current.device.type == "meta"
