@@ -219,6 +219,18 @@ def test_whoever_holds_the_tensors_sees_what_becomes_of_them(kind):
 
 
 @kinds
+def test_what_is_written_and_then_loaded_or_set_is_kept_in_that_order(kind):
+    weight, optimizer, scaler = rig(kind)
+    iterate(weight, optimizer, scaler)
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    scale.fill_(16.0)
+    scaler.set_growth_factor(3.0)
+    assert (float(scale), scaler.get_scale()) == (16.0, 16.0)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 0})
+    assert (float(scale), int(tracker), scaler.get_scale()) == (32.0, 0, 32.0)
+
+
+@kinds
 def test_two_scalers_share_one_scale(kind):
     weight, optimizer, first = rig(kind)
     second = SCALERS[kind]("cpu", init_scale=64.0)

@@ -86,11 +86,13 @@ class TorchNames:
             self._value = self._value.with_value(scale.tensor)
         if tracker is not None and tracker.written(sure):
             clean = tracker.tensor.reshape(())
-            self._edit(clean=int(clean) if clean.is_cpu else clean.clone())
+            self._value = self._edited(clean=int(clean) if clean.is_cpu else clean.clone())
         if self._value is not before:
             self._write_lent()
 
     def _write_lent(self) -> None:
+        if not self._enabled:
+            return
         if self._lent_scale is not None:
             self._lent_scale.write(self._value.value)
         if self._lent_tracker is not None:
@@ -108,12 +110,14 @@ class TorchNames:
             raise UnsupportedError(f"{type(self._value).__name__} neither grows nor backs off")
         return numbers
 
+    def _edited(self, **changes: Any) -> LossScale:
+        edited, scale = replace(self._dynamic(), **changes), self._value
+        return replace(scale, limit=edited) if isinstance(scale, HeadroomLossScale) else edited
+
     def _edit(self, **changes: Any) -> None:
-        if not self._enabled:  # no method of a disabled scaler does anything
-            return
-        edited = replace(self._dynamic(), **changes)
-        scale = self._value
-        self._value = replace(scale, limit=edited) if isinstance(scale, HeadroomLossScale) else edited
+        if self._enabled:  # no method of a disabled scaler does anything
+            self._value = self._loss_scale  # with what was written into it
+            self._loss_scale = self._edited(**changes)
 
     @property
     def _enabled(self) -> bool:
