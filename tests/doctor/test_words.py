@@ -1,0 +1,75 @@
+"""One fault in the dress of each front door: the doctor writes cures in the words of that door."""
+
+import re
+
+import pytest
+
+from tests.doctor.test_zoo import examine
+from tests.doctor.zoo import Script
+
+HEAD = """
+import torch
+from torch import nn
+import halfstep as hs
+
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+def loss_of(out, y):
+    return ((out * y) * 1e3).float().square().mean().log1p()
+
+def batches():
+    for i in range(7):
+        yield torch.randn(8, 4), torch.full((8, 1), 1e4 if i == 4 else 1e-3, dtype=torch.float16)
+"""
+LOOPS = {
+    "scaler": """
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for x, y in batches():
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = loss_of(model(x), y)
+    opt.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+""",
+    "session": """
+amp = hs.prepare(model, opt, dtype="fp16", loss_scale=8.0)
+for x, y in batches():
+    with amp.autocast():
+        loss = loss_of(model(x), y)
+    amp.backward(loss)
+    amp.step()
+""",
+    "trainer": """
+trainer = hs.Trainer(model, opt, loss_of, dtype="fp16", loss_scale=8.0, progress=False)
+trainer.fit(list(batches()), steps=7)
+""",
+    "plain": """
+model.half()
+for x, y in batches():
+    loss = loss_of(model(x.half()), y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
+}
+#: In the code of each cure of a door there is one of the first and none of the second.
+WORDS = {
+    "scaler": (r"torch\.|x \*", r"hs\.|amp\.step|policy"),
+    "session": (r"hs\.prepare|policy\.with_rules|x \*", r"hs\.Trainer|torch\.autocast|GradScaler"),
+    "trainer": (r"hs\.Trainer|policy\.with_rules|x \*", r"hs\.prepare|torch\.autocast|GradScaler"),
+    "plain": (r"torch\.bfloat16|inputs \.float\(\)|x \*", r"hs\.|amp\.|policy|GradScaler|autocast"),
+}
+
+
+@pytest.mark.parametrize("door", LOOPS)
+@pytest.mark.filterwarnings("ignore")
+def test_cures_are_written_in_the_words_of_the_script(door, tmp_path, monkeypatch):
+    document = examine(Script(door, HEAD + LOOPS[door]), tmp_path, monkeypatch)
+    fault = document.faults[0]
+    assert (fault.step, fault.phase, fault.cause.kind) == (4, "forward", "range")
+    own, other = WORDS[door]
+    codes = [cure.code for cure in fault.cures if cure.code]
+    assert len(codes) >= 2
+    assert [code for code in codes if not re.search(own, code) or re.search(other, code)] == []
