@@ -77,12 +77,35 @@ def test_no_bit_is_lost_from_one_to_four_ranks_and_back(tmp_path):
     travel(tmp_path, [1, 2, 4, 1], "8bit", 2)
 
 
+def legs(rank, folder, worlds, state):
+    """`travel` in four processes that live on: the first of them are the ranks of each leg."""
+    trips = 0
+    torch.distributed.destroy_process_group()
+    for number, world in enumerate(worlds):
+        if rank < world:
+            meet = f"file://{folder}/meet{number}"
+            torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+            before, after = leg(rank, folder, number - 1 if number else None, number, state, 1)
+            if number:
+                left = torch.load(f"{folder}/left{number - 1}", weights_only=True)
+                assert before.keys() == left.keys()
+                assert all(torch.equal(before[name], left[name]) for name in left), number
+                trips += 1
+            if rank == 0:
+                torch.save(after, f"{folder}/left{number}")
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/end", rank=rank, world_size=4)
+    return trips
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 def test_many_random_trips(tmp_path, state):
     """HALFSTEP_TRIPS=100 makes a hundred of each."""
     chosen, count = random.Random(state), int(os.environ.get("HALFSTEP_TRIPS", "6"))
-    travel(tmp_path, [chosen.choice([1, 2, 4]) for _ in range(count + 1)], state, 1)
+    worlds = [chosen.choice([1, 2, 4]) for _ in range(count + 1)]
+    assert run(legs, 4, str(tmp_path), worlds, state, seconds=60.0 * count)[0] == count
 
 
 STEPS = 40
