@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.distributed.reduce import Group, all_parts, local_of, rank_in, shard_groups, world_size
+from halfstep.distributed.reduce import (
+    Group,
+    all_parts,
+    local_of,
+    rank_in,
+    shard_groups,
+    to_backend,
+    world_size,
+)
 
 
 def whole_norms(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -75,8 +83,9 @@ def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
     sent = [local_of(g).reshape(-1) for own in theirs for g in own]
     counts = [sum(local_of(g).numel() for g in own) for own in theirs]
     coming = [sum(shape.numel() for shape in each) for each in shapes]
-    buffer = local_of(grads[0]).new_empty(sum(coming))
-    dist.all_to_all_single(buffer, torch.cat(sent), coming, counts, group=group)
+    own = to_backend(torch.cat(sent), group)
+    buffer = own.new_empty(sum(coming))
+    dist.all_to_all_single(buffer, own, coming, counts, group=group)
     pieces = [
         [piece.view(shape) for piece, shape in zip(part.split([s.numel() for s in each]), each)]
         for part, each in zip(buffer.split(coming), shapes)
@@ -88,7 +97,7 @@ def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
         whole = [torch.cat(parts, dim) for parts in zip(*pieces)]
         norms[mine] = torch.stack(_plain_norms(whole)).to(wide)
     total = torch.stack(all_parts(norms, group)).sum(0)  # all but the owner's are 0
-    return list(total.to(grads[0].dtype).unbind())
+    return list(total.to(grads[0].device, grads[0].dtype).unbind())
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -61,7 +61,7 @@ def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
     if world_size(group) == 1:
         return found_inf
     # int32 and not bool or uint8: every backend reduces it; MAX and not SUM, so that no flag is ever a count.
-    flag = _to_backend((found_inf != 0).to(torch.int32).reshape(-1), group)
+    flag = to_backend((found_inf != 0).to(torch.int32).reshape(-1), group)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return flag.reshape(found_inf.shape).to(found_inf.device, found_inf.dtype, non_blocking=True)
 
@@ -77,7 +77,7 @@ def global_norm(norm: Tensor, group: Group | None = None) -> Tensor:
     peak = global_max(norm, group)
     usable = torch.isfinite(peak) & (peak > 0)
     ratio = torch.where(usable, norm / peak, torch.zeros_like(norm))
-    squares = _to_backend(ratio.square().reshape(1), group)
+    squares = to_backend(ratio.square().reshape(1), group)
     dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=group)
     total = squares.reshape(()).to(norm.device, non_blocking=True).sqrt() * peak
     return torch.where(usable, total, peak)
@@ -92,7 +92,7 @@ def global_max(value: Tensor, group: Group | None = None) -> Tensor:
         return value
     nan = torch.isnan(value)
     pair = torch.stack([torch.where(nan, 0.0, value), nan.to(value.dtype)])
-    pair = _to_backend(pair, group)
+    pair = to_backend(pair, group)
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     pair = pair.to(value.device, non_blocking=True)
     return torch.where(pair[1] > 0, torch.full_like(pair[0], torch.nan), pair[0])
@@ -153,13 +153,13 @@ def sums_over(groups: Sequence[Group], squares: Tensor, amax: Tensor) -> tuple[T
 
 def all_parts(mine: Tensor, group: Group) -> list[Tensor]:
     """Return every rank's tensor (of one shape and dtype), in the order of the group's ranks."""
-    sent = _to_backend(mine, group)
+    sent = to_backend(mine, group)
     parts = [torch.empty_like(sent) for _ in range(world_size(group))]
     dist.all_gather(parts, sent, group=group)
     return [part.to(mine.device, non_blocking=True) for part in parts]
 
 
-def _to_backend(t: Tensor, group: Group | None) -> Tensor:
+def to_backend(t: Tensor, group: Group | None) -> Tensor:
     """Move a small tensor where the group's backend can reduce it (NCCL knows no CPU tensors)."""
     kinds = {device.type for device in (group or dist.group.WORLD)._device_types}  # pyright: ignore
     # A process group written as one class (a vendor's, in Python) names no devices: it takes its own.

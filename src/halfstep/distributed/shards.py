@@ -102,8 +102,8 @@ def _default_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def is_ordered(model: nn.Module) -> bool:
-    """Whether `shard(model, ordered=True)` was applied to the model."""
-    return model in _ORDERED
+    """Whether `shard(..., ordered=True)` was applied to the model or a part of it."""
+    return any(module in _ORDERED for module in model.modules()) if _ORDERED else False
 
 
 def is_sharded(model: nn.Module) -> bool:
