@@ -62,6 +62,35 @@ def check_ddp(rank, delayed):
     return len(sent)
 
 
+class Slope(nn.Module):
+    """Its weight's gradient is what it is called with."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, gradient):
+        return (self.weight * gradient).float().sum()
+
+
+def check_sums(rank):
+    """40000 and 30000 in fp16 have a mean of 35000, which a sum in fp16 does not reach."""
+    found = []
+    for options in (
+        {},
+        {"allreduce_always_fp32": True},
+        {"gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 0.5},
+        {"gradient_average": False, "gradient_predivide_factor": 4.0},
+    ):
+        model = parallel.DistributedDataParallel(Slope(torch.float16), **options)
+        model(40000.0 - 10000.0 * rank).backward()
+        found.append(model.module.weight.grad.item())
+    with pytest.raises(ConfigError, match="predivide_factor 0"):
+        parallel.DistributedDataParallel(Slope(torch.float32), gradient_predivide_factor=0)
+    return found
+
+
 def check_groups(rank):
     """Neighbouring ranks by group_size; 0 is all of them."""
     sizes = [
@@ -116,6 +145,7 @@ def worker(rank, folder):
     found = {
         "reducer": check_reducer(rank),
         "buckets": [check_ddp(rank, delayed) for delayed in (False, True)],
+        "sums": check_sums(rank),
         "groups": check_groups(rank),
         "masters": check_masters(rank),
         "losses": check_losses(rank),
@@ -134,6 +164,14 @@ def ranks(tmp_path_factory):
 
 def test_reducer_averages_when_asked(ranks):
     assert [found["reducer"] for found in ranks] == [([0.5, 0.5], [2.0])] * 2
+
+
+def test_sums_are_made_as_asked(ranks):
+    own, fp32, halves, doubled, quarters = ranks[0]["sums"]
+    assert (own, fp32, halves, doubled, quarters) == tuple(ranks[1]["sums"])
+    assert own == fp32 == halves == 35008.0  # fp16's neighbour of 35000
+    assert doubled == float("inf")
+    assert quarters == 17504.0
 
 
 def test_delay_allreduce_sends_one_bucket(ranks):

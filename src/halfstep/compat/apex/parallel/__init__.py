@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,6 +73,27 @@ def convert_syncbn_model(
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
+def _sum_hook(always_fp32: bool, average: bool, predivide: float) -> Any:
+    """A communication hook: gradients over `predivide`, summed, times predivide / ranks to average."""
+
+    def sum_as_apex(state: Any, bucket: Any) -> Any:
+        gradients: Tensor = bucket.buffer()
+        sent = (gradients.float() if always_fp32 else gradients).div_(predivide)
+        factor = predivide / dist.get_world_size(state) if average else 1.0
+
+        def finish(done: Any) -> Tensor:
+            total: Tensor = done.value()[0].mul_(factor)
+            return total if total.dtype == gradients.dtype else gradients.copy_(total)
+
+        work: Any = dist.all_reduce(sent, group=state, async_op=True)
+        return work.get_future().then(finish)
+
+    atexit.register(gc.collect)  # a DDP model with a Python hook that outlives the interpreter aborts
+    # DDP compares annotations with the classes themselves, which string annotations are not.
+    sum_as_apex.__annotations__ = {}
+    return sum_as_apex
+
+
 _STREAMS: dict[str, Any] = {
     "shared_param": None,
     "allreduce_trigger_params": None,
@@ -87,8 +110,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DDP with Apex's arguments.
 
     `delay_allreduce=True` sends all gradients at the end of a backward, in one bucket; `message_size` is the
-    number of elements in a bucket otherwise. torch's own arguments are taken as well. `allreduce_always_fp32`
-    and `gradient_predivide_factor` change what is summed: give DDP a communication hook for that.
+    number of elements in a bucket otherwise. `allreduce_always_fp32`, `gradient_predivide_factor` and
+    `gradient_average=False` make the sum as Apex does, by a communication hook; without them torch's own is
+    made, which divides by the number of ranks first. torch's own arguments are taken as well.
 
     Raises:
         ConfigError: Apex's options that have no counterpart here, where they are not at their defaults.
@@ -105,23 +129,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: Any,
     ) -> None:
         streams = {name: options.pop(name) for name in _STREAMS if name in options}
-        changed = {
-            "allreduce_always_fp32": allreduce_always_fp32,
-            "gradient_average": not gradient_average,
-            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
-            **{name: value not in (_STREAMS[name], None) for name, value in streams.items()},
-        }
-        asked = [name for name, value in changed.items() if value]
-        if asked:
+        if asked := [name for name, value in streams.items() if value not in (_STREAMS[name], None)]:
             raise ConfigError(
-                f"{', '.join(asked)}: torch's DDP averages gradients in their own dtype, on streams and in "
-                "buffers of its own; register a communication hook for another sum"
+                f"{', '.join(asked)}: torch's DDP has streams, buffers and an order of its own; leave it out"
             )
+        if not gradient_predivide_factor > 0:
+            raise ConfigError(f"gradient_predivide_factor {gradient_predivide_factor!r}: expected it above 0")
         size = max(message_size * 4 / 2**20, 1e-3)
         if delay_allreduce:
             size = 1 + sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
         options.setdefault("bucket_cap_mb", size)
         super().__init__(module, **options)
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            hook = _sum_hook(allreduce_always_fp32, gradient_average, gradient_predivide_factor)
+            self.register_comm_hook(options.get("process_group"), hook)
 
 
 class Reducer:
