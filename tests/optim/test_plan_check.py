@@ -341,3 +341,12 @@ def test_an_inference_region_around_a_step_leaves_a_state_to_train_with():
         optimizer.step()
     optimizer.step()
     assert not any(t.is_inference() for t in optimizer.state[p].values())
+
+
+def test_many_tensors_that_are_listed_anew_are_looked_at_where_they_are():
+    facts = facts_of([torch.ones(3) for _ in range(400)])
+    for _ in range(5):
+        others = [torch.ones(3) for _ in range(400)]
+        assert facts.alike(others)
+        assert facts.addresses.tolist() == [t.data_ptr() for t in others]
+    assert not facts.alike([*others[1:], torch.ones(4)])

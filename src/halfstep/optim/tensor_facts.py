@@ -115,8 +115,10 @@ class _CompiledFacts:
         return self._compare(*self._given)
 
     def alike(self, others: Sequence[Any]) -> bool:
-        tensors = all(isinstance(t, Tensor) for t in others)
-        return tensors and self._compare(*_Tensors(others).given, *self._rest, self._noted)
+        if not all(isinstance(t, Tensor) for t in others):
+            return False
+        now = _Tensors(others)  # lives through the call, which is given bare addresses of it
+        return self._compare(*now.given, *self._rest, self._noted)
 
 
 class _CompiledGradients:
