@@ -2,7 +2,8 @@
 
 python benchmarks/run_all.py [--device cpu|cuda] [NAME ...]
 
-Without names, a CPU runs all but the files ending in _cuda, and CUDA runs those alone.
+Without names, a CPU runs all but the files ending in _cuda, and CUDA runs those alone. `against.py`, which
+wants another checkout, is run by hand.
 """
 
 import argparse
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     scripts = [p for p in sorted(HERE.glob("[!_]*.py")) if "def main" in p.read_text()]
-    known = {p.stem: p for p in scripts if p.stem != "run_all"}
+    known = {p.stem: p for p in scripts if p.stem not in ("run_all", "against")}
     unknown = set(arguments.names) - set(known)
     if unknown:
         print(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(known)}", file=sys.stderr)
