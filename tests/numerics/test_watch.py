@@ -174,6 +174,22 @@ def test_skips_and_scale_are_noted():
     assert seen.format is FORMATS["fp16"]
 
 
+def test_a_scaler_s_scale_is_noted_as_the_step_had_it():
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    scales = []
+    with watch(model, optimizer, every=1, scaler=scaler) as seen:
+        for _ in range(4):
+            scales.append(scaler.get_scale())
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scales == [2.0, 4.0, 8.0, 16.0]
+    assert [note.scale for note in seen.notes] == scales
+
+
 def test_lost_updates_are_counted():
     model = nn.Linear(64, 1, bias=False)
     with torch.no_grad():

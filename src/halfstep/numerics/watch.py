@@ -147,7 +147,7 @@ class Watch:
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
         self._late: deque[Late | Magnitudes] = deque()
-        self._last_scale = self._scale()
+        self._scale_of_step = self._scale()
         self._handles: list[Any] = []
         self._install()
 
@@ -228,6 +228,8 @@ class Watch:
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if replaying():
             return
+        if not self._ends:  # backward of this step: a scaler changes its scale only after the step
+            self._scale_of_step = self._scale()
         # Accumulated gradients come by once for each backward; the last one is the step's.
         slot = self._slots.get(name)
         if slot is None or not slot.fits(gradient):
@@ -264,8 +266,7 @@ class Watch:
         if self._sampling:
             self._compare(optimizer, kwargs.get("found_inf"))
         if self._session is None:
-            self._end(self._last_scale, True)
-            self._last_scale = self._scale()
+            self._end(self._scale_of_step, True)
 
     def _on_outcome(self, session: Any, outcome: Any) -> None:
         if replaying():
@@ -330,8 +331,7 @@ class Watch:
 
     def note_skip(self) -> None:
         """Closes a step that a GradScaler skipped; only needed where no Session is watched."""
-        self._end(self._last_scale, False)
-        self._last_scale = self._scale()
+        self._end(self._scale_of_step, False)
 
     def collect(self, wait: bool = True) -> None:
         """Takes in what has arrived on the host; with `wait`, all of it."""
