@@ -28,6 +28,11 @@ from halfstep.errors import CheckpointError, ConfigError
 CONV = OpClass("convolution", "fp16", "2d dense", "small", 1)
 
 
+def test_a_table_prints_what_it_holds() -> None:
+    table = KernelTable([Row(Choice(forward="rounded"), op="linear"), Row(Choice())], name="mine")
+    assert repr(table) == "KernelTable('mine': 2 rows, 1 of them another way than native)"
+
+
 def test_another_way_replaces_native_at_four_fifths_of_its_time() -> None:
     times = {"forward": {"native": 1.0, "rounded": 0.8}, "input": {"native": 1.0, "rounded": 0.81}}
     assert decide(times, 0.0)[0] == Choice(forward="rounded")

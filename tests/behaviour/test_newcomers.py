@@ -96,6 +96,16 @@ def test_gradients_changed_under_a_scale_warn_and_unscale_is_the_cure(level, opt
     torch.testing.assert_close(right, plain, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 1.0}])
+def test_gradients_that_carry_no_scale_are_clipped_by_hand_without_a_word(options, optimizer_of, unscale):
+    plain = clip_by_value("O0", torch.optim.SGD, False)
+    torch.testing.assert_close(
+        clip_by_value("O2", optimizer_of, unscale, **options), plain, rtol=0, atol=0.02
+    )
+
+
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, hs.optim.SGD])
 def test_an_inf_seen_by_unscale_skips_the_step_though_clipping_hides_it(optimizer_of):
     model = small()

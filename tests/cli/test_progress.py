@@ -26,3 +26,9 @@ def test_quiet_says_nothing(capsys):
         tell("a O1")
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_work_of_unknown_length_tells_its_seconds(capsys):
+    with progress("tuning", None, quiet=False, every=0.05):
+        time.sleep(0.2)
+    assert set(capsys.readouterr().err.splitlines()) == {"  tuning: 0 s"}

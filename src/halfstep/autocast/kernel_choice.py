@@ -177,6 +177,11 @@ class KernelTable:
             else:
                 self._known[row.exact] = row
 
+    def __repr__(self) -> str:
+        rows = self.rows
+        other = sum(not row.choice.is_native for row in rows)
+        return f"KernelTable({self.name!r}: {len(rows)} rows, {other} of them another way than native)"
+
     def choose(self, cls: OpClass, needs: str) -> Choice:
         """The choice for a class: known, by the first fitting open row, or measured now."""
         return self.row(cls, needs).choice

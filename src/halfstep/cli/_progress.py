@@ -17,10 +17,11 @@ _EVERY = 10.0
 
 
 @contextmanager
-def progress(what: str, total: int, quiet: bool, every: float = _EVERY) -> Generator[Tell]:
+def progress(what: str, total: int | None, quiet: bool, every: float = _EVERY) -> Generator[Tell]:
     """Show `total` steps of work; without a terminal by lines such as `training text-gpt O1` unless `quiet`.
 
     Where nothing was printed for `every` seconds a line tells how far the work is, also within a long step.
+    `total` is None where nobody knows it.
     """
     if sys.stderr.isatty():
         from rich.progress import MofNCompleteColumn, Progress
@@ -45,7 +46,7 @@ def progress(what: str, total: int, quiet: bool, every: float = _EVERY) -> Gener
 class _Lines:
     """A line for each name that begins, and one whenever `every` seconds passed without any."""
 
-    def __init__(self, what: str, total: int, every: float) -> None:
+    def __init__(self, what: str, total: int | None, every: float) -> None:
         self.what, self.total, self.every = what, total, every
         self.name = ""
         self.done = 0
@@ -62,8 +63,8 @@ class _Lines:
         while not self.ended.wait(max(0.01, self.printed + self.every - time.monotonic())):
             now = time.monotonic()
             if now - self.printed >= self.every:
-                share = f"step {self.done} of {self.total} in all, {now - self.started:.0f} s"
-                self._print(f"  {self.name or self.what}: {share}")
+                share = "" if self.total is None else f"step {self.done} of {self.total} in all, "
+                self._print(f"  {self.name or self.what}: {share}{now - self.started:.0f} s")
 
     def _print(self, line: str) -> None:
         self.printed = time.monotonic()

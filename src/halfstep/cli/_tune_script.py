@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from halfstep.cli._progress import Tell
 from halfstep.cli._tune_in_script import too_long
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
@@ -35,8 +36,14 @@ START, LAST_STEP, WATCH = 900.0, 30.0, 0.05
 TURNS = 3
 
 
-def tune_script(path: Path, args: Sequence[str], dtype: str | None, seconds: float) -> Tuning:
-    """Run the script under O0, O1, O2 and channels_last for the fastest, and decide.
+def _untold(name: str) -> None:
+    """Where nobody watches."""
+
+
+def tune_script(
+    path: Path, args: Sequence[str], dtype: str | None, seconds: float, tell: Tell = _untold
+) -> Tuning:
+    """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; each run is told.
 
     Raises:
         ConfigError: no such script, it never calls `hs.prepare`, takes too few steps, or fails in fp32.
@@ -44,20 +51,20 @@ def tune_script(path: Path, args: Sequence[str], dtype: str | None, seconds: flo
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
-    runs = _Runs(path, args, seconds)
-    base = runs.first(Choice("O0"))
+    runs = _Runs(path, args, seconds, tell)
+    base = runs.trial(Choice("O0"))
     if base.failed is not None:
         raise ConfigError(f"{path} cannot be tuned: {base.failed}")
     low = runs.dtype if dtype is None else dtype_name(parse_dtype(dtype))
-    trials = [base, *(runs.first(Choice(level, low)) for level in ("O1", "O2"))]
+    trials = [base, *(runs.trial(Choice(level, low)) for level in ("O1", "O2"))]
     if runs.has_convolutions:
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
-            trials.append(runs.first(replace(one.choice, layout="channels_last")))
+            trials.append(runs.trial(replace(one.choice, layout="channels_last")))
     best = min(t.time for t in trials)
-    for _ in range(TURNS - 1):
+    for turn in range(2, TURNS + 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                again = runs.first(trial.choice)
+                again = runs.trial(trial.choice, turn)
                 trials[index] = replace(trial, seconds=(*trial.seconds, *again.seconds))
     return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
 
@@ -65,13 +72,14 @@ def tune_script(path: Path, args: Sequence[str], dtype: str | None, seconds: flo
 class _Runs:
     """Runs of one script; the first, in fp32, is what the others are compared with."""
 
-    def __init__(self, path: Path, args: Sequence[str], seconds: float) -> None:
-        self.path, self.args, self.seconds = path, list(args), seconds
+    def __init__(self, path: Path, args: Sequence[str], seconds: float, tell: Tell = _untold) -> None:
+        self.path, self.args, self.seconds, self.tell = path, list(args), seconds, tell
         self.dtype, self.has_convolutions = "bf16", False
         self._base: dict[str, Any] | None = None
 
-    def first(self, choice: Choice) -> Trial:
+    def trial(self, choice: Choice, turn: int = 1) -> Trial:
         """Run the script under a choice."""
+        self.tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
         found = self._child(choice)
         if found["failed"] is not None:
             return Trial(choice, failed=found["failed"])

@@ -10,6 +10,7 @@ import tyro
 
 from halfstep.cli._options import Flag, computing_device, shown
 from halfstep.cli._output import console, print_json, table
+from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
 from halfstep.tuning.search import Tuning
 
@@ -40,12 +41,13 @@ def run(
         raise ConfigError(f"--seconds {seconds:g}: expected seconds above 0")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    if target.endswith(".py"):
-        from halfstep.cli._tune_script import tune_script
+    with progress(f"tuning {target}", None, quiet=json) as tell:
+        if target.endswith(".py"):
+            from halfstep.cli._tune_script import tune_script
 
-        found = tune_script(Path(target), args, dtype, seconds)
-    else:
-        found = _recipe(target, args, dtype, seconds, device, threads)
+            found = tune_script(Path(target), args, dtype, seconds, tell)
+        else:
+            found = _recipe(target, args, dtype, seconds, device, threads)
     if out is not None:
         out.write_text(found.to_toml(), encoding="utf-8")
     if json:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from halfstep.errors import ScalerStateError
-from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session import losses
 from halfstep.session.gradient_state import Scaled, StepState, Unscaled, changed, joining, marks, scale_of
 from halfstep.session.guards import check_gradients
@@ -59,7 +59,7 @@ def ours(state: StepState, steppers: Sequence[Stepper], index: int) -> Scaled | 
         return carried
     if not all(isinstance(scale, NoLossScale) for scale in state.loss_scales):
         raise ScalerStateError(
-            "step() found gradients that were not scaled: use session.backward(loss), not loss.backward()"
+            "step() found gradients that were not scaled: use amp.backward(loss), not loss.backward()"
         )
     return Scaled(state.loss_scale, frozenset({index}))
 
@@ -67,10 +67,10 @@ def ours(state: StepState, steppers: Sequence[Stepper], index: int) -> Scaled | 
 def marked(
     state: StepState, optimizers: Sequence[torch.optim.Optimizer], indices: Sequence[int]
 ) -> StepState:
-    """Note the gradients as they are, so that later changes are seen."""
+    """Note the gradients as they are where they carry a scale, so that later changes are seen."""
     for index in indices:
         seen = state.carried[index]
-        if isinstance(seen, Scaled):
+        if isinstance(seen, Scaled) and seen.scale not in (NoLossScale(), StaticLossScale(1.0)):
             state = state.carrying(index, replace(seen, marks=tuple(marks(optimizers[index]))))
     return state
 

@@ -27,9 +27,9 @@ CHANGED = (
 
 
 UNSCALED = (
-    "{}.step() was called on gradients that did not come through the session: no loss scale was in force, so "
-    "small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); optimizer.step() "
-    "(said once)"
+    "{}.step() was called on gradients that did not come through the session, whose loss scale they lack: "
+    "small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); "
+    "optimizer.step(), or give prepare loss_scale='none' where a GradScaler has one (said once)"
 )
 
 
@@ -56,7 +56,7 @@ def refuse_direct_steps(
             elif scale != 1.0:
                 raise ScalerStateError(
                     f"{type(optimizer).__name__}.step() was called on gradients that carry the session's "
-                    f"loss scale {scale:g}: call session.step(), which divides it out (and backward() "
+                    f"loss scale {scale:g}: call amp.step(), which divides it out (and amp.backward() "
                     "without GradScaler)"
                 )
 
