@@ -115,7 +115,7 @@ class _CompiledFacts:
         return self._compare(*self._given)
 
     def alike(self, others: Sequence[Any]) -> bool:
-        if type(None) in set(map(type, others)):
+        if not all(issubclass(kind, Tensor) for kind in set(map(type, others))):
             return False
         now = _Tensors(others)  # lives through the call, which is given bare addresses of it
         return self._compare(*now.given, *self._rest, self._noted)
