@@ -88,11 +88,13 @@ def test_what_would_change_numbers_is_told():
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
-        (nn, "CTCLoss", "torch.nn.CTCLoss"),
+        (nn, "CTCLoss", "see torch.nn.CTCLoss, whose arguments may differ"),
         (nn, "PolynomialDecayLR", "a list with one rate a step"),
-        (ops, "erf", "torch.erf"),
-        (ops, "Erfc", "torch.erfc"),
-        (ms, "linspace", "torch.linspace"),
+        (ops, "erf", "use torch.erf,"),
+        (ops, "Erfc", "use torch.erfc,"),
+        (ops, "normal", "see torch.normal, whose arguments may differ"),
+        (ops, "max", "see torch.max, whose arguments may differ"),
+        (ms, "linspace", "see torch.linspace, whose arguments may differ"),
         (ms, "Profiler", "torch.profiler"),
         (ms.train, "Dice", "a Metric"),
         (ms.dataset, "Cifar10Dataset", "NumpySlicesDataset"),
@@ -199,6 +201,31 @@ def test_small_names():
     assert values(ops.assign(x, ops.zeros_like(x))) == values(P.Sub()(x, x)) == [[0.0, 0.0], [0.0, 0.0]]
     assert values(ops.assign_add(x, 1.0)) == [[1.0, 1.0], [1.0, 1.0]]
     assert P.Reshape()(x, (4,)).shape == P.Transpose()(x, (1, 0)).reshape(-1).shape == (4,)
+
+
+def test_values_are_made_and_chosen_as_in_mindspore_2_10():
+    for fill in (ops.fill, F.fill, P.Fill()):
+        filled = fill(ms.float16, (2,), 2.0**20)
+        assert (values(filled), filled.dtype, type(filled)) == ([float("inf")] * 2, ms.float16, ms.Tensor)
+    assert (ops.fill(ms.bool_, (), 1).item(), ops.fill(None, (1,), 3).dtype) == (True, ms.int64)
+    assert values(ops.fill(ms.float32, ms.Tensor([1]), ms.Tensor(3.0))) == [3.0]
+    assert ops.fill(ms.float64, (), 0.1).item() == 0.1
+    x, which = ms.Tensor([1.0, 2.0]), ms.Tensor([True, False])
+    assert (
+        values(ops.select(which, x, 1.5)) == values(P.Select()(which, x, ms.Tensor([9.0, 1.5]))) == [1.0, 1.5]
+    )
+    assert values(P.OnesLike()(x)) == [1.0, 1.0]
+    assert P.ZerosLike()(x.astype(ms.float16)).dtype == ms.float16
+    assert ops.identity(x) is P.Identity()(x) is x
+    assert ops.scalar_to_tensor(True).dtype == ms.float32
+    assert P.ScalarToTensor()(2, ms.float16).dtype == ms.float16
+    for wrong in (
+        lambda: ops.fill(ms.float32, 2, 1.0),
+        lambda: ops.select(x, x, x),
+        lambda: ops.scalar_to_tensor(x),
+    ):
+        with pytest.raises(TypeError, match="For '"):
+            wrong()
 
 
 def test_older_scripts_find_names_where_they_look():
@@ -396,6 +423,22 @@ _grad_scale = C.MultitypeFuncGraph("grad_scale")
 @_grad_scale.register("Tensor", "Tensor")
 def _tensor_grad_scale(scale, grad):
     return grad * F.cast(P.Reciprocal()(scale), F.dtype(grad))
+
+
+class Classic(nn.TrainOneStepCell):
+    """The form in which older scripts write a step without overflow check."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        sens = ops.fill(loss.dtype, loss.shape, self.sens)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        return F.depend(loss, self.optimizer(self.grad_reducer(grads)))
+
+
+def test_the_classic_training_cell_of_ones_own_runs_as_written():
+    step = Classic(*problem(), sens=1.0)
+    losses = [step(*batch(1.0)).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
 
 
 class Documented(nn.TrainOneStepWithLossScaleCell):

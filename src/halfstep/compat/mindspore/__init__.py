@@ -20,7 +20,7 @@ Here is what its mixed-precision tutorial names, and what goes with that, as thi
   TrainOneStepCell, TrainOneStepWithLossScaleCell with the parts that a `construct` of one's own takes,
   FixedLossScaleUpdateCell, DynamicLossScaleUpdateCell.
 - `ops`: MatMul, BatchMatMul, ReLU, PReLU, Ger and more as objects; GradOperation, HyperMap,
-  MultitypeFuncGraph, depend, clip_by_global_norm and other functions; `functional`, `composite` and
+  MultitypeFuncGraph, depend, fill, select, clip_by_global_norm and more; `functional`, `composite` and
   `operations` name `ops` itself.
 - `dataset`: MnistDataset, NumpySlicesDataset (map, batch, shuffle, repeat, get_dataset_size,
   create_tuple_iterator, create_dict_iterator); `vision`: Rescale, Normalize, HWC2CHW; `transforms`: TypeCast.

@@ -27,6 +27,7 @@ from halfstep.compat.mindspore._function_ops import (
 )
 from halfstep.compat.mindspore._functions import grad, value_and_grad
 from halfstep.compat.mindspore._tensor import as_tensor
+from halfstep.compat.mindspore._value_ops import fill, identity, scalar_to_tensor, select
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -40,13 +41,16 @@ __all__ = [
     "Conv3DTranspose",
     "Depend",
     "Div",
+    "Fill",
     "Ger",
     "GradOperation",
     "HyperMap",
+    "Identity",
     "Map",
     "MatMul",
     "Mul",
     "MultitypeFuncGraph",
+    "OnesLike",
     "PReLU",
     "Primitive",
     "ReLU",
@@ -54,10 +58,13 @@ __all__ = [
     "ReduceMean",
     "ReduceSum",
     "Reshape",
+    "ScalarToTensor",
+    "Select",
     "Softmax",
     "Sqrt",
     "Sub",
     "Transpose",
+    "ZerosLike",
     "argmax",
     "assign",
     "assign_add",
@@ -73,9 +80,11 @@ __all__ = [
     "equal",
     "exp",
     "expand_dims",
+    "fill",
     "functional",
     "gelu",
     "grad",
+    "identity",
     "isfinite",
     "log",
     "log_softmax",
@@ -89,6 +98,8 @@ __all__ = [
     "reduce_sum",
     "relu",
     "reshape",
+    "scalar_to_tensor",
+    "select",
     "shape",
     "sigmoid",
     "softmax",
@@ -266,6 +277,42 @@ class Transpose(_Function):
     """x with its dimensions in another order, all of them named."""
 
     function = staticmethod(torch.permute)
+
+
+class Fill(_Function):
+    """`fill` as an object."""
+
+    function = staticmethod(fill)
+
+
+class Identity(_Function):
+    """`identity` as an object."""
+
+    function = staticmethod(identity)
+
+
+class OnesLike(_Function):
+    """Ones in the shape and dtype of x."""
+
+    function = staticmethod(torch.ones_like)
+
+
+class ScalarToTensor(_Function):
+    """`scalar_to_tensor` as an object."""
+
+    function = staticmethod(scalar_to_tensor)
+
+
+class Select(_Function):
+    """`select` as an object."""
+
+    function = staticmethod(select)
+
+
+class ZerosLike(_Function):
+    """Zeros in the shape and dtype of x."""
+
+    function = staticmethod(torch.zeros_like)
 
 
 class Cast(Primitive):
