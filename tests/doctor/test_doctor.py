@@ -281,3 +281,35 @@ def test_ctrl_c_in_the_middle_leaves_one_line_and_no_report(tmp_path):
     assert (run.returncode, out, err) == (130, "", "halfstep: interrupted\n")
     assert report.read_text() == "the report before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["begun", "long.py", "report.html"]
+
+
+TWO = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+pair = [(m, torch.optim.SGD(m.parameters(), lr=1e-3)) for m in (first, second)]
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for i in range(9):
+    for model, optimizer in pair:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        if i == FAULT and model is second:
+            loss = loss * torch.log(loss * 0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_steps_of_two_optimizers_are_counted_as_iterations(tmp_path, here):
+    path = write(tmp_path, TWO, 2)
+    document = examine_script(path, [], 3, 0)
+    assert [fault.step for fault in document.faults] == [2]
+    assert document.steps == 3
+    assert "1 of 3 steps skipped, the last at step 3" in document.verdict
+    assert max(row["step"] for row in document.history) < 3
+    sound = examine_script(path, [], 2, 0)
+    assert sound.healthy
+    assert "healthy over 2 steps" in sound.headline

@@ -94,3 +94,14 @@ def test_a_large_update_of_small_gradients_blames_the_divisor(betas, code):
     (fault,) = quiet_faults(seen(ledger))
     assert "though the gradients are no larger" in fault.cause.text
     assert [c.code for c in fault.cures] == [code]
+
+
+@pytest.mark.parametrize(
+    ("turns", "numbers"),
+    [("dgdgdg", [0, 0, 1, 1, 2, 2]), ("dddgddd", [0, 1, 2, 2, 3, 4, 5]), ("aaabbb", [0, 1, 2, 2, 3, 4])],
+)
+def test_an_iteration_ends_where_an_optimizer_has_its_turn_again(turns, numbers):
+    ledger = Ledger()
+    owners = {name: object() for name in turns}
+    assert [ledger.close(owners[name]).number for name in turns] == numbers
+    assert ledger.iterations == len(set(numbers))

@@ -84,7 +84,7 @@ class Examiner:
         self.traced = Traced()
         self.seen: Watch | None = None
         self.job: Job | None = None
-        self.limit = order.steps
+        self.limit = 0
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.cured = False
@@ -95,8 +95,15 @@ class Examiner:
 
     @property
     def done(self) -> int:
-        """Steps that have ended."""
+        """Steps of optimizers that have ended; optimizers that take turns share one iteration."""
         return len(self.ledger.notes)
+
+    def _over(self) -> bool:
+        """Whether that was the last step: of a copy's job, or of the iterations that were asked for."""
+        if self.job is not None:
+            return self.done >= self.limit
+        armed = self.order.armed
+        return self.ledger.now.number >= self.order.steps and (armed is None or self.done > armed)
 
     # What the hooks report.
 
@@ -206,7 +213,7 @@ class Examiner:
             self._end_tape()
         note = self.ledger.close(owner)
         self._judge(self.done - 1, bool(note.bad))
-        if self.done >= self.limit:
+        if self._over():
             self.leave()
         self._begin()
 

@@ -203,7 +203,7 @@ def _run(examiner: Examiner, script: str, args: tuple[str, ...]) -> str | None:
     except BaseException as caught:
         examiner.failed(caught)
         said = (str(caught).splitlines() or ["no message"])[0]
-        error = f"{type(caught).__name__} after {examiner.done} steps: {said}"
+        error = f"{type(caught).__name__} after {examiner.ledger.iterations} steps: {said}"
     examiner.ended()
     return error
 
@@ -230,7 +230,7 @@ def run_order(order: Order) -> Found:
 def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     ledger, traced = examiner.ledger, examiner.traced
     losses = [note.loss for note in ledger.notes if note.loss is not None]
-    document = Document(Path(order.script).name, examiner.done, losses, error)
+    document = Document(Path(order.script).name, ledger.iterations, losses, error)
     if examiner.seen is not None:
         examiner.seen.collect()
     lost = [] if examiner.seen is None else list(examiner.seen.lost)
@@ -249,26 +249,29 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     was_traced = bool(traced.faults) or bad is None
     return Found(
         document,
-        examiner.done,
+        ledger.iterations,
         bad,
         examiner.applied(),
         was_traced,
         ledger.settled(),
         error,
+        ledger.numbers,
     )
 
 
 def _count_the_first(document: Document, ledger: Ledger) -> None:
     """Puts the step before the watch began into the history, and among the skips."""
-    first = ledger.notes[0]
-    if document.history and document.history[0]["step"] == first.number + 1:
+    first, numbers = ledger.notes[0], ledger.numbers
+    if document.history and document.history[0]["step"] == 1:
         worst = max(first.gradients, key=lambda name: first.gradients[name], default="")
         row = {"step": first.number, "scale": first.scale, "taken": not first.skipped}
         document.history.insert(0, {**row, "max_abs": first.gradient, "worst": worst})
+    for row in document.history:  # the watch counts the steps of all optimizers
+        row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
     skips = ledger.skips
     others = [line for line in document.summary if "steps skipped" not in line]
     told = (
-        f"{len(skips)} of {len(ledger.notes)} steps skipped, the last at step {skips[-1] + 1}"
+        f"{len(skips)} of {ledger.iterations} steps skipped, the last at step {skips[-1] + 1}"
         if skips
         else ""
     )

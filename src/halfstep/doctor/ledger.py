@@ -110,7 +110,8 @@ class Ledger:
         self.notes: list[Note] = []
         self.weights: dict[str, list[tuple[int, float]]] = {}
         self.now = Note(0)
-        self._counts: dict[int, int] = {}
+        self._iteration = 0
+        self._round: set[int] = set()
         self._next: dict[int, int] = {}
         self._last = 0
 
@@ -121,23 +122,33 @@ class Ledger:
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
         self.number(owner)
-        self._counts[id(owner)] = self._counts.get(id(owner), 0) + 1
+        self._iteration = self.now.number
+        self._round = {id(owner)} if id(owner) in self._round else self._round | {id(owner)}
         self._next[self._last], self._last = id(owner), id(owner)
         self.notes.append(self.now)
         follows = self._next.get(id(owner), id(owner))  # whoever took a turn after this one before
-        self.now = Note(max(self._counts.get(follows, 0), self.now.number))
+        self.now = Note(self._iteration + (follows in self._round))
         return self.notes[-1]
 
     def number(self, owner: object) -> int:
-        """Number the step that is ending now: optimizers that take turns share one iteration."""
-        counts = self._counts | {id(owner): self._counts.get(id(owner), 0) + 1}
-        self.now.number = max(counts.values()) - 1
+        """Number the step that is ending now: an iteration is over where an optimizer has its turn again."""
+        self.now.number = self._iteration + (id(owner) in self._round)
         return self.now.number
 
     @property
+    def iterations(self) -> int:
+        """How many iterations the steps made: optimizers that take turns share one."""
+        return len(set(self.numbers))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The iteration of each step."""
+        return tuple(note.number for note in self.notes)
+
+    @property
     def skips(self) -> list[int]:
-        """Which steps were skipped."""
-        return [note.number for note in self.notes if note.skipped]
+        """Iterations in which a step was skipped."""
+        return sorted({note.number for note in self.notes if note.skipped})
 
     def settled(self) -> bool:
         """Whether skipped steps are no more than a scale finding its place: at the start, or few."""

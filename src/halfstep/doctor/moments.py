@@ -149,8 +149,10 @@ class Moments:
 
     def _try(self, index: int, spec: tuple[Any, ...], tape: bool, fault: Fault) -> str:
         """Whether a cure works, by a copy of the run with it in place; empty where it cannot be tried."""
-        spoiled = self._examiner.ledger.notes[index].spoiled if index < self._examiner.done else True
-        left = self._examiner.order.steps - index - 1
+        ledger = self._examiner.ledger
+        note = ledger.notes[index] if index < self._examiner.done else ledger.now
+        spoiled = note.spoiled or note is ledger.now
+        left = self._examiner.order.steps - note.number - 1
         more = min(left, 2 * _AFTER if spoiled else _AFTER)
         tried = self._ask(Job("trial", index, spec, more, tape))
         if tried is None or not tried.applied:

@@ -10,9 +10,10 @@ from halfstep.doctor.document import Document, Fault
 
 @dataclass(frozen=True)
 class Order:
-    """`armed`: the step (an index) to tape, where the run cannot be copied; `cure`: the spec of one to try,
-    from step `cure_at` on; `copies`: whether the run may be copied; `result`: the file for what was found;
-    `forked`: whether the run's process is a copy of the first one's."""
+    """`steps`: iterations to run. `armed`: the step (an index) to tape, where the run cannot be copied;
+    `cure`: the spec of one to try, from step `cure_at` on; `copies`: whether the run may be copied;
+    `result`: the file for what was found; `forked`: whether the run's process is a copy of the first one's.
+    """
 
     script: str
     args: tuple[str, ...]
@@ -56,7 +57,10 @@ class Traced:
 
 @dataclass
 class Found:
-    """What a run found. `first_bad`: the index of the first bad step; `traced`: whether one was taped."""
+    """What a run found. `steps`: its iterations; `numbers`: the iteration of each optimizer's step.
+
+    `first_bad`: the index of the first bad step; `traced`: whether one was taped.
+    """
 
     document: Document
     steps: int
@@ -65,3 +69,12 @@ class Found:
     traced: bool
     settled: bool
     error: str | None = None
+    numbers: tuple[int, ...] = ()
+
+    def number(self, index: int) -> int:
+        """The iteration of the step with this index."""
+        return self.numbers[index] if index < len(self.numbers) else index
+
+    def index(self, number: int) -> int:
+        """The index of the last step of an iteration."""
+        return max((i for i, own in enumerate(self.numbers) if own == number), default=number)

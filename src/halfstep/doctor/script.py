@@ -57,7 +57,7 @@ def examine_script(
     if found.first_bad is not None and not found.traced:
         _trace_again(order, found)
     elif found.first_bad is None and not found.document.counts:
-        _trace_again(order, found, min(1, found.steps - 1))
+        _trace_again(order, found, min(1, len(found.numbers) - 1))
     document = found.document
     for fault in document.bad:
         fault.harmless = _is_harmless(fault, found)
@@ -72,14 +72,14 @@ def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
     document = found.document
     index = found.first_bad if armed is None else armed
     assert index is not None
-    traced = _child(dataclasses.replace(order, steps=index + 1, armed=index, copies=False))
+    traced = _child(dataclasses.replace(order, steps=found.number(index) + 1, armed=index, copies=False))
     document.counts, document.lint = traced.document.counts, traced.document.lint
     if not traced.document.counts:
         document.notes.append("the traced run did not reach that step: the script is not deterministic")
     elif found.first_bad is not None and not traced.document.bad:
         document.notes.append(
-            f"step {index + 1} was bad in the first run and not when it was traced: nondeterminism, or a "
-            "compiled region that differs from eager"
+            f"step {found.number(index) + 1} was bad in the first run and not when it was traced: "
+            "nondeterminism, or a compiled region that differs from eager"
         )
     document.bad = [*traced.document.bad, *document.bad]
     for fault in traced.document.bad:
@@ -89,19 +89,20 @@ def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
 
 def _try_untried(order: Order, found: Found, fault: Fault) -> None:
     """Cures that need a run of their own: another dtype of the weights, an earlier rate."""
-    index = found.first_bad if found.first_bad is not None else min(4, found.steps - 1)
+    index = found.first_bad if found.first_bad is not None else min(4, len(found.numbers) - 1)
     for cure in fault.cures:
         if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters", "rate"):
-            _try_from_start(order, found, fault, cure, max(index, fault.step))
+            _try_from_start(order, found, fault, cure, max(index, found.index(fault.step)))
 
 
 def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, index: int) -> None:
     """Runs the script with each dose of a cure in place, and writes down whether it helped."""
     quiet = found.first_bad is None
-    steps = found.steps if quiet else min(index + 4, found.steps)
+    number = found.number(index)
+    steps = found.steps if quiet else min(number + 4, found.steps)
     for spec in cure.specs:
         taped = fault.underflow or bool(fault.hidden)
-        steps = index + 1 if taped else steps
+        steps = number + 1 if taped else steps
         armed = index if taped else None
         from_step = 1 if quiet or spec[0] == "rate" else index
         cured = _child(
