@@ -11,7 +11,7 @@ from halfstep.compat import apex
 from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
 from halfstep.compat.apex.normalization import fused_layer_norm as normalization
 from halfstep.compat.apex.parallel.LARC import LARC
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
 
 torch.set_num_threads(1)
 F16, F32 = torch.float16, torch.float32
@@ -85,6 +85,77 @@ def test_the_old_api_is_refused_with_the_new_one():
 
 
 # --- FP16_Optimizer ---------------------------------------------------------------------------------------
+
+
+class ApexScaler:
+    """What Apex pickles with its optimizer."""
+
+    _loss_scale, _unskipped, dynamic = 512.0, 3, True
+
+
+def apexs_file():
+    """A saved optimizer as Apex lays it out, its masters between two numbers of fp16, and those masters."""
+    masters = [p.detach().float() * (1 + 2.0**-14) for p in wrapped()[1].all_fp16_params]
+    norm = [torch.full((8,), 1.0), torch.zeros(8)]
+    twins = [t.clone().requires_grad_() for t in (*masters[:2], *norm, *masters[2:])]
+    plain = torch.optim.SGD(twins, lr=0.25, momentum=0.9)
+    for t in twins:
+        t.grad = torch.ones_like(t)
+    plain.step()
+    masters = [t.detach() for t in (*twins[:2], *twins[4:])]
+    return masters, {
+        "loss_scaler": ApexScaler(),
+        "dynamic_loss_scale": True,
+        "overflow": False,
+        "first_closure_call_this_step": True,
+        "optimizer_state_dict": plain.state_dict(),
+        "fp32_from_fp16": [masters],
+    }
+
+
+def test_fp16_optimizer_takes_apexs_own_file_with_its_masters():
+    masters, saved = apexs_file()
+    _, optimizer = wrapped(lr=0.5)
+    optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, optimizer.all_fp32_from_fp16_params, masters))
+    assert all(map(torch.equal, optimizer.all_fp16_params, [m.half() for m in masters]))
+    assert (optimizer.loss_scale, optimizer.loss_scaler.unskipped) == (512.0, 3)
+    assert optimizer.dynamic_loss_scale
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert torch.equal(optimizer.state[masters_of(optimizer)[0]]["momentum_buffer"], torch.ones(8, 4))
+
+
+def masters_of(optimizer):
+    return optimizer.fp32_from_fp16_groups[0]
+
+
+def test_fp16_optimizer_saves_apexs_layout_with_every_master_once(tmp_path):
+    _, optimizer = wrapped()
+    saved = optimizer.state_dict()
+    inner = saved["optimizer_state_dict"]["masters"]
+    assert [t is u for t, u in zip(saved["fp32_from_fp16"][0], inner.values(), strict=True)] == [True] * 4
+    torch.save(saved, tmp_path / "both.pt")
+    torch.save({**saved, "fp32_from_fp16": None}, tmp_path / "once.pt")
+    sizes = [(tmp_path / name).stat().st_size for name in ("both.pt", "once.pt")]
+    assert sizes[0] - sizes[1] < 1000
+    optimizer.load_state_dict(torch.load(tmp_path / "both.pt"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"fp32_from_fp16": [[torch.zeros(2)]]}, r"fp32_from_fp16\[0\] has masters of shapes \[\[2\]\]"),
+        ({"fp32_from_fp16": []}, "expected a list of masters for each of 1 groups"),
+        ({"loss_scaler": object()}, "is no loss scaler"),
+    ],
+)
+def test_fp16_optimizer_refuses_masters_of_others_and_changes_nothing(wrong, says):
+    _, optimizer = wrapped()
+    before = [p.clone() for p in masters_of(optimizer)]
+    with pytest.raises(CheckpointError, match=says):
+        optimizer.load_state_dict({**apexs_file()[1], **wrong})
+    assert all(map(torch.equal, masters_of(optimizer), before))
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_fp16_optimizer_has_apex_attributes():

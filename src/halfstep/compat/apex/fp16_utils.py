@@ -23,6 +23,7 @@ from halfstep.compat.apex._fp16_util import (
     to_python_float,
     tofp16,
 )
+from halfstep.compat.apex._saved import saved_masters, saved_scaler
 from halfstep.compat.apex._scaler import LossScaler as AmpScaler
 from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
@@ -264,20 +265,43 @@ class FP16_Optimizer:
         raise UnsupportedError("FP16_Optimizer should be serialized using state_dict(), and is not copied")
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, flags and the inner optimizer's state with its masters, as plain values and tensors."""
+        """Scale, flags, the inner optimizer's state, and the masters by group as `fp32_from_fp16`.
+
+        The masters are the very tensors of the inner state's entry `masters`: a file holds them once.
+        """
+        inner = self.optimizer.state_dict()
+        name_of = {id(master): name for name, master in self.masters.named()}
         return {
             "loss_scaler": self.loss_scaler.value.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
-            "optimizer_state_dict": self.optimizer.state_dict(),
+            "optimizer_state_dict": inner,
+            "fp32_from_fp16": [
+                [inner["masters"][name_of[id(p)]] for p in group] for group in self.fp32_from_fp16_groups
+            ],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; load the model's before it."""
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.loss_scaler.value = LossScale.from_state(state_dict["loss_scaler"])
-        self.loss_scaler.dynamic = state_dict["dynamic_loss_scale"]
+        """Continue from `state_dict()`, ours or Apex's; load the model's before it.
+
+        Raises:
+            CheckpointError: masters of other parameters, or a scaler that is none; nothing is changed then.
+        """
+        scaler, dynamic = saved_scaler(state_dict["loss_scaler"]), state_dict["dynamic_loss_scale"]
+        inner = dict(state_dict["optimizer_state_dict"])
+        if "fp32_from_fp16" in state_dict:
+            names = {id(master): name for name, master in self.masters.named()}
+            values = saved_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
+            present = self.masters.state_dict() if len(values) < len(names) else {}
+            inner["masters"] = {**present, **{names[id(p)]: saved for p, saved in values}}
+        self.optimizer.load_state_dict(inner)
+        if isinstance(scaler, LossScale):
+            self.loss_scaler.value, self.loss_scaler.dynamic = scaler, dynamic
+        else:
+            if dynamic != self.dynamic_loss_scale:
+                self.loss_scaler = AmpScaler("dynamic" if dynamic else scaler[0])
+            self.loss_scaler.load(*scaler)
         self.overflow = state_dict["overflow"]
 
     def revert(self) -> None:
