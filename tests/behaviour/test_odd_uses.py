@@ -293,10 +293,10 @@ PIECES = {
         lambda: hs.frozen_weights(torch.ones(2)).__enter__(),
         "takes a torch.nn.Module, got Tensor",
     ),
-    "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number above 1"),
+    "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number of at least 1"),
     "backoff in words": (
         lambda: hs.DynamicLossScale(backoff="a"),
-        "backoff must be a number between 0",
+        "backoff must be above 0 and at most 1",
     ),
     "bounds in words": (lambda: hs.DynamicLossScale(min="a"), "got min='a'"),
     "no loss scale state": (lambda: hs.LossScale.from_state(None), r"state_dict\(\) returns, got None"),

@@ -64,7 +64,7 @@ DOORS = {
     "level's dtype": (LEVELS["O2"].policy, ()),
     "dtype at O0": (LEVELS["O0"].policy, type(None)),
     "level's table": (lambda x: LEVELS["O1"].policy("fp16", x), type(None)),
-    "policy": (Policy.parse, ()),
+    "policy": (Policy.parse, dict),
     "compute dtype": (lambda x: Policy(compute_dtype=x), ()),
     "other compute dtype": (Policy().with_dtype, ()),
     "output dtype": (lambda x: Policy(output_dtype=x), type(None)),

@@ -156,6 +156,6 @@ def test_a_second_process_compiles_nothing(tmp_path: Path):
             check=True,
         )
         said.append(done.stdout)
-    assert said[0].count("data saved") == 6
-    assert said[1].count("data loaded") == 6
+    assert said[0].count("data saved") == 10
+    assert said[1].count("data loaded") == 10
     assert "saved" not in said[1]
