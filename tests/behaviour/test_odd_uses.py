@@ -293,7 +293,7 @@ PIECES = {
         lambda: hs.frozen_weights(torch.ones(2)).__enter__(),
         "takes a torch.nn.Module, got Tensor",
     ),
-    "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number of at least 1"),
+    "growth in words": (lambda: hs.DynamicLossScale(growth="a"), "growth must be a finite number of at"),
     "backoff in words": (
         lambda: hs.DynamicLossScale(backoff="a"),
         "backoff must be above 0 and at most 1",
