@@ -76,6 +76,7 @@ def test_a_script_with_a_fault(tmp_path, here, capsys):
     document = json.loads(capsys.readouterr().out)
     bad = document["bad"][0]
     assert (bad["step"], bad["phase"], bad["module"], bad["op"]) == (5, "forward", "", "mul")
+    assert "mul outside any module, train.py:15 is the first" in bad["summary"]
     assert bad["where"] == "train.py:15"
     assert bad["cause"]["kind"] == "range"
     tried = {c["kind"]: c["status"] for c in bad["cures"]}

@@ -8,6 +8,7 @@ from halfstep.doctor.document import CauseFound, Fault
 from halfstep.doctor.ledger import Knobs, Ledger, Note
 from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
 from halfstep.numerics.terms import PLAIN
+from halfstep.numerics.watch import LostUpdates
 
 
 def run(updates, losses, rate=0.01, rates=(), sizes=(), **last):
@@ -48,6 +49,22 @@ def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
     assert "then: step 8: forward: linear in 2, t.py:5" in fault.summary
     assert fault.cures[0].specs == [("rate", 0.01)]
+
+
+def test_a_jump_is_told_from_the_rate_of_the_step_before():
+    ledger = run([0.1] * 5 + [9e3], [1.0] * 6, rates=[0.1, 0.2, 0.18, 0.17, 0.16, 1e3])
+    (fault,) = quiet_faults(seen(ledger))
+    assert "it jumps from 0.16 to 1000" in fault.cause.text
+    assert fault.cures[0].specs == [("rate", 0.2)]
+
+
+@pytest.mark.parametrize(("still", "step"), [(0.0, 1), (0.97, 0)])
+def test_updates_are_lost_from_the_first_step_on_if_that_one_moved_nothing(still, step):
+    ledger = run([1e-6] * 4, [1.0] * 4)
+    ledger.notes[0].still = still
+    lost = [LostUpdates(i, 0.96, "w", 1.0) for i in (1, 2, 3)]
+    (fault,) = quiet_faults(Seen(ledger, [], lost, PLAIN))
+    assert (fault.step, fault.cause.kind) == (step, "rounding")
 
 
 def test_bad_data_after_a_jump_stays_a_fault_of_its_own():

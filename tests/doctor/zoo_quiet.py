@@ -74,7 +74,7 @@ for i in range(14):
     loss.backward()
     opt.step()  # HERE
 """,
-        step=1,
+        step=0,
         phase="optimizer",
         module="",
         op=(),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS, Format
+from halfstep.numerics.sites import within
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
@@ -212,8 +213,8 @@ def _known(cure: CureFound) -> str:
 def _told(fault: Fault) -> str:
     number = f"step {fault.step + 1}" + ("" if fault.rank is None else f", rank {fault.rank}")
     if fault.harmless:
-        place = fault.module or "the root module"
-        return f"{number} skipped: {fault.op} in {place} overflowed in backward; harmless"
+        place = within(fault.module, fault.module_class)
+        return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
     cures = "".join(f"\n  cure ({c.status}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
     second = "second fault, behind the first: " if fault.behind else ""
     return f"{second}{number}: {fault.summary}{cures}"

@@ -21,7 +21,7 @@ from halfstep.doctor.cast import Cast
 from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
 from halfstep.doctor.document import counts_of, fault_of, findings_of
-from halfstep.doctor.ledger import Ledger, distance, knobs_of, length, tops
+from halfstep.doctor.ledger import Ledger, distance, knobs_of, length, tops, unmoved
 from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
@@ -187,7 +187,10 @@ class Examiner:
         """An optimizer has updated."""
         now = self.ledger.now
         now.taken = True
-        now.update += distance(self._before, (p for g in optimizer.param_groups for p in g["params"]))
+        after = [p for g in optimizer.param_groups for p in g["params"]]
+        now.update += distance(self._before, after)
+        if self.seen is None and any(now.rates):
+            now.still = unmoved(self._before, after)
         now.size += length(self._before)
         self._before = []
 

@@ -56,7 +56,8 @@ class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
-    rate and further options by group; `schedule`: the class of what sets the rates.
+    rate and further options by group; `schedule`: the class of what sets the rates. `still`: the share of the
+    16-bit weights with a gradient that an update left as they were.
 
     Large because it is a record: a field for each thing that is noted of a step.
     """
@@ -70,6 +71,7 @@ class Note:
     spoiled: bool = False
     update: float = 0.0
     size: float = 0.0
+    still: float = 0.0
     schedule: str = ""
     knobs: tuple[Knobs, ...] = ()
     gradient: float = 0.0
@@ -94,6 +96,22 @@ def distance(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
         if old.is_floating_point() and old.shape == new.shape:
             total += float(torch.linalg.vector_norm((new.detach() - old).float())) ** 2
     return math.sqrt(total) if math.isfinite(total) else math.inf
+
+
+@torch.no_grad()
+def unmoved(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
+    """The share of the 16-bit weights with a gradient that an update left as they were."""
+    kept, all_of_them = 0, 0
+    for old, new in zip(before, after):
+        gradient = new.grad
+        if gradient is None or old.dtype.itemsize != 2 or gradient.layout != torch.strided:
+            continue
+        if old.shape != new.shape or gradient.shape != new.shape:
+            continue
+        learning = gradient != 0
+        kept += int((learning & (old == new)).sum())
+        all_of_them += int(learning.sum())
+    return kept / all_of_them if all_of_them else 0.0
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
     most = [max(rates) for rates in zip(*usual)]
     jumped = [place for place, old in enumerate(most) if note.rates[place] > 30 * old]
     if jumped:
-        return _jump(note, jumped[0], most, tail)
+        return _jump(note, jumped[0], most, usual[-1], tail)
     for name, top in note.inputs.items():
         usually = statistics.median([n.inputs[name] for n in before if name in n.inputs] or [top])
         if top > 30 * usually > 0:
@@ -143,11 +143,15 @@ def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
     return _fault(note.number, "optimizer", cause, cures, note.where)
 
 
-def _jump(note: Note, group: int, most: Sequence[float], tail: str) -> Fault:
-    """A learning rate out of proportion to all before it; `most`: the largest of each group so far."""
+def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], tail: str) -> Fault:
+    """A learning rate out of proportion to all before it.
+
+    `most`: the largest of each group so far; `last`: those of the step before.
+    """
     old, new = most[group], note.rates[group]
     of = f" of group {group}" if len(most) > 1 else ""
-    cause = CauseFound("learning rate", f"learning rate: it jumps{of} from {old:g} to {new:g}, and {tail}")
+    text = f"learning rate: it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
+    cause = CauseFound("learning rate", text)
     whose = f"what {note.schedule} gives" if note.schedule else "what sets the rate"
     code = f'optimizer.param_groups[{group}]["lr"] = {old:g}' if of and not note.schedule else f"lr={old:g}"
     cures = [
@@ -175,6 +179,8 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
 def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Terms) -> Fault:
     first = next(note for note in lost if note.share >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
+    if first is lost[0] and first.step == 1 and ledger.notes[0].still >= _ALL_LOST:
+        note = ledger.notes[0]  # the watch began after it
     text = (
         f"rounding: {share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
         "the spacing of the 16-bit weights, which stay as they are"

@@ -161,6 +161,13 @@ def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def within(module: str, kind: str) -> str:
+    """Where an op ran, in words: `kind` is the class of the module, empty outside of all."""
+    if module:
+        return f"in {module}"
+    return f"in the root module ({kind})" if kind else "outside any module"
+
+
 def starts_backward(function: Any) -> bool:
     """Whether this torch function runs autograd's engine."""
     return function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)

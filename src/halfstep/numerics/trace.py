@@ -22,7 +22,7 @@ from halfstep.numerics.cause import Cause, counted, explain, ill_values, outlyin
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
-from halfstep.numerics.sites import Site
+from halfstep.numerics.sites import Site, within
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import Tape, key_of
 from halfstep.numerics.trials import (
@@ -120,8 +120,12 @@ class BadOp:
     @property
     def where(self) -> str:
         """Module and source line in one phrase."""
-        module = self.module or f"the root module{f' ({self.module_class})' if self.module_class else ''}"
-        return f"{module}{f', {self.site.where}' if self.site.where else ''}"
+        return self.placed.removeprefix("in ")
+
+    @property
+    def placed(self) -> str:
+        """`where` after an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
+        return f"{within(self.module, self.module_class)}{f', {self.site.where}' if self.site.where else ''}"
 
     @property
     def harmless(self) -> bool:
@@ -144,7 +148,7 @@ class BadOp:
         """The verdict in a few lines of plain text, without the cures."""
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
         shapes = ", ".join(map(str, self.inputs))
-        lines = [f"{self.phase}: {self.op} in {self.where} {verb}"]
+        lines = [f"{self.phase}: {self.op} {self.placed} {verb}"]
         if self.site.code:
             lines.append(f"  {self.site.code}")
         lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
@@ -469,7 +473,7 @@ def _told(trace: Trace) -> Told:
     known = can_rehearse(trace.collectives)
     if bad is None or bad.cause.kind == "rank":
         return Told(through=through, known=known)
-    story = f"{bad.phase}: {bad.op} in {bad.where}: {bad.cause.text}"
+    story = f"{bad.phase}: {bad.op} {bad.placed}: {bad.cause.text}"
     return Told(story, tuple(plain(c) for c in bad.cures), bad.underflow, through, known)
 
 

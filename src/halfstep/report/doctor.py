@@ -249,7 +249,9 @@ def _range(run: Sequence[Mapping[str, Any]]) -> str:
 def _cause(bad: Mapping[str, Any] | None) -> str:
     if bad is None:
         return "not traced"
-    return f"{bad['phase']}: {bad['op']} in {bad['module'] or 'the root module'}"
+    root = f"in the root module ({bad['module_class']})" if bad["module_class"] else "outside any module"
+    place = f"in {bad['module']}" if bad["module"] else root
+    return f"{bad['phase']}: {bad['op']} {place}"
 
 
 def _dtypes(document: Mapping[str, Any]) -> dict[str, Any] | None:
