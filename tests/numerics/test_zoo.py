@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from halfstep.compat.torch_amp import autocast
 from halfstep.numerics.trace import trace_step
 from tests.numerics.zoo import FAULTS
 
@@ -60,6 +61,28 @@ def test_the_cure_trains(fault):
     assert losses[-1] < losses[0]
     assert any(not torch.equal(a, b) for a, b in zip(start, case.model.parameters()))
     assert all(p.isfinite().all() for p in case.model.parameters())
+
+
+def test_the_inputs_told_are_those_of_the_users_call():
+    q, k = torch.full((2, 3, 12, 64), 90.0, dtype=torch.float16).unbind(0)
+
+    def step():
+        with autocast("cpu", dtype=torch.float16):
+            scores = q @ k.transpose(-2, -1)
+        scores.float().sum().backward()
+
+    q.requires_grad_()
+    bad = trace_step(step, try_cures=False).bad
+    assert (bad.op, [str(t) for t in bad.inputs]) == ("matmul", ["fp16[3, 12, 64]", "fp16[3, 64, 12]"])
+
+
+@pytest.mark.parametrize(("ill", "told"), [((5,), "16 values, all in row 5"), ((5, 7), "16 values")])
+def test_the_row_of_a_batch_that_is_not_finite_is_named(ill, told):
+    weight, y = torch.ones(16, requires_grad=True), torch.ones(16)
+    y[list(ill)] = -math.inf
+    bad = trace_step(lambda: (weight - y).abs().mean().backward(), try_cures=False).bad
+    assert bad.cause.kind == "data"
+    assert bad.cause.text.endswith(told)
 
 
 def test_there_are_enough_faults_and_cures():

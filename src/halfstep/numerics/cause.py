@@ -284,12 +284,15 @@ def counted(t: Tensor) -> str:
 
 def ill_values(t: Tensor) -> str:
     """How many values are not finite, and in which row, if it is one."""
-    t = t.detach()
-    rows = (
-        torch.nonzero(~torch.isfinite(t).reshape(t.shape[0], -1).all(1)).flatten() if t.dim() > 1 else t[:0]
-    )
-    row = f", all in row {int(rows[0])}" if rows.numel() == 1 else ""
-    return f"{counted(t)} of {t.numel()} values{row}"
+    return f"{counted(t.detach())} of {t.numel()} values{ill_row(t) if t.dim() > 1 else ''}"
+
+
+def ill_row(t: Tensor) -> str:
+    """The one row (of a batch: sample) that holds all values that are not finite, in words; else nothing."""
+    if t.dim() == 0 or t.shape[0] < 2 or not t.numel():
+        return ""
+    rows = torch.nonzero(~torch.isfinite(t.detach()).reshape(t.shape[0], -1).all(1)).flatten()
+    return f", all in row {int(rows[0])}" if rows.numel() == 1 else ""
 
 
 def _norm_words(node: Node, base: str) -> str:

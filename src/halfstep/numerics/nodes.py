@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -75,6 +76,24 @@ class Node:
     def tensors(self) -> list[Tensor]:
         """The tensor arguments, as they were before the op ran."""
         return tensors_in((self.args, self.kwargs))
+
+    def given(self) -> list[Tensor]:
+        """What the user's call was given, where this op only rounds its result; else its own tensors."""
+        if self.base != "_to_copy" or self.op == "cast" or not self.outs:
+            return self.tensors()
+        return self._given_to_call(self.outs[0].dtype)
+
+    def _given_to_call(self, dtype: torch.dtype) -> list[Tensor]:
+        """Follows ops of the same call to what they began with; what autocast made `dtype` is that."""
+        found: list[Tensor] = []
+        for t, parent in zip(self.tensors(), self.parents):
+            made = None if parent is None else parent[0]
+            own = made is not None and not made.dropped and made.site.call == self.site.call
+            if made is None or not own or (made.base == "_to_copy" and t.dtype == dtype):
+                found.append(t)
+            else:
+                found += made._given_to_call(dtype)
+        return found
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.actors import Actors
-from halfstep.numerics.cause import Cause, counted, explain, ill_values, outlying_weight
+from halfstep.numerics.cause import Cause, counted, explain, ill_row, ill_values, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import max_abs
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
@@ -372,7 +372,7 @@ def _bad_op(
     carried: tuple[str, ...] = (),
     underflow: bool = False,
 ) -> BadOp:
-    inputs = tuple(TensorInfo.of(t) for t in node.tensors())
+    inputs = tuple(TensorInfo.of(t) for t in node.given())
     outputs = tuple(TensorInfo.of(t) for t in node.outs)
     site = node.site
     return BadOp(
@@ -416,7 +416,8 @@ def _wrong_input(node: Node, tape: Tape, batch: Any) -> str:
     name = next((n for n, t in node.names.items() if not is_finite(t)), "")
     place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
     where = f" of {tape.batch}" if tape.batch else "" if place is None else f" (tensor {place} of the batch)"
-    return f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
+    row = ill_row(node.names.get(name, wrong))
+    return f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values{row}"
 
 
 def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:
