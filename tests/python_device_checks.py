@@ -12,6 +12,7 @@ import halfstep as hs
 from halfstep import devices
 from halfstep.autocast import casts
 from halfstep.conformance import GROUPS, battery, run_battery
+from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import kernels_of, register_kernels
 from halfstep.policy.ops import OpRow, Rule
 from halfstep.trainer import Trainer
@@ -51,6 +52,21 @@ def test_data_can_be_swapped_copied_saved_and_loaded():
     file.seek(0)
     loaded = torch.load(file, map_location="cpu")
     assert torch.equal(loaded["0.weight"], model[0].weight.detach().cpu())
+    file.seek(0)
+    here = torch.load(file)["0.weight"]
+    assert here.device.type == NAME
+    assert torch.equal(here.cpu(), loaded["0.weight"])
+
+
+def test_a_device_module_has_what_scripts_ask_of_it():
+    module = torch.get_device_module(NAME)
+    for device in (0, NAME, f"{NAME}:0", torch.device(NAME, 0)):
+        module.set_device(device)
+        module.synchronize(device)
+    assert module.current_device() == 0
+    module.synchronize()
+    with pytest.raises(ConfigError, match=f"give a device of {NAME}"):
+        module.set_device("cpu")
 
 
 def test_recurrent_cells_are_those_of_the_cpu():

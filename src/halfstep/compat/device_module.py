@@ -6,7 +6,9 @@ added to it; nothing of the vendor's is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -84,7 +86,53 @@ def _device_module(name: str) -> Any:
         module._is_in_bad_fork = lambda: False
         module.manual_seed_all = _seed_nothing
         torch._register_device_module(name, module)
-    return getattr(torch, name)
+    module = getattr(torch, name)
+    for public, made in _defaults(name).items():
+        if not hasattr(module, public):
+            setattr(module, public, made)
+    if not hasattr(module, "device"):
+        _let_files_be_read(name)
+    return module
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """What scripts ask of a device module, by what the device's guard can do."""
+
+    def index_of(device: Any) -> int | None:
+        if isinstance(device, int):
+            return device
+        given = torch.device(device)
+        if given.type != name:
+            raise ConfigError(f"torch.{name} was given {given}: give a device of {name}, or its number")
+        return given.index
+
+    def synchronize(device: Any = None) -> None:
+        with contextlib.suppress(RuntimeError):  # said by a backend without streams: nothing is under way
+            torch.accelerator.synchronize(None if device is None else index_of(device))
+
+    def set_device(device: Any) -> None:
+        index = index_of(device)
+        if index is not None:
+            torch.accelerator.set_device_index(index)
+
+    return {"set_device": set_device, "synchronize": synchronize}
+
+
+@functools.cache
+def _let_files_be_read(name: str) -> None:
+    """`torch.load` onto a device whose module has no `device`, which torch's own way of copying needs."""
+    here = re.compile(rf"{name}(:\d+)?")
+
+    def read(saved: Any, location: str) -> Any:
+        if here.fullmatch(location) is None:
+            return None
+        host = torch.empty(0, dtype=torch.uint8).set_(saved)
+        return host.to(location).untyped_storage()
+
+    torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda _: None, read)
+
+
+_BEFORE_TORCHS_OWN = 19
 
 
 def _seed_nothing(seed: int) -> None:
