@@ -314,3 +314,35 @@ def test_steps_of_two_optimizers_are_counted_as_iterations(tmp_path, here):
     sound = examine_script(path, [], 2, 0)
     assert sound.healthy
     assert "healthy over 2 steps" in sound.headline
+
+
+OUTLIER = """
+import torch
+from torch import nn
+from halfstep.trainer import Trainer
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return torch.exp(self.body(x))
+
+torch.manual_seed(0)
+model = Net()
+data = [torch.randn(8, 4) for _ in range(9)]
+data[4][3] *= FAULT
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+trainer = Trainer(model, optimizer, lambda out, y: out.float().mean(), dtype="bf16", progress=False)
+trainer.fit([(x, x) for x in data], steps=9)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_beyond_all_before_it_is_named_with_its_row(tmp_path, here):
+    document = examine_script(write(tmp_path, OUTLIER, -30000), [], 6, 0)
+    fault = document.faults[0]
+    assert (fault.step, fault.phase, fault.op) == (4, "forward", "exp")
+    assert re.search(r"x of batch 5 reaches \S+ in row 3, at most \S+ before it", document.headline)
+    assert "data" in [cure.kind for cure in fault.cures]

@@ -134,7 +134,11 @@ class Examiner:
         """What a model is called with."""
         floats = {n: t for n, t in names.items() if t.is_floating_point() and t.numel()}
         for name, top in zip(floats, tops(list(floats.values()))):
-            self.ledger.now.inputs[name] = max(top, self.ledger.now.inputs.get(name, 0.0))
+            now = self.ledger.now
+            if top > now.inputs.get(name, 0.0) and floats[name].dim():
+                rows = floats[name].detach().abs().reshape(len(floats[name]), -1).amax(1)
+                now.rows[name] = int(rows.argmax())
+            now.inputs[name] = max(top, now.inputs.get(name, 0.0))
 
     def on_loss(self, loss: Tensor) -> None:
         """Backward begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 import runpy
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.autocast.context import autocast
-from halfstep.doctor.document import Document, Fault, add_watched, findings_of
+from halfstep.doctor.document import CureFound, Document, Fault, add_watched, findings_of
 from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
@@ -160,7 +161,7 @@ class Hooks:
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
             with _disable_current_modes():
-                self._examiner.on_inputs(users_names(tensors))
+                self._examiner.on_inputs(_names_of_inputs(module, tensors))
 
     def _on_output(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
@@ -185,6 +186,15 @@ class Hooks:
             self._examiner.on_updated(optimizer)
         if self._depth == 0:
             self._examiner.on_step(optimizer, skipped=False, finite=True)
+
+
+def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
+    found = users_names(tensors)
+    if found or not tensors:
+        return found
+    arguments = [p.name for p in inspect.signature(module.forward).parameters.values()]
+    return dict(zip(arguments, tensors))
 
 
 def _in_backward() -> bool:
@@ -246,6 +256,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)
     for fault in document.bad:
         _say_since(fault, ledger)
+        _say_outlier(fault, ledger)
     was_traced = bool(traced.faults) or bad is None
     return Found(
         document,
@@ -285,6 +296,18 @@ def _say_since(fault: Fault, ledger: Ledger) -> None:
         text = f"{fault.cause.text}, since step {since + 1}"
         fault.summary = fault.summary.replace(fault.cause.text, text)
         fault.cause = replace(fault.cause, text=text)
+
+
+def _say_outlier(fault: Fault, ledger: Ledger) -> None:
+    """Adds to a cause within forward or backward the batch it came of, where that is out of proportion."""
+    name, told = ledger.outlier(fault.step)
+    if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
+        return
+    text = f"{fault.cause.text}; {told}"
+    fault.summary = fault.summary.replace(fault.cause.text, text)
+    fault.cause = replace(fault.cause, text=text)
+    words = "drop or clamp such batches where they are loaded"
+    fault.cures.append(CureFound("data", words, f"{name}.clamp(-k, k)"))
 
 
 def main(orders_path: str) -> None:

@@ -21,6 +21,8 @@ from halfstep.gradients.per_parameter import largest
 SPIKE = 1e3
 #: ... if it changes this share of the weights: after a rate of almost nothing any other is a great step.
 _MOVED = 0.1
+#: An input that is so many times the largest of the batches before it is the data's fault, if of so many.
+_OUTLYING, _BATCHES = 100, 3
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
 DIVERGED, _BLOWN = 1e4, 1e2
 
@@ -57,7 +59,7 @@ class Note:
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `still`: the share of the
-    16-bit weights with a gradient that an update left as they were.
+    16-bit weights with a gradient that an update left as they were. `rows`: where inputs are largest.
 
     Large because it is a record: a field for each thing that is noted of a step.
     """
@@ -77,6 +79,7 @@ class Note:
     gradient: float = 0.0
     silent: str = ""
     inputs: dict[str, float] = field(default_factory=dict[str, float])
+    rows: dict[str, int] = field(default_factory=dict[str, int])
     outputs: dict[str, float] = field(default_factory=dict[str, float])
     gradients: dict[str, float] = field(default_factory=dict[str, float])
     scale: float = 1.0
@@ -167,6 +170,20 @@ class Ledger:
     def skips(self) -> list[int]:
         """Iterations in which a step was skipped."""
         return sorted({note.number for note in self.notes if note.skipped})
+
+    def outlier(self, number: int) -> tuple[str, str]:
+        """The input of a step that is far beyond what earlier batches held: its name, and that in words."""
+        for note in (note for note in self.notes if note.number == number):
+            for name, top in note.inputs.items():
+                before = [n.inputs[name] for n in self.notes if n.number < number and name in n.inputs]
+                most = max(before, default=0.0)
+                if len(before) >= _BATCHES and math.isfinite(top) and top > _OUTLYING * most > 0:
+                    row = f" in row {note.rows[name]}" if name in note.rows else ""
+                    text = (
+                        f"{name} of batch {number + 1} reaches {top:.3g}{row}, at most {most:.3g} before it"
+                    )
+                    return name, text
+        return "", ""
 
     def settled(self) -> bool:
         """Whether skipped steps are no more than a scale finding its place: at the start, or few."""

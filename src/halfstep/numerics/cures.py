@@ -428,7 +428,7 @@ def _smaller_exponent(node: Node, cause: Cause, actors: Actors) -> Cure:
         text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.site)}"
         return _cure(_spec("clamp", node, limit), actors, text, f"{name or 'x'}.clamp(max={limit:g})")
 
-    first, *others = map(below, _EXPONENTS.get(cause.format, (80.0,)))
+    first, *others = map(below, _EXPONENTS.get(cause.format, (80.0, 20.0)))
     return replace(first, variants=tuple(others))
 
 
