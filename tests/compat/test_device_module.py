@@ -117,6 +117,16 @@ def test_the_page_for_vendors_leads_to_a_passing_battery(tmp_path):
     assert "mychip conforms" in printed
 
 
+def test_the_page_for_mlu_users_runs_on_a_device_of_that_name(tmp_path):
+    device = code_blocks(ROOT / "docs" / "new-accelerator.md", "python")[:2]
+    page = code_blocks(ROOT / "docs" / "migrating-from-mlu.md", "python")
+    assert len(page) == 2
+    script = tmp_path / "train.py"
+    script.write_text("\n".join([*device, *page]).replace('"mychip"', '"mlu"'))
+    done = run(str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 # --- without the device ------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from halfstep.scaling.grad_scaler import GradScaler
 _OURS = "__halfstep__"
 _kept: list[torch.library.Library] = []
 _policies: dict[str, str | Policy | None] = {}
+_first: dict[str, torch.dtype | None] = {}
 
 
 def install(row: Accelerator) -> None:
@@ -44,6 +45,8 @@ def install(row: Accelerator) -> None:
     if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
         module.get_amp_supported_dtype = _supported(*row.dtypes)
     _policies[row.name] = policy
+    fast = [t for t in row.dtypes if t in (torch.bfloat16, torch.float16) and t not in row.slow]
+    _first[row.name] = fast[0] if fast else None
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
     if not hasattr(torch.Tensor, row.name):
@@ -157,7 +160,7 @@ def _amp_module(name: str) -> ModuleType:
                 raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
             chosen = _policies.get(name) if policy is None else policy
             if dtype is None and enabled and not says_dtype(chosen):
-                dtype = devices.default_dtype(name)
+                dtype = _first.get(name) or devices.default_dtype(name)
             super().__init__(name, dtype, enabled, chosen)
 
     class DeviceGradScaler(GradScaler):

@@ -54,7 +54,8 @@ def register(
 
     Args:
         name: device type as in `torch.device(name)`.
-        dtypes: floating dtypes with kernels; fp32 needs no mention.
+        dtypes: floating dtypes with kernels; fp32 needs no mention. The first 16-bit one that is not slow
+            is what `torch.<name>.amp.autocast()` computes in.
         slow: those among them without fast kernels: LOW ops round and compute in fp32 instead.
         finite_check: `f(grads, found_inf, inv_scale)`: multiplies gradients in place, sets the 0-d fp32
             `found_inf` to 1 where one was not finite (torch's `_amp_foreach_non_finite_check_and_unscale_`).
