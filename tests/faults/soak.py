@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -87,10 +88,14 @@ WARM = 110
 
 
 def resident(amp):
-    """Bytes of this process, less the history of outcomes, which grows to 10,000 steps and no further."""
+    """Bytes that this process has for itself, less the history of outcomes, which ends at 10,000 steps.
+
+    Pages of libraries' files are left out: they are counted once they are touched, and belong to all.
+    """
     amp.history.clear()
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    told = Path("/proc/self/status").read_text()
+    return int(re.search(r"^RssAnon:\s+(\d+) kB", told, re.MULTILINE)[1]) * 1024
 
 
 def steady(rank, folder, seconds):
