@@ -1,5 +1,7 @@
 """Choices follow from given measurements; as data they are read, written, pinned and saved."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +93,18 @@ def test_a_choice_that_does_not_pay_in_a_layer_is_not_made() -> None:
     assert table.choose(CONV, "w") == Choice("rounded", "native", "rounded")
     assert table.pinned([Row(ROUNDED, op="gru")]).choose(linear, "iw") == NATIVE
     assert [cls.op for cls, _, _ in asked] == ["linear", "convolution", "linear"]
+
+
+def test_a_table_pinned_to_its_own_choices_is_itself_so_that_loads_pile_nothing_up() -> None:
+    table = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0})
+    table.choose(CONV, "iw")
+    assert table.pinned(table.rows) is table
+    assert restored(saved(table), table) is table
+    other = table.pinned([replace(table.rows[0], choice=NATIVE)])
+    assert other.choose(CONV, "iw") == NATIVE
+    assert restored(saved(other), other) is other
+    whole = restored([*saved(table), *to_plain([Row(NATIVE)])], table)
+    assert restored(saved(whole), whole) is whole
 
 
 def test_the_first_row_that_fits_holds_and_what_no_row_knows_is_native() -> None:

@@ -228,8 +228,13 @@ class KernelTable:
         return self._measure is not None
 
     def pinned(self, rows: Iterable[Row]) -> KernelTable:
-        """A table with these choices that goes on as this one for classes they do not speak of."""
+        """A table with these choices that goes on as this one for classes they do not speak of.
+
+        It is this one where they are its own: each table is held for good by the regions that ran under it.
+        """
         theirs = tuple(rows)
+        if all(row.exact is not None and self._knows(row) for row in theirs):
+            return self
         broad = [row for row in theirs if row.exact is None]
         mine = [
             row
@@ -240,6 +245,10 @@ class KernelTable:
         last = [row for row in mine if row.exact is None]
         asked = self._measure, self._overhead, "pinned", self.measured, self._pays
         return KernelTable((*exact, *broad, *last), *asked)
+
+    def _knows(self, row: Row) -> bool:
+        own = None if row.exact is None else self._known.get(row.exact)
+        return own is not None and own.choice == row.choice
 
     @property
     def digest(self) -> str:
@@ -400,6 +409,7 @@ def restored(state: object, own: KernelTable) -> KernelTable:
     except ValueError as error:
         raise CheckpointError(f"the kernels of a session state cannot be read: {error}") from error
     if any(row.fits_all for row in rows):
-        return KernelTable(rows, name="pinned")
+        same = to_plain(rows) == to_plain(own.rows) and not own.measures
+        return own if same else KernelTable(rows, name="pinned")
     agreed = own.measured or world_size() > 1
     return (own if agreed else table_of("measured")).pinned(rows)

@@ -348,6 +348,11 @@ _codes: dict[tuple[Policy, KernelTable], Code] = {}
 def _code_for(policy: Policy, kernels: KernelTable) -> Code:
     """A pair of dtypes that stands for a policy: by content, so that caches on disk tell policies apart."""
     if (policy, kernels) not in _codes:
+        if len(_policies) == len(_dtypes) ** 2:
+            raise UnsupportedError(
+                f"this process has used {len(_policies):,} pairs of a policy and a table of kernels, and can "
+                "tell no more apart: keep a policy and use it again, or start a new process"
+            )
         rules = sorted((name, row.rule.value) for name, row in policy.rows().items())
         place = int(hashlib.sha256(f"{policy} {rules} {kernels.digest}".encode()).hexdigest(), 16)
         while (code := (_dtypes[place % len(_dtypes)], _dtypes[place // 64 % len(_dtypes)])) in _policies:
