@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
-PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile docs README.md  # a page runs in order
+PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
 .PHONY: demo test test-all check docs machines bench gpu paper soak clean
 

@@ -45,6 +45,7 @@ def test_some_weight_gradients_fall_below_fp16_and_a_scale_saves_them():
     assert row["flushed_by_scale"]["1024"] < row["flushed_by_scale"]["8"] < row["flushed_by_scale"]["1"]
 
 
+@pytest.mark.exhaustive
 def test_activation_gradients_leave_most_of_the_range_unused():
     result = experiments.activation_gradients(0.1)
     assert result["unused_binades"] >= 8
