@@ -310,14 +310,15 @@ def amp_model(level, **options):
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
-def test_without_a_scale_a_plain_backward_is_as_good(level):
+def test_without_a_scale_a_plain_backward_is_as_good(level, recwarn):
     model, optimizer = amp_model(level)
     loss_of(model).backward()
     optimizer.step()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_is_scaled_is_not_told(level):
+def test_what_is_scaled_is_not_told(level, recwarn):
     model, optimizer = amp_model(level, loss_scale=128.0)
     optimizer.step()  # no gradients
     for delayed in (True, False):
@@ -327,6 +328,7 @@ def test_what_is_scaled_is_not_told(level):
     optimizer.step()  # the same gradients again
     optimizer.zero_grad()
     optimizer.step()
+    assert not recwarn.list
 
 
 def test_an_optimizer_that_scale_loss_does_not_name_is_told():

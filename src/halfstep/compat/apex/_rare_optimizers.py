@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, UnsupportedError
 
 
-class _PerParameter(torch.optim.Optimizer):
+class _PerParameter(torch.optim.Optimizer, ABC):
     """A step that goes parameter by parameter, in fp32."""
 
     takes_masters = True
@@ -42,8 +43,9 @@ class _PerParameter(torch.optim.Optimizer):
                 p.copy_(self._updated(group, p, p.float(), p.grad.float()))
         return loss
 
+    @abstractmethod
     def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The weight, in fp32, after a step with this gradient."""
 
 
 class FusedAdagrad(_PerParameter):

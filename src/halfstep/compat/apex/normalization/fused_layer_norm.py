@@ -109,8 +109,8 @@ def mixed_dtype_fused_rms_norm_affine(
     return F.rms_norm(x, list(_shape(normalized_shape)), w, eps).to(weight.dtype)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, which takes a weight of another dtype than its input's as well."""
+class _Normalizes:
+    """Apex's arguments of a normalization; `memory_efficient` is kept and changes nothing here."""
 
     def __init__(
         self,
@@ -119,26 +119,21 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        base: Any = super()
+        base.__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_Normalizes, nn.LayerNorm):
+    """torch's LayerNorm, which takes a weight of another dtype than its input's as well."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Normalizes, nn.RMSNorm):
     """torch's RMSNorm, which takes a weight of another dtype than its input's as well."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape]."""

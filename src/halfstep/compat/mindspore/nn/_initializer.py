@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from halfstep.errors import ConfigError
 
 
-class Initializer:
+class Initializer(ABC):
     """A way for a weight to begin; those of `common.initializer` say which."""
 
+    @abstractmethod
     def fill(self, t: torch.Tensor) -> None:
         """Write the values in place."""
-        raise NotImplementedError
 
 
 Init = str | float | torch.Tensor | Initializer | None
