@@ -164,7 +164,7 @@ def nasty():
     evil = "</script><img src=x onerror=alert(1)>'\""
     sample = {
         "step": 1,
-        "max_abs": 1.0,
+        "amax": 1.0,
         "dtype": "fp16",
         "first": -9,
         "counts": [1, 2],
@@ -174,11 +174,11 @@ def nasty():
         "scale": 1.0,
     }
     series = [
-        {"kind": kind, "path": f"{evil}{i}", "steps": [0, 1], "max_abs": [1.0, 2.0], "samples": [sample]}
+        {"kind": kind, "path": f"{evil}{i}", "steps": [0, 1], "amax": [1.0, 2.0], "samples": [sample]}
         for i in range(200)
         for kind in ("activation", "gradient")
     ]
-    tensor = [{"what": evil, "max_abs": "inf"}]
+    tensor = [{"what": evil, "amax": "inf"}]
     bad = {
         "step": 0,
         "harmless": False,
@@ -202,7 +202,7 @@ def nasty():
         "passed_on": [evil],
         "summary": evil,
     }
-    note = {"step": 0, "scale": 2.0, "taken": False, "max_abs": 1.0, "worst": evil}
+    note = {"step": 0, "scale": 2.0, "taken": False, "amax": 1.0, "worst": evil}
     return {
         "target": evil,
         "steps": 2,

@@ -96,7 +96,7 @@ def test_measure_equals_float64(dtype: torch.dtype, scale: float):
     stats = optimizer.measure(inv_scale=torch.full((), 0.5, device="cuda"))
     wide = torch.cat([p.grad for p in params if p.grad is not None]).double() * 0.5
     assert stats.norm.item() == pytest.approx(wide.norm().item(), rel=1e-6)
-    assert stats.max_abs.item() == wide.abs().max().float().item()
+    assert stats.amax.item() == wide.abs().max().float().item()
     assert bool(stats.finite)
     assert stats.norm.item() == optimizer.measure(inv_scale=0.5).norm.item()
     params[5].grad[39_999] = float("nan")

@@ -51,7 +51,7 @@ def test_what_the_pass_measures(dtype: torch.dtype, threads: int) -> None:
     assert measured is not None
     exact = math.sqrt(sum(float(g.double().pow(2).sum()) for g in grads))
     assert measured.norm == pytest.approx(exact, rel=1e-6)
-    assert measured.max_abs == max(float(g.abs().max()) for g in grads)
+    assert measured.amax == max(float(g.abs().max()) for g in grads)
     assert all(torch.equal(w, g.float()) for w, g in zip(wide, grads))
 
 
@@ -67,7 +67,7 @@ def test_a_sum_of_squares_that_cannot_be_trusted_is_not_given(value: float) -> N
 def test_gradients_that_are_all_zero_have_norm_zero() -> None:
     _, measured = widen([torch.zeros(LEAST, dtype=torch.bfloat16)])
     assert measured is not None
-    assert (measured.norm, measured.max_abs) == (0.0, 0.0)
+    assert (measured.norm, measured.amax) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_the_largest_magnitude_counts_gradients_of_fp32_weights_too() -> None:
     expected = max(expected, float(model.norm.bias.grad.abs().max()) / amp.loss_scale.read())
     with pytest.warns(HalfstepWarning, match="changed between"):
         outcome = amp.step()
-    assert float(outcome.max_abs) == pytest.approx(expected, rel=1e-6)
+    assert float(outcome.amax) == pytest.approx(expected, rel=1e-6)

@@ -92,11 +92,11 @@ def test_denormal_flushing_does_not_change_a_count(flush):
 
 
 @pytest.mark.parametrize("fmt", STORED, ids=str)
-def test_max_abs_is_the_largest_and_carries_nan(fmt):
+def test_amax_is_the_largest_and_carries_nan(fmt):
     t = torch.tensor([0.5, -1.75, 1.5]).to(fmt.torch_dtype)
-    assert hg.max_abs(t).item() == 1.75
-    assert math.isnan(hg.max_abs(torch.tensor([1.0, math.nan]).to(fmt.torch_dtype)))
-    assert hg.max_abs(t[:0]).item() == 0
+    assert hg.amax(t).item() == 1.75
+    assert math.isnan(hg.amax(torch.tensor([1.0, math.nan]).to(fmt.torch_dtype)))
+    assert hg.amax(t[:0]).item() == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
-from halfstep.gradients.per_parameter import EndsBuffer, ends_of, largest, magnitudes
+from halfstep.gradients.per_parameter import EndsBuffer, amaxes, amaxes_of, ends_of
 from halfstep.numerics.headroom import forecast, headroom, trend
 from halfstep.numerics.sampling import spread
 from halfstep.numerics.watch import watch
@@ -49,12 +49,12 @@ def test_what_is_seen_is_what_there_was():
     seen.collect()
     note = seen.notes[0]
     assert note.taken
-    assert note.max_abs == pytest.approx(max(g.abs().max().item() for g in grads), rel=1e-6)
+    assert note.amax == pytest.approx(max(g.abs().max().item() for g in grads), rel=1e-6)
     activation = seen.series["activation", "a"].samples[0]
-    assert activation.max_abs == pytest.approx(out.abs().max().item(), rel=1e-6)
+    assert activation.amax == pytest.approx(out.abs().max().item(), rel=1e-6)
     assert activation.total == out.numel()
     update = seen.series["update", "a.weight"].samples[0]
-    assert update.max_abs == pytest.approx((model.a.weight - before).abs().max().item(), rel=1e-6)
+    assert update.amax == pytest.approx((model.a.weight - before).abs().max().item(), rel=1e-6)
     assert seen.series["weight", "a.weight"].samples[0].total == 16
 
 
@@ -83,7 +83,7 @@ def test_accumulation_counts_every_microbatch_and_the_final_gradient():
     seen.collect()
     assert seen.series["activation", "a"].samples[0].total == 24
     assert seen.series["gradient", "a.weight"].samples[0].total == 16
-    assert seen.notes[0].max_abs == pytest.approx(expected, rel=1e-6)
+    assert seen.notes[0].amax == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")])
@@ -102,11 +102,11 @@ def test_a_session_s_gradients_are_noted_as_backward_left_them(level, dtype, own
                 amp.backward(loss)
             expected.append({n: p.grad.abs().max().item() for n, p in model.named_parameters()})
             amp.step(clip_norm=1e-3)
-    assert [n.max_abs for n in seen.notes] == [max(e.values()) for e in expected]
+    assert [n.amax for n in seen.notes] == [max(e.values()) for e in expected]
     assert [n.worst for n in seen.notes] == [max(e, key=e.get) for e in expected]
     for name in expected[0]:
         series = seen.series["gradient", name]
-        assert series.max_abs == [e[name] for e in expected]
+        assert series.amax == [e[name] for e in expected]
         assert [s.step for s in series.samples] == [0, 2]
         assert seen.series["update", name].samples[0].total == dict(model.named_parameters())[name].numel()
 
@@ -120,7 +120,7 @@ def test_each_optimizer_s_step_notes_its_own_gradients():
         tops = [max(p.grad.abs().max().item() for p in m.parameters()) for m in (model.a, model.b)]
         amp.step(first)
         amp.step(second)
-    assert [n.max_abs for n in seen.notes] == tops
+    assert [n.amax for n in seen.notes] == tops
     assert [n.worst[0] for n in seen.notes] == ["a", "b"]
 
 
@@ -132,7 +132,7 @@ def test_released_gradients_are_noted():
     with watch(model, amp, every=1) as seen:
         amp.backward(model(x).square().mean())
         amp.step()
-    assert seen.notes[0].max_abs == max(g.abs().max().item() for g in grads)
+    assert seen.notes[0].amax == max(g.abs().max().item() for g in grads)
     assert not any(p._backward_hooks for p in model.parameters())
 
 
@@ -147,8 +147,8 @@ def test_largest_of_any_dtype_and_layout():
         torch.sparse_coo_tensor([[0, 0, 4]], [2.0, 3.0, -4.0], (9,), check_invariants=True),
     ]
     expected = torch.tensor([3.0, 1e300, math.nan, math.inf, 0.0, 5.0, 5.0], dtype=torch.float64)
-    assert torch.equal(largest(given).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
-    one_by_one = magnitudes([EndsBuffer(g).take(g) for g in given])
+    assert torch.equal(amaxes(given).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
+    one_by_one = amaxes_of([EndsBuffer(g).take(g) for g in given])
     assert torch.equal(one_by_one.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
 
 
@@ -209,9 +209,9 @@ def test_largest_is_the_same_by_kernel(dtype):
     torch.manual_seed(0)
     tensors = [torch.randn(n).to(dtype) for n in (200_000, 128, 1, 70_000, 131_073)]
     tensors[1][3], tensors[3][-1], tensors[2][0] = math.nan, -math.inf, 3e-39
-    one_by_one = magnitudes([ends_of(t) for t in tensors])
-    assert torch.equal(largest(tensors).nan_to_num(nan=-1), one_by_one.nan_to_num(nan=-1))
-    assert largest([*tensors, torch.empty(0, dtype=dtype)])[-1] == 0
+    one_by_one = amaxes_of([ends_of(t) for t in tensors])
+    assert torch.equal(amaxes(tensors).nan_to_num(nan=-1), one_by_one.nan_to_num(nan=-1))
+    assert amaxes([*tensors, torch.empty(0, dtype=dtype)])[-1] == 0
 
 
 @pytest.mark.parametrize("level", ["O2", None])

@@ -72,10 +72,10 @@ def test_kernels_equal_reference(row: Any):
 def test_measure_equals_float64(dtype: torch.dtype):
     g = torch.Generator().manual_seed(5)
     grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
-    finite, norm, max_abs = cpus_.measure(grads, 0.5)
+    finite, norm, amax = cpus_.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
-    assert max_abs == pytest.approx(wide.abs().max().item(), rel=1e-7)
+    assert amax == pytest.approx(wide.abs().max().item(), rel=1e-7)
     assert finite
 
 
@@ -85,9 +85,9 @@ def test_measure_equals_float64(dtype: torch.dtype):
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
     grad[place] = bad
-    finite, _, max_abs = cpus_.measure([good, grad], 1.0)
+    finite, _, amax = cpus_.measure([good, grad], 1.0)
     assert not finite
-    assert not math.isfinite(max_abs)
+    assert not math.isfinite(amax)
 
 
 def test_half_conversions_equal_torch_for_every_pattern():

@@ -97,7 +97,7 @@ def test_the_comparison_is_no_wider_than_the_window(tmp_path, width):
 
 def ill():
     """A document whose page draws each of its charts."""
-    note = {"scale": 1024.0, "taken": True, "max_abs": 1.0, "worst": "a"}
+    note = {"scale": 1024.0, "taken": True, "amax": 1.0, "worst": "a"}
     history = [{**note, "step": i, "taken": i != 3, "scale": 1024.0 if i < 4 else 512.0} for i in range(9)]
     return nasty() | {
         "headline": "train.py: not healthy: step 4, a line: a cause; cure: x",

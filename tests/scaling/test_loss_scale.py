@@ -165,7 +165,7 @@ def test_state_round_trip(scale, adjust):
         (lambda: DynamicLossScale(hysteresis=0), "hysteresis"),
         (lambda: DynamicLossScale(min=4.0, max=2.0), "min=4.0"),
         (lambda: HeadroomLossScale(window=0), "window"),
-        (lambda: HeadroomLossScale().adjust(True), "max_abs"),
+        (lambda: HeadroomLossScale().adjust(True), "amax"),
         (lambda: NoLossScale().with_value(2.0), "NoLossScale"),
         (lambda: LossScale.from_state({"kind": "Magic"}), "Magic"),
         (lambda: LossScale.from_state({"kind": "StaticLossScale", "volume": 11}), "volume"),
@@ -290,6 +290,10 @@ def test_headroom_keeps_bits_to_spare_and_is_a_power_of_two():
         scale = scale.adjust(True, peak)
     assert math.frexp(scale.read())[0] == 0.5
     assert scale.read() * 0.7 * 8 <= 65504 < scale.read() * 0.7 * 16
+
+
+def test_headroom_takes_the_magnitude_under_its_earlier_name_too():
+    assert HeadroomLossScale().adjust(True, max_abs=4.0) == HeadroomLossScale().adjust(True, amax=4.0)
 
 
 def test_headroom_forgets_after_its_window():

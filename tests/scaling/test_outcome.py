@@ -15,8 +15,8 @@ def outcome(finite: bool = True, **kwargs) -> Outcome:
 
 
 def test_reads_device_scalars_as_plain_values():
-    o = outcome(scale=torch.tensor(4.0), grad_norm=torch.tensor(2.0, dtype=torch.float64), max_abs=1, step=7)
-    plain = {"taken": True, "finite": True, "scale": 4.0, "grad_norm": 2.0, "max_abs": 1.0}
+    o = outcome(scale=torch.tensor(4.0), grad_norm=torch.tensor(2.0, dtype=torch.float64), amax=1, step=7)
+    plain = {"taken": True, "finite": True, "scale": 4.0, "grad_norm": 2.0, "amax": 1.0}
     assert o.read().as_dict() == plain | {"reason": "", "step": 7}
     assert all(getattr(o, name) == value for name, value in o.read().as_dict().items())
 
@@ -53,8 +53,9 @@ def test_reading_is_one_transfer(monkeypatch):
     copies = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: copies.append(t) or original(t))
-    o = outcome(scale=torch.tensor(8.0), grad_norm=torch.tensor(1.0), max_abs=torch.tensor(0.5))
-    assert (o.scale, o.grad_norm, o.max_abs, o.taken) == (8.0, 1.0, 0.5, True)
+    o = outcome(scale=torch.tensor(8.0), grad_norm=torch.tensor(1.0), amax=torch.tensor(0.5))
+    assert (o.scale, o.grad_norm, o.amax, o.taken) == (8.0, 1.0, 0.5, True)
+    assert o.max_abs == o.amax, "its earlier name"
     assert len(copies) == 1
 
 

@@ -115,7 +115,7 @@ def test_scales_say_whether_they_can_go_lower():
         def __init__(self, value):
             self.value = value
 
-        def adjust(self, finite, max_abs=None):
+        def adjust(self, finite, amax=None):
             return self if finite else Halving(max(self.value / 2, 0.25))
 
     lowest = [hs.scaling.NoLossScale(), StaticLossScale(4.0), DynamicLossScale(1.0), Halving(0.25)]

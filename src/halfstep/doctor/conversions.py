@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.formats import dtype_name, format_of
 from halfstep.names import canonical
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.sites import look
 
 _LOST = 0.5
@@ -73,7 +73,7 @@ def _sizes(models: list[nn.Module]) -> dict[str, _Size]:
                 if p.is_floating_point() and not p.is_meta:
                     owner = name.rpartition(".")[0]
                     kind = type(modules[owner]).__name__ if owner in modules else ""
-                    top = float(max_abs(p)) if p.numel() else 0.0
+                    top = float(amax(p)) if p.numel() else 0.0
                     infinite = 0 if math.isfinite(top) else int(torch.isinf(p).sum())
                     found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, top, owner, kind)
     return found

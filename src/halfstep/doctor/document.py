@@ -30,7 +30,7 @@ class TensorSeen:
     """A tensor in words (`fp16[16, 8]`) and its largest magnitude."""
 
     what: str
-    max_abs: float
+    amax: float
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def fault_of(step: int, bad: BadOp, harmless: bool = False) -> Fault:
 
 
 def _tensor(t: TensorInfo) -> TensorSeen:
-    return TensorSeen(str(t), t.max_abs)
+    return TensorSeen(str(t), t.amax)
 
 
 def _cure(cure: Cure) -> CureFound:
@@ -289,7 +289,7 @@ def add_watched(document: Document, seen: Watch, until: int | None = None) -> No
             "path": s.path,
             "class": seen.class_of(s.path),
             "steps": s.steps,
-            "max_abs": s.max_abs,
+            "amax": s.amax,
             "samples": [dict(sample.__dict__) for sample in _up_to(s.samples, until)[-1:]],
         }
         for kind in _KINDS
@@ -297,7 +297,7 @@ def add_watched(document: Document, seen: Watch, until: int | None = None) -> No
         if s.kind == kind
     ]
     document.history = [
-        {"step": n.step, "scale": n.scale, "taken": n.taken, "max_abs": n.max_abs, "worst": n.worst}
+        {"step": n.step, "scale": n.scale, "taken": n.taken, "amax": n.amax, "worst": n.worst}
         for n in seen.notes
     ]
     document.forecasts = [str(f) for f in seen.forecasts()]

@@ -28,7 +28,7 @@ from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
 from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.sites import users_names
 
 
@@ -174,7 +174,7 @@ class Hooks:
             return
         if out.is_floating_point() and out.numel() > 8:
             with _disable_current_modes():
-                self._examiner.on_output(module, float(max_abs(out.detach())))
+                self._examiner.on_output(module, float(amax(out.detach())))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with _disable_current_modes():
@@ -276,7 +276,7 @@ def _count_the_first(document: Document, ledger: Ledger) -> None:
     if document.history and document.history[0]["step"] == 1:
         worst = max(first.gradients, key=lambda name: first.gradients[name], default="")
         row = {"step": first.number, "scale": first.scale, "taken": not first.skipped}
-        document.history.insert(0, {**row, "max_abs": first.gradient, "worst": worst})
+        document.history.insert(0, {**row, "amax": first.gradient, "worst": worst})
     for row in document.history:  # the watch counts the steps of all optimizers
         row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
     skips = ledger.skips

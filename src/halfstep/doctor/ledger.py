@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.gradients.per_parameter import largest
+from halfstep.gradients.per_parameter import amaxes
 
 #: An update that is so many times the largest one before it is no training step ...
 SPIKE = 1e3
@@ -88,7 +88,7 @@ class Note:
 
 def tops(tensors: Sequence[Tensor]) -> list[float]:
     """The largest magnitude of each tensor, NaN or inf where one value is."""
-    return [] if not tensors else [float(x) for x in largest(tensors).tolist()]
+    return [] if not tensors else [float(x) for x in amaxes(tensors).tolist()]
 
 
 @torch.no_grad()

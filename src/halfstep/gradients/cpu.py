@@ -115,5 +115,5 @@ def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
     total, top = found[0] if found else (0.0, 0.0)
     for squares, peak in found[1:]:
         total, top = total + squares, float(np.maximum(top, peak))
-    norm, max_abs = c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value
-    return GradStats(math.isfinite(top), norm, max_abs)
+    norm, amax = c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value
+    return GradStats(math.isfinite(top), norm, amax)

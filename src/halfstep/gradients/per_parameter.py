@@ -53,7 +53,7 @@ class EndsBuffer:
         return gradient.device == self._pair.device and gradient.dtype == self._pair.dtype
 
 
-def magnitudes(ends: Sequence[Ends]) -> Tensor:
+def amaxes_of(ends: Sequence[Ends]) -> Tensor:
     """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
     scalars = [end for pair in ends for end in pair]
     both = _together(scalars, home_device(scalars)).view(-1, 2)
@@ -71,7 +71,7 @@ def ends_of(t: Tensor) -> Ends:
 
 
 @torch.no_grad()
-def largest(gradients: Sequence[Tensor]) -> Tensor:
+def amaxes(gradients: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each gradient: [n], fp32 (fp64 if one is), NaN where there is one.
 
     Gradients may differ in dtype and device; of a sharded one only the local shard is looked at.
@@ -80,7 +80,7 @@ def largest(gradients: Sequence[Tensor]) -> Tensor:
     home = home_device(tensors)
     if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
         kernels = _kernels() if _fit(tensors) else None
-        return _peaks(kernels, tensors) if kernels else magnitudes([ends_of(t) for t in tensors])
+        return _peaks(kernels, tensors) if kernels else amaxes_of([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
     return _together(norms, home)
 
@@ -128,7 +128,7 @@ def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Magnitudes:
+class Amaxes:
     """The largest gradients of one step on their way to the host; `fate` is its scale and whether it was
     taken, None where they travel behind the magnitudes."""
 
@@ -140,7 +140,7 @@ class Magnitudes:
     @classmethod
     def of(
         cls, step: int, names: Sequence[str], tops: Tensor, scale: float | Tensor, taken: bool | Tensor
-    ) -> Magnitudes:
+    ) -> Amaxes:
         """Packs `tops` [n], and what of the step's fate is still on the device, into one copy."""
         if isinstance(scale, Tensor) or isinstance(taken, Tensor):
             late = [torch.as_tensor(x, dtype=tops.dtype, device=tops.device).view(1) for x in (scale, taken)]

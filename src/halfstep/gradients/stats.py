@@ -40,14 +40,14 @@ _Peak = TypeVar("_Peak", covariant=True, default=Tensor)
 class GradStats(NamedTuple, Generic[_Flag, _Norm, _Peak]):
     """What one look at gradients found: 0-d tensors on one device, unless `HostStats` or `AnyStats` is said.
 
-    `norm` and `max_abs` are float32 (float64 if any gradient is) and describe the unscaled gradients. Where
+    `norm` and `amax` are float32 (float64 if any gradient is) and describe the unscaled gradients. Where
     `finite` is false they are inf or NaN.
     """
 
     finite: _Flag
     norm: _Norm
     """2-norm."""
-    max_abs: _Peak
+    amax: _Peak
     """Largest magnitude."""
 
 
@@ -55,7 +55,7 @@ HostStats = GradStats[bool, float, float]
 """The same as Python values, which are cheaper on a CPU."""
 
 AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
-"""Either; `max_abs` is None where nobody asked for it."""
+"""Either; `amax` is None where nobody asked for it."""
 
 
 #: Below this many elements one call costs more than a copy: such tensors are joined first.
@@ -76,7 +76,7 @@ def measure(
     left out. The answer lies on `device`, by default the first accelerator met. Norms are accumulated in at
     least float32, per tensor and then over tensors, as `torch.nn.utils.clip_grad_norm_` does, so float32
     norms are bit-identical to its. Where the squares of finite gradients overflow float32 (a norm above
-    1.8e19) the norm is recomputed in float64 on a CPU, elsewhere replaced by max_abs * sqrt(elements).
+    1.8e19) the norm is recomputed in float64 on a CPU, elsewhere replaced by amax * sqrt(elements).
     """
     tensors = [t for g in grads if g is not None and (t := dense_values(g.detach())).numel()]
     home = device or (home_device(tensors) if tensors else torch.device("cpu"))
@@ -84,14 +84,14 @@ def measure(
         zero = torch.zeros((), device=home)
         return GradStats(torch.ones((), dtype=torch.bool, device=home), zero, zero)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
-    max_abs = _peak(tensors, home)
-    finite = torch.isfinite(max_abs)
-    norm = _rescue(norm, max_abs, finite, tensors)
+    amax = _peak(tensors, home)
+    finite = torch.isfinite(amax)
+    norm = _rescue(norm, amax, finite, tensors)
     if inv_scale is not None:
         if isinstance(inv_scale, Tensor):
             inv_scale = inv_scale.to(home, non_blocking=True)
-        norm, max_abs = norm * inv_scale, max_abs * inv_scale
-    return GradStats(finite, norm, max_abs)
+        norm, amax = norm * inv_scale, amax * inv_scale
+    return GradStats(finite, norm, amax)
 
 
 @torch.no_grad()
@@ -134,14 +134,14 @@ def measure_shards(
     kept = [t for tensors in sets.values() for t in tensors]
     home = home_device(kept) if kept else torch.device("cpu")
     found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
-    squares, max_abs = torch.stack([a for a, _ in found]).sum(), _gather([b for _, b in found], home).amax()
+    squares, amax = torch.stack([a for a, _ in found]).sum(), _gather([b for _, b in found], home).amax()
     if stages is not None:
-        squares, max_abs = distributed.sums_over((stages,), squares, max_abs)
-    finite, norm = torch.isfinite(max_abs), squares.sqrt().to(max_abs.dtype)
+        squares, amax = distributed.sums_over((stages,), squares, amax)
+    finite, norm = torch.isfinite(amax), squares.sqrt().to(amax.dtype)
     if inv_scale is not None:
         factor = inv_scale.to(home, non_blocking=True) if isinstance(inv_scale, Tensor) else inv_scale
-        norm, max_abs = norm * factor, max_abs * factor
-    return GradStats(finite, norm, max_abs)
+        norm, amax = norm * factor, amax * factor
+    return GradStats(finite, norm, amax)
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def measure_over_ranks(
     must call this. Gradients that are not sharded count once: after DDP each rank holds the same.
     """
     total = measure_shards(grads, inv_scale)
-    return GradStats(~distributed.all_ranks(~total.finite, group), total.norm, total.max_abs)
+    return GradStats(~distributed.all_ranks(~total.finite, group), total.norm, total.amax)
 
 
 def combine(parts: Sequence[GradStats]) -> GradStats:
@@ -184,7 +184,7 @@ def combine(parts: Sequence[GradStats]) -> GradStats:
     home = home_device([part.norm for part in parts])
     finite = torch.stack([part.finite.to(home, non_blocking=True) for part in parts]).all()
     norm = torch.linalg.vector_norm(_gather([part.norm for part in parts], home))
-    return GradStats(finite, norm, _gather([part.max_abs for part in parts], home).amax())
+    return GradStats(finite, norm, _gather([part.amax for part in parts], home).amax())
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
@@ -225,12 +225,12 @@ def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
     return _gather(extremes, home).abs().amax()
 
 
-def _rescue(norm: Tensor, max_abs: Tensor, finite: Tensor, tensors: list[Tensor]) -> Tensor:
+def _rescue(norm: Tensor, amax: Tensor, finite: Tensor, tensors: list[Tensor]) -> Tensor:
     """Replace a norm that overflowed although every gradient is finite."""
     if norm.dtype == torch.float64:
         return norm
     if norm.device.type != "cpu":
-        bound = max_abs * math.sqrt(sum(t.numel() for t in tensors))
+        bound = amax * math.sqrt(sum(t.numel() for t in tensors))
         return torch.where(finite & torch.isinf(norm), bound, norm)
     if bool(torch.isinf(norm)) and bool(finite):
         exact = [torch.linalg.vector_norm(t, dtype=torch.float64).cpu() for t in tensors]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.nodes import Node, is_finite, tensors_in
 from halfstep.numerics.tape import key_of, written_by
 
@@ -190,7 +190,7 @@ def _bad_dtype(node: Node) -> torch.dtype:
 
 
 def _top(tensors: list[Tensor]) -> float:
-    return max((float(max_abs(t)) for t in tensors if t.is_floating_point()), default=0.0)
+    return max((float(amax(t)) for t in tensors if t.is_floating_point()), default=0.0)
 
 
 def _all_finite(tensors: list[Tensor] | None) -> bool:

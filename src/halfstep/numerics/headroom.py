@@ -20,12 +20,12 @@ FAR = 10.0
 CLEAR = 4.0
 
 
-def headroom(max_abs: float, fmt: str | Format) -> float:
-    """Bits between `max_abs` and the largest number of `fmt`; inf for 0, -inf where it is not finite."""
+def headroom(amax: float, fmt: str | Format) -> float:
+    """Bits between `amax` and the largest number of `fmt`; inf for 0, -inf where it is not finite."""
     fmt = format_of(fmt)
-    if not math.isfinite(max_abs):
+    if not math.isfinite(amax):
         return -math.inf
-    return math.log2(fmt.max / max_abs) if max_abs > 0 else math.inf
+    return math.log2(fmt.max / amax) if amax > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Trend:
         return abs(self.slope) > CLEAR * self.error and abs(self.slope) > 1e-9
 
 
-def trend(steps: Sequence[int], max_abs: Sequence[float]) -> Trend | None:
+def trend(steps: Sequence[int], amax: Sequence[float]) -> Trend | None:
     """Least-squares line through the last WINDOW finite, nonzero points; None with fewer than LEAST."""
-    points = [(s, math.log2(m)) for s, m in zip(steps, max_abs) if m > 0 and math.isfinite(m)][-WINDOW:]
+    points = [(s, math.log2(m)) for s, m in zip(steps, amax) if m > 0 and math.isfinite(m)][-WINDOW:]
     if len(points) < LEAST:
         return None
     n = len(points)
@@ -73,13 +73,13 @@ class Forecast:
 
 
 def forecast(
-    path: str, kind: str, steps: Sequence[int], max_abs: Sequence[float], fmt: Format
+    path: str, kind: str, steps: Sequence[int], amax: Sequence[float], fmt: Format
 ) -> Forecast | None:
     """When the tensor outgrows `fmt`; None without a clear trend upward, or beyond 6 times what was seen."""
-    line = trend(steps, max_abs)
+    line = trend(steps, amax)
     if line is None or not line.clear or line.slope <= 0 or math.log2(fmt.max) - line.now > FAR:
         return None
-    lately = trend(steps[-LEAST:], max_abs[-LEAST:])
+    lately = trend(steps[-LEAST:], amax[-LEAST:])
     if lately is None or lately.slope < line.slope / 2:
         return None  # the growth of early training, which flattens out
     left = (math.log2(fmt.max) - line.now) / line.slope

@@ -269,7 +269,7 @@ def count(t: Tensor) -> Counts:
     return Counts(fmt.name, bins)
 
 
-def max_abs(t: Tensor) -> Tensor:
+def amax(t: Tensor) -> Tensor:
     """Largest magnitude as a 0-d tensor of `t`'s dtype on its device; NaN if there is one, 0 when empty.
 
     One pass of aminmax, which carries NaN along: the result is finite exactly when every element is.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.sites import Site, op_label
 
 
@@ -18,7 +18,7 @@ def is_finite(t: Tensor) -> bool:
     """Whether every element is finite (reads the device); integer tensors always are."""
     if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
         return True
-    return math.isfinite(max_abs(t).item())
+    return math.isfinite(amax(t).item())
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
-from halfstep.gradients.per_parameter import largest
+from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.nodes import is_finite, tensors_in
 from halfstep.numerics.snapshot import Snapshot
@@ -193,7 +193,7 @@ class Replayable:
 
 def _holds_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
     gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    return bool(gradients) and not math.isfinite(float(largest(gradients).max()))
+    return bool(gradients) and not math.isfinite(float(amaxes(gradients).max()))
 
 
 def _outcomes(actors: Actors) -> int:

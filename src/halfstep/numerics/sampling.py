@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.devices.transfer import send_to_host
 from halfstep.formats import FORMATS, dtype_name
-from halfstep.gradients.per_parameter import Ends, ends_of, magnitudes
+from halfstep.gradients.per_parameter import Ends, amaxes_of, ends_of
 from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent
 from halfstep.numerics.series import Sample
 from halfstep.trees import dense_values
@@ -91,7 +91,7 @@ class Late:
     def counts(cls, step: int, found: Mapping[Any, Seen], scale: float | Tensor) -> Late:
         """Sampled histograms and largest magnitudes by (kind, name)."""
         bins = _finished(list(found.values()))
-        tops = magnitudes([seen.ends for seen in found.values()]).double()
+        tops = amaxes_of([seen.ends for seen in found.values()]).double()
         last = torch.as_tensor(scale, dtype=torch.float64, device=tops.device).view(1)
         packed = torch.cat([*bins, tops, last])
         shapes = tuple(

@@ -10,7 +10,7 @@ class Sample:
     """One tensor at one step: `counts` from exponent `first` on, and what an exponent cannot tell."""
 
     step: int
-    max_abs: float
+    amax: float
     dtype: str
     first: int
     counts: tuple[int, ...]
@@ -29,25 +29,25 @@ class Sample:
 class Series:
     """What was seen of one tensor: `kind` is weight, activation, activation_grad, gradient or update.
 
-    `steps` and `max_abs` go back to the start (thinned when long); `samples` are the latest histograms.
+    `steps` and `amax` go back to the start (thinned when long); `samples` are the latest histograms.
     """
 
     path: str
     kind: str
     steps: list[int] = field(default_factory=list)
-    max_abs: list[float] = field(default_factory=list)
+    amax: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, sample: Sample, keep: int) -> None:
         """Appends a sample; the oldest histogram goes when there are more than `keep`."""
-        self.note(sample.step, sample.max_abs)
+        self.note(sample.step, sample.amax)
         self.samples.append(sample)
         del self.samples[:-keep]
 
-    def note(self, step: int, max_abs: float) -> None:
+    def note(self, step: int, amax: float) -> None:
         """Appends a largest magnitude alone."""
         self.steps.append(step)
-        self.max_abs.append(max_abs)
+        self.amax.append(amax)
         if len(self.steps) > 4096:
             half = len(self.steps) // 2
-            self.steps[:half], self.max_abs[:half] = self.steps[:half:2], self.max_abs[:half:2]
+            self.steps[:half], self.amax[:half] = self.steps[:half:2], self.amax[:half:2]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.sites import (
     ModuleStack,
@@ -208,7 +208,7 @@ class Tape:
         """Notes where backward begins."""
         if self.check("loss", "loss", loss):
             self._busy, busy = True, self._busy
-            self.root_top = max(self.root_top, float(max_abs(loss)) if loss.numel() == 1 else 0.0)
+            self.root_top = max(self.root_top, float(amax(loss)) if loss.numel() == 1 else 0.0)
             self._busy = busy
 
     def module_name(self, module: nn.Module) -> str:

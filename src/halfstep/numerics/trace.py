@@ -20,7 +20,7 @@ from halfstep.formats import dtype_name
 from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause, counted, explain, ill_row, ill_values, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
-from halfstep.numerics.histogram import max_abs
+from halfstep.numerics.histogram import amax
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.sites import Site, within
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
@@ -48,12 +48,12 @@ class TensorInfo:
 
     dtype: str
     shape: tuple[int, ...]
-    max_abs: float
+    amax: float
 
     @classmethod
     def of(cls, t: Tensor) -> TensorInfo:
         """Describes `t`."""
-        top = abs(float(max_abs(t))) if t.is_floating_point() or t.is_complex() else 0.0
+        top = abs(float(amax(t))) if t.is_floating_point() or t.is_complex() else 0.0
         return cls(dtype_name(t.dtype), tuple(t.shape), top)
 
     def __str__(self) -> str:
@@ -390,7 +390,7 @@ def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
         return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name)
-    large = {n: float(max_abs(t)) for n, t in node.names.items() if t.is_floating_point()}
+    large = {n: float(amax(t)) for n, t in node.names.items() if t.is_floating_point()}
     name = max(large, key=lambda n: large[n], default="")
     if name and large[name] > 1e3 and node.phase != "backward":
         return replace(cause, text=f"{cause.text}; {name} reaches {large[name]:.3g}")

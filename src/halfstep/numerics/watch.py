@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, format_of
-from halfstep.gradients.per_parameter import Ends, EndsBuffer, Magnitudes, largest, magnitudes, worst_of
+from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, worst_of
 from halfstep.names import canonical
 from halfstep.numerics.actors import is_session
 from halfstep.numerics.headroom import Forecast, forecast, headroom
@@ -44,7 +44,7 @@ class StepNote:
     """One step: largest gradient over all parameters (as backward left it, scale included), and its fate."""
 
     step: int
-    max_abs: float
+    amax: float
     scale: float
     taken: bool
     worst: str
@@ -52,7 +52,7 @@ class StepNote:
     @property
     def finite(self) -> bool:
         """Whether every gradient was."""
-        return math.isfinite(self.max_abs)
+        return math.isfinite(self.amax)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Watch:
         self._seen: dict[tuple[str, str], Seen] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
-        self._late: deque[Late | Magnitudes] = deque()
+        self._late: deque[Late | Amaxes] = deque()
         self._scale_of_step = self._scale()
         self._handles: list[Any] = []
         self._install()
@@ -215,7 +215,7 @@ class Watch:
         found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
         if not found:
             return
-        tops = largest(list(found.values()))
+        tops = amaxes(list(found.values()))
         self._gradients = tuple(found), tops
         if self._sampling:
             for (name, gradient), top in zip(found.items(), tops):
@@ -320,9 +320,9 @@ class Watch:
                 self._count("weight", name, parameter)
             self._late.append(Late.counts(self.step, self._seen, scale))
         if self._ends:
-            self._gradients = tuple(self._ends), magnitudes(list(self._ends.values()))
+            self._gradients = tuple(self._ends), amaxes_of(list(self._ends.values()))
         if self._gradients is not None:
-            self._late.append(Magnitudes.of(self.step, *self._gradients, scale, taken))
+            self._late.append(Amaxes.of(self.step, *self._gradients, scale, taken))
         self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
@@ -337,7 +337,7 @@ class Watch:
         """Takes in what has arrived on the host; with `wait`, all of it."""
         while self._late and (wait or self._late[0].arrived):
             late = self._late.popleft()
-            if isinstance(late, Magnitudes):
+            if isinstance(late, Amaxes):
                 self._take_note(late)
             else:
                 late.deliver(self)
@@ -360,7 +360,7 @@ class Watch:
         self.collect(wait=False)
         return self._lost
 
-    def _take_note(self, found: Magnitudes) -> None:
+    def _take_note(self, found: Amaxes) -> None:
         tops, scale, taken = found.read()
         worst = worst_of(tops)
         self._notes.append(StepNote(found.step, tops[worst], scale, taken, worst))
@@ -395,9 +395,9 @@ class Watch:
         """Bits left before overflow by (kind, path), at the last step each tensor was seen."""
         self.collect()
         return {
-            (s.kind, s.path): headroom(s.max_abs[-1], self._format_for(s))
+            (s.kind, s.path): headroom(s.amax[-1], self._format_for(s))
             for s in self.series.values()
-            if s.max_abs and s.kind != "update"
+            if s.amax and s.kind != "update"
         }
 
     def _format_for(self, series: Series) -> Format:
@@ -409,7 +409,7 @@ class Watch:
         """Activations and weights that will leave the format if they go on growing, soonest first."""
         self.collect()
         found = [
-            forecast(s.path, s.kind, s.steps, s.max_abs, self._format_for(s))
+            forecast(s.path, s.kind, s.steps, s.amax, self._format_for(s))
             for s in self.series.values()
             if s.kind in ("activation", "weight") and s.steps
         ]

@@ -153,7 +153,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     bits = [
         (
             _label(s),
-            [(x + 1.0, math.log2(top / y)) for x, y in zip(s["steps"], s["max_abs"]) if _positive(y)],
+            [(x + 1.0, math.log2(top / y)) for x, y in zip(s["steps"], s["amax"]) if _positive(y)],
         )
         for s in series
     ]
@@ -180,7 +180,7 @@ def _marked(document: Mapping[str, Any]) -> list[float]:
 
 
 def _way_out(series: Sequence[Mapping[str, Any]], bits: Sequence[tuple[str, Any]]) -> str:
-    left = [_label(s) for s in series if any(not _positive(y) and y != 0 for y in s["max_abs"])]
+    left = [_label(s) for s in series if any(not _positive(y) and y != 0 for y in s["amax"])]
     if left:
         return f"Left the format, so that the curve ends: {_few(left)}."
     low = [path for path, points in bits if points[-1][1] < 1.0 or points[-1][1] < points[0][1] - 4.0]

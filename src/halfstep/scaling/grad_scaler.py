@@ -156,8 +156,8 @@ class GradScaler(TorchNames):
         inv_scale = self._loss_scale.inverse(_home(gradients(optimizer)))
         found_inf = torch.zeros((), device=inv_scale.device)
         flags = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        _, norm, max_abs = self._look(gradients(optimizer))
-        self._note(state, flags or {found_inf.device: found_inf}, norm, max_abs)
+        _, norm, amax = self._look(gradients(optimizer))
+        self._note(state, flags or {found_inf.device: found_inf}, norm, amax)
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
@@ -214,20 +214,20 @@ class GradScaler(TorchNames):
         if not checked:
             raise ScalerStateError("No inf checks were recorded prior to update.")
         found = any_of([flag for state in checked for flag in flags_of(state)])
-        max_abs = _largest([state.get("max_abs") for state in checked], found.device)
+        amax = _largest([state.get("amax") for state in checked], found.device)
         outcome = Outcome(taken=~found, finite=~found, scale=self._loss_scale.value)
-        self._loss_scale = self._next(found, max_abs)
+        self._loss_scale = self._next(found, amax)
         for record in self._queue.push(outcome):
             self._skips = self._skips.counted(record.taken)
             self._skips.check(scale=record.scale)
 
-    def _next(self, found: Tensor, max_abs: Tensor | None) -> LossScale:
+    def _next(self, found: Tensor, amax: Tensor | None) -> LossScale:
         if found.device.type == "cpu":
-            return self._loss_scale.adjust(not found, None if max_abs is None else float(max_abs))
+            return self._loss_scale.adjust(not found, None if amax is None else float(amax))
         update = kernels_of(found.device.type).update_scale
         if update is not None and type(self._loss_scale) is DynamicLossScale:
             return self._loss_scale.adjust_by_kernel(update, found)
-        return self._loss_scale.adjust(~found, max_abs)
+        return self._loss_scale.adjust(~found, amax)
 
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step without scaling: never skips, but says what the gradients were."""
@@ -236,7 +236,7 @@ class GradScaler(TorchNames):
         result = optimizer.step(*args, **kwargs)
         stats = stats or measure_whole(gradients(optimizer), stages=self._norm_group)
         outcome = Outcome(
-            taken=True, finite=stats.finite, grad_norm=stats.norm, max_abs=stats.max_abs, result=result
+            taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result
         )
         for record in self._queue.push(outcome):
             self._tell(record)
@@ -258,7 +258,7 @@ class GradScaler(TorchNames):
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
         if self._norm_group is not None or any(distributed.local_of(g) is not g for g in grads):
             return measure_shards(grads, inv_scale, stages=self._norm_group)
-        if not self._loss_scale.needs_max_abs:
+        if not self._loss_scale.needs_amax:
             return finite_and_norm(grads, inv_scale)
         return measure(grads, inv_scale)
 
@@ -269,7 +269,7 @@ class GradScaler(TorchNames):
             inv_scale = self._loss_scale.inverse(_home(grads))
             alone = self._norm_group is None
             stats = optimizer.measure(inv_scale=inv_scale) if alone else self._look(grads, inv_scale)
-            self._note(state, {stats.finite.device: ~stats.finite}, stats.norm, stats.max_abs)
+            self._note(state, {stats.finite.device: ~stats.finite}, stats.norm, stats.amax)
         found = any_of(flags_of(state))
         return optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)
 
@@ -282,10 +282,10 @@ class GradScaler(TorchNames):
         if state["stage"] is OptState.READY:
             grads = gradients(optimizer)
             ours = self._loss_scale.tensor(_home(grads))
-            finite, norm, max_abs = self._look(grads, self._loss_scale.inverse(_home(grads)))
+            finite, norm, amax = self._look(grads, self._loss_scale.inverse(_home(grads)))
             own = self._replaced("_check_inf_per_device", "_unscale_grads_")
             flags = self._check_inf_per_device(optimizer) if own else {finite.device: ~finite}
-            self._note(state, flags, norm, max_abs)
+            self._note(state, flags, norm, amax)
             scale = ours if scale is None else ours * scale
         before = {
             name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
@@ -307,14 +307,14 @@ class GradScaler(TorchNames):
         return self._maybe_opt_step(optimizer, self._states.of(optimizer), *args, **kwargs)
 
     def _note(
-        self, state: State, flags: Mapping[torch.device, Tensor], norm: Tensor, max_abs: Tensor | None
+        self, state: State, flags: Mapping[torch.device, Tensor], norm: Tensor, amax: Tensor | None
     ) -> None:
         """Keep what a look at gradients found, the flags as all ranks see them."""
         if self._shares_flag():
             found = self._over_ranks(any_of(list(flags.values())))
             flags = {device: found.to(device, non_blocking=True) for device in flags}
         floats = {device: flag.float() for device, flag in flags.items()}
-        state.update(found_inf_per_device=floats, norm=norm, max_abs=max_abs)
+        state.update(found_inf_per_device=floats, norm=norm, amax=amax)
 
     def _outcome(self, state: State, result: Any) -> Outcome:
         finite = ~any_of(flags_of(state))
@@ -323,7 +323,7 @@ class GradScaler(TorchNames):
             finite=finite,
             scale=self._loss_scale.value,
             grad_norm=state.get("norm"),
-            max_abs=state.get("max_abs"),
+            amax=state.get("amax"),
             result=result,
         )
 

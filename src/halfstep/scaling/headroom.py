@@ -36,7 +36,7 @@ class HeadroomLossScale(LossScale):
     in skips. `history` is the state (magnitudes of unscaled gradients); leave it to `adjust`.
     """
 
-    needs_max_abs: ClassVar[bool] = True
+    needs_amax: ClassVar[bool] = True
 
     bits: int = 2
     window: int = 20
@@ -88,24 +88,34 @@ class HeadroomLossScale(LossScale):
             return self.history.max()
         return max(self.history, default=0.0)
 
-    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> HeadroomLossScale:
-        """Return the next scale; ConfigError without `max_abs`. Tensors in, state on their device."""
-        if max_abs is None:
+    def adjust(
+        self,
+        finite: bool | Tensor,
+        amax: float | Tensor | None = None,
+        *,
+        max_abs: float | Tensor | None = None,
+    ) -> HeadroomLossScale:
+        """Return the next scale; ConfigError without `amax` (`max_abs`, its earlier name, is the same).
+
+        Tensors in, state on their device.
+        """
+        amax = max_abs if amax is None else amax
+        if amax is None:
             raise ConfigError(
-                "HeadroomLossScale.adjust(finite, max_abs) needs the largest magnitude of the unscaled "
+                "HeadroomLossScale.adjust(finite, amax) needs the largest magnitude of the unscaled "
                 "gradients; halfstep's GradScaler and sessions measure it"
             )
-        if isinstance(finite, Tensor) or isinstance(max_abs, Tensor) or isinstance(self.history, Tensor):
-            return self._adjust_on_device(finite, max_abs)
+        if isinstance(finite, Tensor) or isinstance(amax, Tensor) or isinstance(self.history, Tensor):
+            return self._adjust_on_device(finite, amax)
         at = self.read()
-        seen = as_float32(max_abs) if finite else as_float32(self.overflow_at / at)
+        seen = as_float32(amax) if finite else as_float32(self.overflow_at / at)
         clean = bool(finite) and self.limit.read() * seen <= self.overflow_at
         return replace(self, limit=self.limit.adjust(clean), history=(*self.history, seen)[-self.window :])
 
-    def _adjust_on_device(self, finite: bool | Tensor, max_abs: float | Tensor) -> HeadroomLossScale:
-        device = home_device([x for x in (finite, max_abs, self.history) if isinstance(x, Tensor)])
+    def _adjust_on_device(self, finite: bool | Tensor, amax: float | Tensor) -> HeadroomLossScale:
+        device = home_device([x for x in (finite, amax, self.history) if isinstance(x, Tensor)])
         flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
-        peak = torch.as_tensor(max_abs, dtype=torch.float32).to(device, non_blocking=True).reshape(())
+        peak = torch.as_tensor(amax, dtype=torch.float32).to(device, non_blocking=True).reshape(())
         seen = torch.where(flag, peak, self.overflow_at * self.inverse(device))
         clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
         past = torch.zeros(self.window, device=device)

@@ -75,7 +75,7 @@ class LossScale:
         LossScale._kinds[cls.__name__] = cls
 
     #: Whether `adjust` wants the largest gradient magnitude.
-    needs_max_abs: ClassVar[bool] = False
+    needs_amax: ClassVar[bool] = False
 
     if TYPE_CHECKING:
 
@@ -114,10 +114,10 @@ class LossScale:
         """
         return map_floats(lambda t: multiply(t, self.inverse(t.device), dtype or t.dtype), tree)
 
-    def adjust(self: L, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> L:
+    def adjust(self: L, finite: bool | Tensor, amax: float | Tensor | None = None) -> L:
         """Return the next scale after a step whose gradients were, or were not, finite.
 
-        `max_abs` is the largest magnitude of the unscaled gradients; only scales with `needs_max_abs` look.
+        `amax` is the largest magnitude of the unscaled gradients; only scales with `needs_amax` look.
         """
         return self
 
@@ -259,7 +259,7 @@ class DynamicLossScale(LossScale):
             return self
         return replace(self, current=self.read(), clean=int(self.clean), overflows=int(self.overflows))
 
-    def adjust(self, finite: bool | Tensor, max_abs: float | Tensor | None = None) -> DynamicLossScale:
+    def adjust(self, finite: bool | Tensor, amax: float | Tensor | None = None) -> DynamicLossScale:
         """Return the next scale; with a tensor nothing is read and the state moves to the tensor's device."""
         if isinstance(finite, Tensor):
             return self._adjust_on_device(finite)

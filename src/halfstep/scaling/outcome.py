@@ -18,7 +18,7 @@ from halfstep.devices.transfer import AsyncCopy, send_to_host
 
 Scalar = bool | float | Tensor | None
 
-_FIELDS = ("taken", "finite", "scale", "grad_norm", "max_abs")
+_FIELDS = ("taken", "finite", "scale", "grad_norm", "amax")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepRecord:
     """A step's outcome as plain Python values.
 
     `taken`: the weights were updated. `finite`: no gradient held inf or NaN. `scale`: the loss scale the
-    gradients carried. `grad_norm`, `max_abs`: 2-norm and largest magnitude of the unscaled gradients before
+    gradients carried. `grad_norm`, `amax`: 2-norm and largest magnitude of the unscaled gradients before
     clipping, None where nobody measured them. `reason`: why a step was skipped, or what was wrong with one
     that was taken; empty when there is nothing to say. `step`: the caller's step number, None if not counted.
     """
@@ -35,7 +35,7 @@ class StepRecord:
     finite: bool
     scale: float
     grad_norm: float | None
-    max_abs: float | None
+    amax: float | None
     reason: str
     step: int | None
 
@@ -60,7 +60,7 @@ class Outcome:
         finite: bool | Tensor,
         scale: float | Tensor = 1.0,
         grad_norm: float | Tensor | None = None,
-        max_abs: float | Tensor | None = None,
+        amax: float | Tensor | None = None,
         step: int | None = None,
         reason: str | None = None,
         result: Any = None,
@@ -71,7 +71,7 @@ class Outcome:
             "finite": finite,
             "scale": scale,
             "grad_norm": grad_norm,
-            "max_abs": max_abs,
+            "amax": amax,
         }
         self._step = step
         self._reason = reason
@@ -106,9 +106,11 @@ class Outcome:
         return self.read().grad_norm
 
     @property
-    def max_abs(self) -> float | None:
+    def amax(self) -> float | None:
         """The largest magnitude among the unscaled gradients, if measured."""
-        return self.read().max_abs
+        return self.read().amax
+
+    max_abs = amax  #: its earlier name
 
     @property
     def reason(self) -> str:
@@ -121,7 +123,7 @@ class Outcome:
         return self._step
 
     def device_value(self, name: str) -> Scalar:
-        """Return `taken`, `finite`, `scale`, `grad_norm` or `max_abs` as the step left it, unread."""
+        """Return `taken`, `finite`, `scale`, `grad_norm` or `amax` as the step left it, unread."""
         return self._values[name]
 
     def start_copy(self) -> None:
@@ -154,7 +156,7 @@ class Outcome:
                 finite,
                 cast(float, host["scale"]),
                 host["grad_norm"],
-                host["max_abs"],
+                host["amax"],
                 reason,
                 self._step,
             )

@@ -27,7 +27,7 @@ def flags_of(state: State) -> list[Tensor]:
 
 
 class PerOptimizer(defaultdict[int, State]):
-    """Rows by `id(optimizer)`: `stage`, `found_inf_per_device`, and ours: `owner`, `norm`, `max_abs`."""
+    """Rows by `id(optimizer)`: `stage`, `found_inf_per_device`, and ours: `owner`, `norm`, `amax`."""
 
     def __init__(self, rows: Mapping[int, State] | None = None) -> None:
         super().__init__(_fresh, rows or {})

@@ -42,7 +42,7 @@ class Share:
     group: frozenset[int]
     found: bool | Tensor
     """Whether it held inf or NaN."""
-    max_abs: float | Tensor | None = None
+    amax: float | Tensor | None = None
     """Its largest magnitude without the scale, None where its scale does not ask."""
     settled: bool = False
     """Whether `found` is known over all optimizers of the loss, and its scale adjusted."""

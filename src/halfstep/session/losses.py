@@ -47,7 +47,7 @@ def look(stepper: Stepper, scale: LossScale, group: frozenset[int], device: torc
     if not stepper.releases and not stepper.gradients():
         return Share(scale, group, False)
     inverse = scale.inverse(device)
-    peak = stepper.measure(inverse, True).max_abs if scale.needs_max_abs else None
+    peak = stepper.measure(inverse, True).amax if scale.needs_amax else None
     found = stepper.unscale(inverse)
     return Share(scale, group, bool(found) if device.type == "cpu" else found, peak)
 
@@ -68,7 +68,7 @@ def joined(before: Unscaled, loss: int, share: Share) -> Unscaled:
     """The same with one loss's share added; a loss that is there already found what either did."""
     mine = before.shares.get(loss)
     if mine is not None:
-        peak = _larger(mine.max_abs, share.max_abs)
+        peak = _larger(mine.amax, share.amax)
         share = Share(share.scale, mine.group | share.group, mine.found | share.found, peak)
     shares = {**before.shares, loss: share}
     finite = before.finite & inverse(share.found)
@@ -112,7 +112,7 @@ def shares_of(pending: Scaled | Unscaled, measured: AnyStats) -> dict[int, Share
         known = pending.found is not None
         found = bad if isinstance(pending, Scaled) else bad | inverse(pending.finite)
         found = found | pending.found if pending.found is not None else found
-        return {pending.loss: Share(pending.scale, pending.group, found, measured.max_abs, known)}
+        return {pending.loss: Share(pending.scale, pending.group, found, measured.amax, known)}
     brought = _any([share.found for share in pending.shares.values()])
     later = bad & inverse(brought)
     return {loss: replace(share, found=share.found | later) for loss, share in pending.shares.items()}
@@ -152,7 +152,7 @@ def adjusted(state: StepState, shares: Mapping[int, Share]) -> StepState:
     """The state in which the scale of each of these losses has taken in what was found, once."""
     for loss, share in shares.items():
         if not share.settled:
-            state = state.rescaled(loss, state.loss_scales[loss].adjust(inverse(share.found), share.max_abs))
+            state = state.rescaled(loss, state.loss_scales[loss].adjust(inverse(share.found), share.amax))
     return state
 
 

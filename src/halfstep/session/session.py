@@ -302,7 +302,7 @@ class Session(OfSetup):
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
     ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
-        stepper, wants_max = self._steppers[index], any(s.needs_max_abs for s in self.loss_scales)
+        stepper, wants_max = self._steppers[index], any(s.needs_amax for s in self.loss_scales)
         if clip_norm is None and not self.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max)
             return measured, *self._settle(index, pending, measured)
@@ -339,7 +339,7 @@ class Session(OfSetup):
             finite=inverse(found),
             scale=scale,
             grad_norm=measured.norm,
-            max_abs=measured.max_abs,
+            amax=measured.amax,
             step=self.steps,
             reason=reason,
             on_read=None if here else partial(self._arrived_late, scheduler, looked),

@@ -37,7 +37,7 @@ class Stepper(Protocol):
         """The gradients as backward left them."""
         ...
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
         ...
 
@@ -45,7 +45,7 @@ class Stepper(Protocol):
         """Unscale, clip and update, or skip where `found_inf` is set."""
         ...
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
         ...
 
@@ -97,7 +97,7 @@ class OnePassStepper:
         """The gradients as backward left them."""
         return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
         if self.norm_group is not None:
@@ -114,15 +114,15 @@ class OnePassStepper:
             self.optimizer.release.clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one."""
         if self.norm_group is not None or not self.optimizer.planned:
-            measured = self.measure(inv_scale, needs_max_abs)
+            measured = self.measure(inv_scale, needs_amax)
             self.update(measured, None, False)
             return measured
         self.optimizer.step(inv_scale=inv_scale, look=True)
         looked = self.optimizer.looked
-        return self.measure(inv_scale, needs_max_abs) if looked is None else looked
+        return self.measure(inv_scale, needs_amax) if looked is None else looked
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -165,7 +165,7 @@ class TorchStepper:
         """The gradients as backward left them; those of masters widened to fp32."""
         return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
 
-    def measure(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Read the gradients once, twice where the largest magnitude is asked for.
 
         Where widening them for masters has measured them already, only the others are read.
@@ -181,8 +181,8 @@ class TorchStepper:
             return _of_all_stages(self.optimizer, inv_scale, self.norm_group)
         gradients = self.gradients()
         if known is not None:
-            return _complete(wide, known, gradients, inv_scale, needs_max_abs)
-        return _look(gradients, inv_scale, needs_max_abs)
+            return _complete(wide, known, gradients, inv_scale, needs_amax)
+        return _look(gradients, inv_scale, needs_amax)
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
@@ -196,9 +196,9 @@ class TorchStepper:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """`measure`, then `update`."""
-        measured = self.measure(inv_scale, needs_max_abs)
+        measured = self.measure(inv_scale, needs_amax)
         self.update(measured, None, False)
         return measured
 
@@ -260,11 +260,11 @@ def _clear(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_max_abs: bool) -> AnyStats:
+def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
     if any(local_of(g) is not g for g in gradients):
         return _on_host_if_cpu(measure_shards(gradients, inv_scale))
-    if not needs_max_abs and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
+    if not needs_amax and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
         norm = _fp32_norm(gradients)
         if math.isfinite(norm):
             return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
@@ -283,16 +283,16 @@ def _complete(
     known: HostStats,
     gradients: list[Tensor],
     inv_scale: Tensor | None,
-    needs_max_abs: bool,
+    needs_amax: bool,
 ) -> AnyStats:
     """Add the gradients that widening did not measure; read all where these are not finite."""
     seen = {id(g) for g in wide}
-    rest = _look([g for g in gradients if id(g) not in seen], None, needs_max_abs)
-    if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.max_abs, Tensor):
-        return _look(gradients, inv_scale, needs_max_abs)
+    rest = _look([g for g in gradients if id(g) not in seen], None, needs_amax)
+    if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.amax, Tensor):
+        return _look(gradients, inv_scale, needs_amax)
     factor = 1.0 if inv_scale is None else float(inv_scale)
-    max_abs = max(known.max_abs, rest.max_abs or 0.0) * factor if needs_max_abs else None
-    return GradStats(True, math.hypot(known.norm, rest.norm) * factor, max_abs)
+    amax = max(known.amax, rest.amax or 0.0) * factor if needs_amax else None
+    return GradStats(True, math.hypot(known.norm, rest.norm) * factor, amax)
 
 
 def _fp32_norm(gradients: list[Tensor]) -> float:
@@ -313,4 +313,4 @@ def _on_host_if_cpu(stats: GradStats) -> AnyStats:
     """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
     if stats.norm.device.type != "cpu":
         return stats
-    return GradStats(bool(stats.finite), float(stats.norm), float(stats.max_abs))
+    return GradStats(bool(stats.finite), float(stats.norm), float(stats.amax))

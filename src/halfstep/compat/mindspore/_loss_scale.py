@@ -57,7 +57,7 @@ class WindowLossScale(LossScale):
         return self.current
 
     def adjust(
-        self, finite: bool | torch.Tensor, max_abs: float | torch.Tensor | None = None
+        self, finite: bool | torch.Tensor, amax: float | torch.Tensor | None = None
     ) -> WindowLossScale:
         """Return the next scale; a tensor is not read."""
         flag = torch.as_tensor(finite).detach().reshape(()).bool()

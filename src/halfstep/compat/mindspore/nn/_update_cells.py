@@ -73,9 +73,7 @@ class CellLossScale(LossScale):
         """The scale: the cell's first at first."""
         return float(self.cell.get_loss_scale()) if self.current is None else self.current
 
-    def adjust(
-        self, finite: bool | torch.Tensor, max_abs: float | torch.Tensor | None = None
-    ) -> CellLossScale:
+    def adjust(self, finite: bool | torch.Tensor, amax: float | torch.Tensor | None = None) -> CellLossScale:
         """Ask the cell."""
         flag = torch.as_tensor(finite).detach().reshape(()).bool()
         moved = as_tensor(self.tensor(flag.device).clone())
