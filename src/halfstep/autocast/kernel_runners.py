@@ -304,6 +304,7 @@ _WHOLE = {
     "gru": "gru",
     "rnn_tanh": "rnn_tanh",
     "rnn_relu": "rnn_tanh",
+    "mkldnn_rnn_layer": "lstm",
 }
 
 
