@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test test-all check docs machines bench gpu paper soak clean
+.PHONY: demo test test-long test-all check docs machines bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -25,11 +25,14 @@ check: .venv/dev.stamp  ## formatting, lint, types, layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-test: check  ## everything but the exhaustive runs
-	$(PYTEST) -m 'not exhaustive'
+test: check  ## everything but the long and exhaustive runs
+	$(PYTEST) -m 'not exhaustive and not long'
 	$(PAGES)
 
-test-all: test  ## the exhaustive runs: all bit patterns, every law broken once
+test-long: .venv/dev.stamp  ## tests that start many processes for one fact; CI runs them too
+	$(PYTEST) -m 'long and not exhaustive'
+
+test-all: test test-long  ## the exhaustive runs: all bit patterns, every law broken once
 	$(PYTEST) -m exhaustive
 	OMP_NUM_THREADS=1 $(BIN)/python tests/laws/break_laws.py
 

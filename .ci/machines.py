@@ -31,7 +31,7 @@ COMMANDS = {"make demo": 360, "make test": 480}
 KERNEL_TESTS = "tests/autocast tests/devices tests/session"
 QUICK = {
     ".venv/bin/halfstep train demo --steps 3 --seeds 1": 120,
-    f".venv/bin/python -m pytest -n 2 --dist worksteal -m 'not exhaustive' {KERNEL_TESTS}": 240,
+    f".venv/bin/python -m pytest -n 2 --dist worksteal -m 'not exhaustive and not long' {KERNEL_TESTS}": 240,
 }
 
 

@@ -1,7 +1,10 @@
 """What every test needs: one thread, the same kernels everywhere, and a clean autocast state afterwards."""
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HALFSTEP_KERNELS", str(Path(__file__).parent / "kernels.toml"))
@@ -21,6 +24,24 @@ def _seeded_and_left_clean():
     torch.manual_seed(0)
     yield
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast enabled on the CPU"
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """`once(name, make)`: what `make()` gives, made by one process of the run for all of them."""
+    here = tmp_path_factory.getbasetemp()
+    shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
+
+    def found(name: str, make: Callable[[], Any]) -> Any:
+        path = shared / f"once-{name}"
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                torch.save(make(), f"{path}.part")
+                os.replace(f"{path}.part", path)
+        return torch.load(path, weights_only=False)
+
+    return found
 
 
 @pytest.fixture

@@ -116,10 +116,13 @@ def worker(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+def ranks(once, tmp_path_factory):
+    def both():
+        folder = tmp_path_factory.mktemp("ranks")
+        mp.spawn(worker, (str(folder),), nprocs=2)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    return once("distributed", both)
 
 
 def test_flags_are_an_or(ranks):

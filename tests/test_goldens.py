@@ -12,8 +12,8 @@ BOUNDS = {"None": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 
 @pytest.fixture(scope="module")
-def found():
-    return in_pinned_process()
+def found(once):
+    return once("goldens", in_pinned_process)
 
 
 def is_same_machine(found, name: str) -> bool:

@@ -156,10 +156,13 @@ def worker(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def ranks(once, tmp_path_factory):
+    def both():
+        folder = tmp_path_factory.mktemp("ranks")
+        mp.spawn(worker, (str(folder),), nprocs=2)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+    return once("apex-ranks", both)
 
 
 def test_reducer_averages_when_asked(ranks):

@@ -65,6 +65,7 @@ def test_a_kernel_that_breaks_a_rule_is_named_and_the_exit_code_is_1():
     assert failed[0]["detail"] == "the rule is full; computed in fp32, gave bf16"
 
 
+@pytest.mark.long
 def test_two_processes_share_gradients_and_skips_on_the_python_device():
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = run(*launch, "-m", "tests.python_device_ranks")
@@ -102,6 +103,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_page_for_vendors_leads_to_a_passing_battery(tmp_path):
     page = ROOT / "docs" / "new-accelerator.md"
     (tmp_path / "mychip.py").write_text("\n".join(code_blocks(page, "python")))
@@ -117,6 +119,7 @@ def test_the_page_for_vendors_leads_to_a_passing_battery(tmp_path):
     assert "mychip conforms" in printed
 
 
+@pytest.mark.long
 def test_the_page_for_mlu_users_runs_on_a_device_of_that_name(tmp_path):
     device = code_blocks(ROOT / "docs" / "new-accelerator.md", "python")[:2]
     page = code_blocks(ROOT / "docs" / "migrating-from-mlu.md", "python")

@@ -110,6 +110,7 @@ def test_a_plugin_that_is_a_file_finds_the_files_beside_it(example, tmp_path):
     assert done.stderr.strip().splitlines()[-1] == "brought up chip"
 
 
+@pytest.mark.long
 def test_the_detector_trains_on_a_plugged_in_chip():
     small = ["--epochs", "1", "--batch-size", "16", "--train-images", "32", "--image-size", "32"]
     small += ["--cfg", "yolov5n.yaml", "--amp"]

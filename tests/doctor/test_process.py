@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import atexit, sys, torch
 from torch import nn
@@ -40,6 +42,7 @@ print(json.dumps([*found, run_in_process(dead, os.environ)]))
 """
 
 
+@pytest.mark.long
 def test_a_copy_answers_as_a_fresh_process_does(tmp_path):
     script, told, own = tmp_path / "train.py", tmp_path / "told", tmp_path / "own"
     script.write_text(SCRIPT)

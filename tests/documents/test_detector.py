@@ -58,6 +58,7 @@ def one_of_two(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_skip_the_same_step_and_send_half_the_bytes(tmp_path):
     mp.spawn(one_of_two, (free_port(), str(tmp_path)), nprocs=2)
     (taken, share), (taken_too, _) = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))

@@ -124,7 +124,7 @@ def ranks(rank):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_counts_are_those_of_the_model(world):
     elements = WIDTH * WIDTH
     for found in run(ranks, world):

@@ -173,7 +173,7 @@ def kills(folder, way, count):
     return inside
 
 
-@pytest.mark.parametrize("way", ["shards", "ddp background"])
+@pytest.mark.parametrize("way", ["shards", pytest.param("ddp background", marks=pytest.mark.long)])
 def test_a_rank_killed_anywhere_costs_nothing(tmp_path, way):
     kills(tmp_path, way, 1)
 

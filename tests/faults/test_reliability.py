@@ -27,6 +27,7 @@ def test_the_faults_of_one_process(tmp_path):
     assert told(alone(tmp_path)) == rows_of(PAGE)[: len(ALONE)]
 
 
+@pytest.mark.long
 def test_the_faults_of_two_ranks(tmp_path):
     assert told(over_ranks(tmp_path)) == rows_of(PAGE)[len(ALONE) :]
 

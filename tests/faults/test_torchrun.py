@@ -21,6 +21,7 @@ def torchrun(*arguments, ranks=2, folder=ROOT):
     )
 
 
+@pytest.mark.long
 def test_halfstep_train_shares_batches_and_reports_once():
     done = torchrun("-m", "halfstep", "train", "digits-mlp", "--level", "O1", "--steps", "4", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -50,6 +51,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.long
 def test_the_doctor_gives_one_verdict_over_all_ranks(tmp_path):
     (tmp_path / "train.py").write_text(SICK)
     done = torchrun("-m", "halfstep", "doctor", "train.py", "--steps", "3", "--json", folder=tmp_path)
@@ -64,6 +66,7 @@ PAGE = (ROOT / "docs" / "many-ranks.md").read_text()
 DDP, SHARDS, STEPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [DDP, SHARDS], ids=["ddp", "fully_shard"])
 def test_the_lines_of_the_page(tmp_path, way):
     (tmp_path / "train.py").write_text(way + STEPS)

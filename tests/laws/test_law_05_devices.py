@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,12 @@ print(json.dumps(seen))
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict[str, list[str]]]:
+def seen(once: Any) -> dict[str, dict[str, list[str]]]:
     """What each op gives back on each device, looked at in a process that has the Python device."""
+    return once("casting", _probed)
+
+
+def _probed() -> dict[str, dict[str, list[str]]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", PROBE, "halfstep", "paper", "mlu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=env)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,8 +61,12 @@ print(json.dumps({" ".join(case): reads(*case) for case in cases}))
 
 
 @pytest.fixture(scope="module")
-def reads() -> dict[str, int]:
+def reads(once: Any) -> dict[str, int]:
     """Values the host waited for in the fourth step, by optimizer, level and dtype."""
+    return once("reads", _counted)
+
+
+def _counted() -> dict[str, int]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=280, cwd=ROOT, env=env

@@ -171,10 +171,13 @@ def work(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method="fork")
-    return [torch.load(os.path.join(folder, f"rank{rank}"), weights_only=False) for rank in range(2)]
+def found(once, tmp_path_factory):
+    def both():
+        folder = tmp_path_factory.mktemp("ranks")
+        mp.start_processes(work, args=(str(folder),), nprocs=2, start_method="fork")
+        return [torch.load(os.path.join(folder, f"rank{rank}"), weights_only=False) for rank in range(2)]
+
+    return once("ranks-cures", both)
 
 
 TRIED = {

@@ -35,7 +35,7 @@ def checks(*options: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("part", ["update_equals", "not update_equals"])
+@pytest.mark.parametrize("part", ["update_equals", pytest.param("not update_equals", marks=pytest.mark.long)])
 def test_in_the_interpreter(part: str):
     checks("-k", part, "-m", "not exhaustive")
 

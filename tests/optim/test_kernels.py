@@ -137,6 +137,7 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
         assert torch.equal(bits(p), bits(q))
 
 
+@pytest.mark.long
 def test_a_second_process_compiles_nothing(tmp_path: Path):
     """The next finds on disk what one compiled: updates with a look and without, looks, plan checks."""
     script = (

@@ -259,8 +259,8 @@ def everything(rank):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run(everything, WORLD, seconds=400.0)
+def ranks(once):
+    return once("sharded", lambda: run(everything, WORLD, seconds=400.0))
 
 
 @pytest.mark.parametrize("name", [case.__name__ for case in EXACT])
