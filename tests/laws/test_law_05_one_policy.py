@@ -114,6 +114,15 @@ def test_backward_runs_in_the_dtype_of_forward(case: str, around: str) -> None:
     assert seen.products == [expected, expected]
 
 
+def test_backward_of_an_op_rounded_as_a_whole_runs_in_fp32() -> None:
+    x, w = (torch.randn(2, 4, 4, requires_grad=True) for _ in range(2))
+    with autocast("cpu", FP16, kernels="rounded"):
+        y = torch.baddbmm(x, x, w)
+    with Backwards() as seen:
+        torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    assert seen.products == [FP32, FP32]
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_backward_runs_in_the_dtype_of_forward(inside: bool) -> None:
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))

@@ -10,11 +10,11 @@ import halfstep as hs
 from halfstep.compat.apex import amp as apex
 from halfstep.doctor.doors import scale_of_a_door
 from halfstep.numerics import terms
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
 from halfstep.numerics.cures import propose
+from halfstep.numerics.locations import OpLocation
 from halfstep.numerics.nodes import Node
-from halfstep.numerics.sites import Site
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import terms_of
 
 #: What only one door offers.
@@ -32,26 +32,26 @@ def plain():
 
 
 def of_plain():
-    return Actors(None, [*plain()])
+    return StepParticipants(None, [*plain()])
 
 
 def of_scaler():
-    return Actors(None, [*plain(), torch.amp.GradScaler("cpu")])
+    return StepParticipants(None, [*plain(), torch.amp.GradScaler("cpu")])
 
 
 def of_session():
-    return Actors(None, [hs.prepare(*plain(), dtype="fp16")])
+    return StepParticipants(None, [hs.prepare(*plain(), dtype="fp16")])
 
 
 def of_trainer():
-    actors = of_session()
-    actors.loop = "/halfstep/trainer/loop.py"
-    return actors
+    parts = of_session()
+    parts.loop = "/halfstep/trainer/loop.py"
+    return parts
 
 
 def of_apex():
     model, optimizer = apex.initialize(*plain(), opt_level="O1", verbosity=0)
-    return Actors(None, [model, optimizer, scale_of_a_door()])
+    return StepParticipants(None, [model, optimizer, scale_of_a_door()])
 
 
 MAKE = {
@@ -60,25 +60,25 @@ MAKE = {
 
 
 @pytest.fixture
-def actors(request):
+def parts(request):
     yield MAKE[request.param]()
     apex.shutdown()
 
 
-def written(actors, phase, fmt):
+def written(parts, phase, fmt):
     """The code of every cure of an op that left its range, in an autocast region."""
     func = torch.ops.aten.mm.default
-    site = Site("", "", torch.matmul, "train.py", 3, in_region=True)
-    node = Node(0, func, phase, site, (torch.ones(2, 2), torch.ones(2, 2)))
-    return [c.code for c in propose(node, Cause("range", "range", 8.0, fmt), actors, 1.0)]
+    location = OpLocation("", "", torch.matmul, "train.py", 3, in_region=True)
+    node = Node(0, func, phase, location, (torch.ones(2, 2), torch.ones(2, 2)))
+    return [c.code for c in propose(node, Cause("range", "range", 8.0, fmt), parts, 1.0)]
 
 
-@pytest.mark.parametrize("actors", MAKE, indirect=True)
+@pytest.mark.parametrize("parts", MAKE, indirect=True)
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("fmt", ["fp16", "fp32"])
-def test_cures_speak_of_the_scripts_own_door(actors, phase, fmt, request):
-    mine = request.node.callspec.params["actors"]
-    codes = written(actors, phase, fmt)
+def test_cures_speak_of_the_scripts_own_door(parts, phase, fmt, request):
+    mine = request.node.callspec.params["parts"]
+    codes = written(parts, phase, fmt)
     assert codes
     mixed = {name: code for name, words in OWN.items() for code in codes if re.search(words, code)}
     if mine == "plain":
@@ -88,7 +88,7 @@ def test_cures_speak_of_the_scripts_own_door(actors, phase, fmt, request):
 
 
 @pytest.mark.parametrize(
-    ("actors", "words"),
+    ("parts", "words"),
     [
         ("plain", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"),
         ("scaler", "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_"),
@@ -96,15 +96,15 @@ def test_cures_speak_of_the_scripts_own_door(actors, phase, fmt, request):
         ("trainer", "hs.Trainer(..., clip_norm=1.0)"),
         ("apex", "amp.master_params(optimizer)"),
     ],
-    indirect=["actors"],
+    indirect=["parts"],
 )
-def test_clipping_is_written_as_the_door_has_it(actors, words):
-    assert words in terms_of(actors).clip
+def test_clipping_is_written_as_the_door_has_it(parts, words):
+    assert words in terms_of(parts).clip
 
 
 def test_a_device_stands_where_the_cpu_would():
     model = nn.Linear(2, 2, device="meta")
-    assert 'torch.autocast("meta"' in terms_of(Actors(None, [model]), in_region=True).wide
+    assert 'torch.autocast("meta"' in terms_of(StepParticipants(None, [model]), in_region=True).wide
 
 
 def test_the_loops_that_are_known_exist_where_they_are_said_to():

@@ -40,7 +40,7 @@ def test_the_verdict_is_right_and_the_step_leaves_no_trace(fault):
     assert bad.op in fault.op
     assert bad.cause.kind == fault.cause
     assert bad.origin == (fault.cause not in ("data", "weights"))
-    assert bad.site.file.endswith("zoo.py")
+    assert bad.location.file.endswith("zoo.py")
     if fault.spoils:
         assert fault.spoils in bad.spoiled.lasting
     if fault.cure:

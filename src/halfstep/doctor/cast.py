@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halfstep.doctor.doors import scale_of_a_door
 from halfstep.doctor.ledger import tops
 from halfstep.names import canonical
-from halfstep.numerics.actors import Actors
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import LOOPS, Terms, terms_of
 
 
@@ -67,18 +67,18 @@ class Cast:
         if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
             self.optimizers.append(optimizer)
 
-    def actors(self) -> Actors:
+    def parts(self) -> StepParticipants:
         """All of them, as the tape and the cures take them."""
         self._find_scale()
         others = [x for x in (self.session, self.scaler) if x is not None]
-        actors = Actors(None, [*self.models, *self.helpers, *self.optimizers, *others])
-        actors.loop = self._loop or ""
-        return actors
+        parts = StepParticipants(None, [*self.models, *self.helpers, *self.optimizers, *others])
+        parts.loop = self._loop or ""
+        return parts
 
     @property
     def terms(self) -> Terms:
         """How this script would write a cure down."""
-        return terms_of(self.actors(), in_region=self.scaler is not None)
+        return terms_of(self.parts(), in_region=self.scaler is not None)
 
     def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
         """The classes of what sets an optimizer's learning rates."""

@@ -14,7 +14,7 @@ from torch import nn
 from halfstep.formats import dtype_name, format_of
 from halfstep.names import canonical
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.sites import look
+from halfstep.numerics.locations import look
 
 _LOST = 0.5
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS, Format
-from halfstep.numerics.sites import within
+from halfstep.numerics.locations import within
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
@@ -227,11 +227,11 @@ def fault_of(step: int, bad: BadOp, harmless: bool = False) -> Fault:
         phase=bad.phase,
         module=bad.module,
         op=bad.op,
-        where=bad.site.where,
+        where=bad.location.where,
         cause=CauseFound(bad.cause.kind, bad.cause.text, bad.cause.times),
         cures=[_cure(c) for c in bad.cures],
         summary=bad.story(),
-        code=bad.site.code,
+        code=bad.location.code,
         module_class=bad.module_class,
         aten=bad.aten,
         harmless=harmless,

@@ -26,7 +26,7 @@ from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
 from halfstep.doctor.substitutes import FP16, put_in_place
-from halfstep.numerics.sites import look
+from halfstep.numerics.locations import look
 from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape
 from halfstep.numerics.trace import Trace, bad_names, finish
@@ -55,7 +55,7 @@ class Taping:
         self._cast = cast
         self._lint = LintProbe()
         self._probe = UnderflowProbe()
-        self._before = bad_names(cast.actors())
+        self._before = bad_names(cast.parts())
         self._around = ExitStack()
         model = cast.models[0] if cast.models else None
         self.tape = Tape(model, observers=[self._probe.look, self._lint.look])
@@ -66,7 +66,7 @@ class Taping:
         """Closes the tape; the trace of the step and what the lint found."""
         self.tape.__exit__()
         self._around.close()
-        trace = finish(self.tape, self._cast.actors(), self._before, None, error, self._probe)
+        trace = finish(self.tape, self._cast.parts(), self._before, None, error, self._probe)
         return trace, list(self._lint.findings)
 
 
@@ -323,7 +323,7 @@ class Examiner:
         if not self.cast.models and not self.cast.optimizers:
             return
         self.cured = True
-        self._took_effect = put_in_place(spec, self.cast.actors(), self.around)
+        self._took_effect = put_in_place(spec, self.cast.parts(), self.around)
         self.halves = False
 
     def become(self, job: Job) -> None:
@@ -338,7 +338,7 @@ class Examiner:
             self.seen.close()
             self.seen = None
         if job.spec is not None:
-            self._took_effect = put_in_place(job.spec, self.cast.actors(), self.around)
+            self._took_effect = put_in_place(job.spec, self.cast.parts(), self.around)
             self.halves = False
             if self._took_effect is None:
                 self.traced.applied = False

@@ -29,7 +29,7 @@ from halfstep.doctor.order import Found, Order
 from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.sites import users_names
+from halfstep.numerics.locations import users_names
 
 
 class Hooks:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
 from halfstep.errors import ConfigError, show
-from halfstep.numerics.actors import Actors, is_session
+from halfstep.numerics.participants import StepParticipants, is_session
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 
@@ -62,8 +62,8 @@ def examine(
         if isinstance(loss, Tensor) and loss.numel() == 1:
             document.losses.append(float(loss.detach()))
         if trace.bad is not None:
-            actors = Actors(step, [session] if session is not None else [])
-            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and _moves(actors)))
+            parts = StepParticipants(step, [session] if session is not None else [])
+            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and _moves(parts)))
             break
     found = [*(lint(session=session) if session is not None else ()), *probe.findings]
     document.lint = findings_of(found)
@@ -85,7 +85,7 @@ def _check(step: object, batches: object, model: object, optimizer: object, sess
         raise ConfigError(f"session={show(session)}: expected what hs.prepare returns")
 
 
-def _moves(actors: Actors) -> bool:
+def _moves(parts: StepParticipants) -> bool:
     """Whether the loss scale finds its own place."""
-    scale = getattr(actors.session or actors.scaler, "loss_scale", None)
+    scale = getattr(parts.session or parts.scaler, "loss_scale", None)
     return scale is not None and not isinstance(scale, NoLossScale | StaticLossScale)

@@ -11,45 +11,47 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.doctor.doors import ApexScale
-from halfstep.numerics.actors import Actors
-from halfstep.numerics.cures import AtSite, remedy
+from halfstep.numerics.cures import AtLocation, remedy
+from halfstep.numerics.participants import StepParticipants
 
 #: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
 FP16 = torch.float16
 
 
-def put_in_place(spec: tuple[Any, ...], actors: Actors, stack: ExitStack) -> Callable[[], bool] | None:
+def put_in_place(
+    spec: tuple[Any, ...], parts: StepParticipants, stack: ExitStack
+) -> Callable[[], bool] | None:
     """Apply the cure that `spec` describes from here on; None where it cannot be from outside.
 
     What is returned says, later, whether the cure has met what it is to change.
     """
     if spec[0] == "masters":
-        return _always if _masters(actors) else None
+        return _always if _masters(parts) else None
     if spec[0] == "rate":
         return _no_faster(spec[1:], stack)
     if spec[0] == "loss":
-        return _smaller_loss(actors, 2.0 ** -spec[1])
-    apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, actors)
+        return _smaller_loss(parts, 2.0 ** -spec[1])
+    apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, parts)
     if apply is None:
         return None
     if spec[0] == "bf16":
         ask_for_bf16(stack)
     placed = stack.enter_context(apply())
-    return (lambda: placed.met) if isinstance(placed, AtSite) else _always
+    return (lambda: placed.met) if isinstance(placed, AtLocation) else _always
 
 
 def _always() -> bool:
     return True
 
 
-def _masters(actors: Actors) -> bool:
+def _masters(parts: StepParticipants) -> bool:
     """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
-    dtype = next((p.dtype for p in actors.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
-    if dtype is None or actors.session is not None or not actors.models or not actors.optimizers:
+    dtype = next((p.dtype for p in parts.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    if dtype is None or parts.session is not None or not parts.models or not parts.optimizers:
         return False
-    prepare(actors.models, actors.optimizers, level="O2", dtype=dtype, loss_scale="none")
+    prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")
     return True
 
 
@@ -68,12 +70,12 @@ def _no_faster(most: tuple[float, ...], stack: ExitStack) -> Callable[[], bool]:
     return lambda: bool(met)
 
 
-def _smaller_loss(actors: Actors, factor: float) -> Callable[[], bool]:
+def _smaller_loss(parts: StepParticipants, factor: float) -> Callable[[], bool]:
     owner, name = Tensor, "backward"
-    if actors.session is not None:
-        owner, name = actors.session, "backward"
-    elif actors.scaler is not None and not isinstance(actors.scaler, ApexScale):
-        owner, name = actors.scaler, "scale"
+    if parts.session is not None:
+        owner, name = parts.session, "backward"
+    elif parts.scaler is not None and not isinstance(parts.scaler, ApexScale):
+        owner, name = parts.scaler, "scale"
     original = getattr(owner, name)
     met: list[bool] = []
 

@@ -264,7 +264,7 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
         if culprit is not None:
             eps = _zero_inputs(culprit)
             why = eps or f"{culprit.op} flushed values to zero in {name}"
-            text = f"precision: {why} ({culprit.site.where}); finite when computed in fp32 from there on"
+            text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
             return Cause("precision", text, None, name or fmt.name, culprit)
         text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp32"
         return Cause("precision", text, None, dtype_name(low))
@@ -315,7 +315,7 @@ def _words(node: Node) -> str:
     """The illegal operation in words, by kernel name."""
     base = node.base.removesuffix("_").removeprefix("_foreach_")
     tensors = [t for t in node.tensors() if t.is_floating_point()]
-    name = node.site.node
+    name = node.location.node
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
     if base in ("div", "true_divide", "addcdiv"):
         divisor = tensors[-1] if len(tensors) > 1 else None

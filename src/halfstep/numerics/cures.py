@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause
+from halfstep.numerics.locations import OpLocation, look, op_label, run_backward, starts_backward
 from halfstep.numerics.nodes import Node, is_finite
-from halfstep.numerics.sites import Site, look, op_label, run_backward, starts_backward
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import terms_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
@@ -50,15 +50,15 @@ class Cure:
     spec: tuple[Any, ...] = ()
 
 
-class AtSite(TorchFunctionMode):
+class AtLocation(TorchFunctionMode):
     """Runs one call (by its source line and op name) through `change`; everything else as it is.
 
     `met`: whether that call was made.
     """
 
-    def __init__(self, site: Site, op: str, change: Callable[..., Any]) -> None:
+    def __init__(self, location: OpLocation, op: str, change: Callable[..., Any]) -> None:
         super().__init__()
-        self._where = (site.file, site.line)
+        self._where = (location.file, location.line)
         self._op, self._change = op, change
         self.met = False
 
@@ -90,19 +90,19 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _full_at(site: Site, op: str) -> Apply:
-    return lambda: AtSite(site, op, _in_fp32)
+def _full_at(location: OpLocation, op: str) -> Apply:
+    return lambda: AtLocation(location, op, _in_fp32)
 
 
-def _scaled_at(site: Site, op: str, bits: int) -> Apply:
+def _scaled_at(location: OpLocation, op: str, bits: int) -> Apply:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
         return out.float() * 2.0**bits
 
-    return lambda: AtSite(site, op, change)
+    return lambda: AtLocation(location, op, change)
 
 
-def _epsilon_at(site: Site, op: str, value: float) -> Apply:
+def _epsilon_at(location: OpLocation, op: str, value: float) -> Apply:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         def lift(x: Any) -> Any:
             return value if isinstance(x, float) and 0 < abs(x) < value else x
@@ -110,10 +110,10 @@ def _epsilon_at(site: Site, op: str, value: float) -> Apply:
         args, kwargs = tree_map(lift, (args, kwargs))
         return func(*args, **kwargs)
 
-    return lambda: AtSite(site, op, change)
+    return lambda: AtLocation(location, op, change)
 
 
-def _clamped_at(site: Site, op: str, value: float) -> Apply:
+def _clamped_at(location: OpLocation, op: str, value: float) -> Apply:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         args = list(args)
         if op == "div":
@@ -125,7 +125,7 @@ def _clamped_at(site: Site, op: str, value: float) -> Apply:
             args[0] = args[0].clamp_min(value)
         return func(*args, **kwargs)
 
-    return lambda: AtSite(site, op, change)
+    return lambda: AtLocation(location, op, change)
 
 
 @contextmanager
@@ -141,8 +141,8 @@ def with_attributes(thing: Any, **values: Any) -> Generator[None]:
             setattr(thing, k, v)
 
 
-def _full_by_policy(actors: Actors, op: str) -> Apply | None:
-    session = actors.session
+def _full_by_policy(parts: StepParticipants, op: str) -> Apply | None:
+    session = parts.session
     if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
         return None
     return lambda: with_attributes(session, policy=session.policy.with_rules(full=[op]))
@@ -160,9 +160,9 @@ def _bf16_autocast() -> Generator[None]:
         yield
 
 
-def _bf16(actors: Actors) -> Apply | None:
-    session = actors.session
-    if any(p.dtype == torch.float16 for p in actors.parameters()):
+def _bf16(parts: StepParticipants) -> Apply | None:
+    session = parts.session
+    if any(p.dtype == torch.float16 for p in parts.parameters()):
         return None  # weights in fp16 would have to be converted too: from the start of a run, that is
     if session is not None:
         if session.policy.compute_dtype != torch.float16:
@@ -172,9 +172,9 @@ def _bf16(actors: Actors) -> Apply | None:
     return _bf16_autocast
 
 
-def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
+def lift_loss_scale(parts: StepParticipants, bits: int) -> Apply | None:
     """Multiplies the present loss scale by 2**bits for as long as the context is open."""
-    session, scaler = actors.session, actors.scaler
+    session, scaler = parts.session, parts.scaler
     if session is not None:
         if isinstance(session.loss_scale, NoLossScale):
             return None
@@ -206,24 +206,24 @@ def lift_loss_scale(actors: Actors, bits: int) -> Apply | None:
     return change
 
 
-def remedy(spec: tuple[Any, ...], actors: Actors) -> Apply | None:
-    """The context of the cure that `spec` describes, for these actors; None where it cannot be applied."""
+def remedy(spec: tuple[Any, ...], parts: StepParticipants) -> Apply | None:
+    """The context of the cure that `spec` describes, for these parts; None where it cannot be applied."""
     kind, *rest = spec
     if kind == "bf16":
-        return _bf16(actors)
+        return _bf16(parts)
     if kind == "loss_scale":
-        return lift_loss_scale(actors, *rest)
+        return lift_loss_scale(parts, *rest)
     if kind in ("masters", "loss", "rate"):
         return None
     op, file, line, *amount = rest
     if kind == "full":
-        by_policy = _full_by_policy(actors, op)
+        by_policy = _full_by_policy(parts, op)
         if by_policy is not None:
             return by_policy
     if kind not in _AT_SITE:
         return None
     at = _AT_SITE[kind]
-    return at(Site("", "", None, file, line), op, *amount)
+    return at(OpLocation("", "", None, file, line), op, *amount)
 
 
 _AT_SITE: dict[str, Callable[..., Apply]] = {
@@ -233,26 +233,26 @@ _AT_SITE: dict[str, Callable[..., Apply]] = {
 
 
 def _spec(kind: str, node: Node, *amount: float) -> tuple[Any, ...]:
-    return (kind, node.op, node.site.file, node.site.line, *amount)
+    return (kind, node.op, node.location.file, node.location.line, *amount)
 
 
-def _cure(spec: tuple[Any, ...], actors: Actors, text: str, code: str) -> Cure:
+def _cure(spec: tuple[Any, ...], parts: StepParticipants, text: str, code: str) -> Cure:
     kind = "full" if spec[0] == "full_here" else spec[0]
-    return Cure(kind, text, code, apply=remedy(spec, actors), spec=spec)
+    return Cure(kind, text, code, apply=remedy(spec, parts), spec=spec)
 
 
-def _here(site: Site) -> str:
-    return f" at {site.where}" if site.where else ""
+def _here(location: OpLocation) -> str:
+    return f" at {location.where}" if location.where else ""
 
 
-def _full(node: Node, actors: Actors) -> Cure:
-    terms = terms_of(actors, node.site.in_region)
-    by_rule = terms.in_policy and node.site.in_region and _full_by_policy(actors, node.op) is not None
+def _full(node: Node, parts: StepParticipants) -> Cure:
+    terms = terms_of(parts, node.location.in_region)
+    by_rule = terms.in_policy and node.location.in_region and _full_by_policy(parts, node.op) is not None
     code = f'policy.with_rules(full=["{node.op}"])' if by_rule else terms.wide
     return _cure(
         _spec("full" if by_rule else "full_here", node),
-        actors,
-        f"run {node.op} in fp32{_here(node.site)}",
+        parts,
+        f"run {node.op} in fp32{_here(node.location)}",
         code,
     )
 
@@ -260,52 +260,52 @@ def _full(node: Node, actors: Actors) -> Cure:
 _BF16 = "use bf16: the range of fp32, no loss scale needed"
 
 
-def to_bf16(actors: Actors, in_region: bool = False) -> Cure:
+def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
-    return _cure(("bf16",), actors, _BF16, terms_of(actors, in_region).bf16)
+    return _cure(("bf16",), parts, _BF16, terms_of(parts, in_region).bf16)
 
 
-def _for_range(node: Node, cause: Cause, actors: Actors, root: float) -> list[Cure]:
+def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -> list[Cure]:
     if cause.format not in ("fp16", "e4m3fn", "e5m2"):
-        return _for_wide_range(node, cause, actors)
+        return _for_wide_range(node, cause, parts)
     bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
     cures: list[Cure] = []
     if cause.weight:
         text = f"bring the row of {cause.weight} back; look at what wrote it (learning rate, sparse updates)"
         cures.append(Cure("advice", text, f"{cause.weight}.data.clamp_(-k, k)"))
     if node.phase == "backward":
-        cures += _smaller_loss(actors, bits, root)
-        cures += _lower_scale(actors, bits)
+        cures += _smaller_loss(parts, bits, root)
+        cures += _lower_scale(parts, bits)
     if node.op != "cast" and not _adds_gradients(node):
-        cures.append(_full(node, actors))
+        cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
-        text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.site)}"
-        cures.append(_cure(_spec("scale", node, bits), actors, text, f"x * 2**-{bits}"))
+        text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
+        cures.append(_cure(_spec("scale", node, bits), parts, text, f"x * 2**-{bits}"))
     if node.op == "exp" and node.phase != "backward":
-        cures.append(_smaller_exponent(node, cause, actors))
-    return [*cures, to_bf16(actors, node.site.in_region)]
+        cures.append(_smaller_exponent(node, cause, parts))
+    return [*cures, to_bf16(parts, node.location.in_region)]
 
 
 def _adds_gradients(node: Node) -> bool:
     """Whether the op is autograd's own sum of gradients, which no forward op stands behind."""
-    return node.phase == "backward" and node.base == "add_" and not node.site.node
+    return node.phase == "backward" and node.base == "add_" and not node.location.node
 
 
 _LARGE_LOSS = 1e3
 
 
-def scale_now(actors: Actors) -> tuple[float, float]:
+def scale_now(parts: StepParticipants) -> tuple[float, float]:
     """The loss scale, and the least it may become."""
-    if actors.session is not None:
-        scale = actors.session.loss_scale
+    if parts.session is not None:
+        scale = parts.session.loss_scale
         return float(scale.value), float(getattr(scale, "min", 0.0))
-    scale = actors.scaler.get_scale() if actors.scaler is not None else 1.0
-    return float(scale), float(getattr(getattr(actors.scaler, "loss_scale", None), "min", 0.0))
+    scale = parts.scaler.get_scale() if parts.scaler is not None else 1.0
+    return float(scale), float(getattr(getattr(parts.scaler, "loss_scale", None), "min", 0.0))
 
 
-def _smaller_loss(actors: Actors, bits: int, root: float) -> list[Cure]:
+def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]:
     """Divide a loss that is large by itself: a sum where a mean is meant, targets without a scale."""
-    loss = root / (scale_now(actors)[0] or 1.0)
+    loss = root / (scale_now(parts)[0] or 1.0)
     if loss < _LARGE_LOSS:
         return []
 
@@ -316,25 +316,25 @@ def _smaller_loss(actors: Actors, bits: int, root: float) -> list[Cure]:
     return [replace(divided(bits), variants=(divided(bits + 4), divided(bits + 8)))]
 
 
-def _lower_scale(actors: Actors, bits: int) -> list[Cure]:
+def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
     """Lower the loss scale; further where what comes later in backward needs it, not below its own least."""
     options: list[Cure] = []
-    now, least = scale_now(actors)
+    now, least = scale_now(parts)
     for further in (bits, bits + 4, bits + 8):
         if now * 2.0**-further < least:
             break
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
-        code = terms_of(actors, True).scale.format(f"{now * 2.0**-further:g}")
-        cure = _cure(("loss_scale", -further), actors, text, code)
+        code = terms_of(parts, True).scale.format(f"{now * 2.0**-further:g}")
+        cure = _cure(("loss_scale", -further), parts, text, code)
         if cure.apply is not None:
             options.append(cure)
     return [replace(options[0], variants=tuple(options[1:]))] if options else []
 
 
-def _for_wide_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
-    clip = terms_of(actors, node.site.in_region).clip
+def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
+    clip = terms_of(parts, node.location.in_region).clip
     if node.op == "exp" and node.phase != "backward":
-        return [_smaller_exponent(node, cause, actors)]
+        return [_smaller_exponent(node, cause, parts)]
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
         return [Cure("advice", text, clip)]
@@ -344,20 +344,20 @@ def _for_wide_range(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     return [Cure("advice", text + "normalisation) or unscaled data", clip)]
 
 
-def _for_precision(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+def _for_precision(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
     culprit = cause.culprit or node
     cures: list[Cure] = []
     if "whose smallest value" in cause.text:
         value = FORMATS[cause.format].smallest_normal
-        text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.site)}"
-        cures.append(_cure(_spec("epsilon", culprit, value), actors, text, f"eps = {value:.2g}"))
-    cures.append(_full(culprit, actors))
+        text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.location)}"
+        cures.append(_cure(_spec("epsilon", culprit, value), parts, text, f"eps = {value:.2g}"))
+    cures.append(_full(culprit, parts))
     if culprit is not node:
-        cures.append(_full(node, actors))
+        cures.append(_full(node, parts))
     if cause.format == "fp16":
-        cures.append(to_bf16(actors, node.site.in_region))
+        cures.append(to_bf16(parts, node.location.in_region))
     if node.op in ("log", "div", "sqrt", "rsqrt", "reciprocal") and node.phase == "forward":
-        cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause, actors)]
+        cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause, parts)]
     return cures
 
 
@@ -384,59 +384,59 @@ def _instead_of_log(node: Node) -> list[Cure]:
     while todo:
         one, far = todo.pop()
         if "softmax" in one.base:
-            text = f"take log_softmax of the logits in place of the log of a softmax{_here(one.site)}"
+            text = f"take log_softmax of the logits in place of the log of a softmax{_here(one.location)}"
             return [Cure("advice", text, "torch.log_softmax(logits, dim=-1)")]
         if one.base.startswith("sigmoid"):
-            text = f"take logsigmoid of the logits in place of the log of a sigmoid{_here(one.site)}"
+            text = f"take logsigmoid of the logits in place of the log of a sigmoid{_here(one.location)}"
             return [Cure("advice", text, "nn.functional.logsigmoid(logits)  # of -logits for 1 - p")]
         if far < 4 and one.base not in ("mm", "addmm", "bmm"):
             todo += [(p[0], far + 1) for p in one.parents if p is not None]
     return []
 
 
-def _for_mathematics(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+def _for_mathematics(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
-        return [Cure("advice", text + _here(node.site))]
+        return [Cure("advice", text + _here(node.location))]
     floats = [t for t in node.tensors() if t.is_floating_point()]
     if any(t.numel() == 0 for t in floats):
-        text = f"leave this term out where there is nothing to take it of{_here(node.site)}"
+        text = f"leave this term out where there is nothing to take it of{_here(node.location)}"
         return [Cure("advice", text, "x.sum() / max(x.numel(), 1)")]
     if node.base in ("div", "div_") and len(floats) == 1 and node.phase != "backward":
-        text = f"keep the number that is divided by from becoming 0{_here(node.site)}"
+        text = f"keep the number that is divided by from becoming 0{_here(node.location)}"
         return [Cure("advice", text, "max(d, 1e-4)")]
     if "ctc_loss" in node.base:
         text = "leave out pairs whose target does not fit into the input"
         return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
     if node.phase != "backward" and node.base.endswith("batch_norm"):
-        text = f"look at how running_var was made, loaded or averaged{_here(node.site)}: it is a variance"
+        text = f"look at how running_var was made, loaded or averaged{_here(node.location)}: it is a variance"
         return [Cure("advice", text, "running_var.clamp_(min=0)")]
     if node.phase != "backward" and node.base.endswith(_NORMS):
-        text = f"give the normalisation a variance to divide by{_here(node.site)}"
+        text = f"give the normalisation a variance to divide by{_here(node.location)}"
         return [Cure("advice", text, "eps=1e-5")]
-    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, actors)]
+    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, parts)]
 
 
 #: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
 _EXPONENTS = {"fp16": (10.0, 4.0)}
 
 
-def _smaller_exponent(node: Node, cause: Cause, actors: Actors) -> Cure:
+def _smaller_exponent(node: Node, cause: Cause, parts: StepParticipants) -> Cure:
     name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
 
     def below(limit: float) -> Cure:
-        text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.site)}"
-        return _cure(_spec("clamp", node, limit), actors, text, f"{name or 'x'}.clamp(max={limit:g})")
+        text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.location)}"
+        return _cure(_spec("clamp", node, limit), parts, text, f"{name or 'x'}.clamp(max={limit:g})")
 
     first, *others = map(below, _EXPONENTS.get(cause.format, (80.0, 20.0)))
     return replace(first, variants=tuple(others))
 
 
-def _away_from_the_edge(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
+def _away_from_the_edge(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
     floats = [t for t in node.tensors() if t.is_floating_point()]
-    text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.site)}"
+    text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
-        return [_smaller_exponent(node, cause, actors)]
+        return [_smaller_exponent(node, cause, parts)]
     if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
@@ -444,21 +444,21 @@ def _away_from_the_edge(node: Node, cause: Cause, actors: Actors) -> list[Cure]:
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
-    return [_cure(_spec("clamp", node, 1e-4), actors, text, code)]
+    return [_cure(_spec("clamp", node, 1e-4), parts, text, code)]
 
 
-def propose(node: Node, cause: Cause, actors: Actors, root: float = 0.0) -> list[Cure]:
+def propose(node: Node, cause: Cause, parts: StepParticipants, root: float = 0.0) -> list[Cure]:
     """The cures worth trying for this op and cause, cheapest first; `root`: the loss, scaled."""
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
-        code = terms_of(actors).masters
-        return [Cure("masters", text, code, spec=("masters",)), to_bf16(actors)]
+        code = terms_of(parts).masters
+        return [Cure("masters", text, code, spec=("masters",)), to_bf16(parts)]
     if cause.kind == "range":
-        return _for_range(node, cause, actors, root)
+        return _for_range(node, cause, parts, root)
     if cause.kind == "precision":
-        return _for_precision(node, cause, actors)
+        return _for_precision(node, cause, parts)
     if cause.kind == "mathematics":
-        return _for_mathematics(node, cause, actors)
+        return _for_mathematics(node, cause, parts)
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten
 
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
-from halfstep.numerics.actors import Actors
+from halfstep.numerics.locations import is_users
 from halfstep.numerics.nodes import Node
-from halfstep.numerics.sites import is_users
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -69,18 +69,18 @@ def lint(
         hint = "lint(model=...)" if isinstance(step, nn.Module) else "lint(step, *batch) or lint(model=...)"
         raise ConfigError(f"lint got a {type(step).__name__} as the step, expected a function: {hint}")
     given = [x for x in (model, optimizer, session) if x is not None]
-    actors = Actors(step, given)
+    parts = StepParticipants(step, given)
     found = [
-        *_buffers(actors, becomes),
-        *_optimizer_epsilon(actors),
-        *_ulps(actors),
-        *_losses(actors, step),
+        *_buffers(parts, becomes),
+        *_optimizer_epsilon(parts),
+        *_ulps(parts),
+        *_losses(parts, step),
     ]
-    found += _missing_scale(actors)
+    found += _missing_scale(parts)
     if step is not None:
         probe = LintProbe()
         try:
-            trace_step(step, *batch, session=actors.session, model=actors.models, optimizer=actors.optimizers,
+            trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
                        try_cures=False, observers=[probe.look])  # fmt: skip
         except BannedOpError as error:
             found.append(Finding("banned op", "loss", str(error), "see the remedy in the message"))
@@ -91,7 +91,7 @@ def lint(
 
 
 def _where(node: Node) -> str:
-    return node.site.where or node.site.module or "root"
+    return node.location.where or node.location.module or "root"
 
 
 class LintProbe:
@@ -181,8 +181,8 @@ def _from_error(error: RuntimeError) -> Iterable[Finding]:
     raise error
 
 
-def _buffers(actors: Actors, becomes: str | torch.dtype | None) -> Iterable[Finding]:
-    for model in actors.models:
+def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[Finding]:
+    for model in parts.models:
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 where = f"{path}.{name}".strip(".")
@@ -211,8 +211,8 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
         yield Finding("low buffer", where, f"{lost} of {wide.numel()} rising values are equal in {fmt}", cure)
 
 
-def _optimizer_epsilon(actors: Actors) -> Iterable[Finding]:
-    for optimizer in actors.optimizers:
+def _optimizer_epsilon(parts: StepParticipants) -> Iterable[Finding]:
+    for optimizer in parts.optimizers:
         for number, group in enumerate(optimizer.param_groups):
             eps = group.get("eps")
             half = [p for p in group["params"] if p.dtype == torch.float16]
@@ -222,9 +222,9 @@ def _optimizer_epsilon(actors: Actors) -> Iterable[Finding]:
                 yield Finding("epsilon", where, text, "use fp32 master weights (level O2), or eps=1e-4")
 
 
-def _ulps(actors: Actors) -> Iterable[Finding]:
+def _ulps(parts: StepParticipants) -> Iterable[Finding]:
     """Weights without masters whose spacing is more than twice the update that is to reach them."""
-    for optimizer in actors.optimizers:
+    for optimizer in parts.optimizers:
         if getattr(optimizer, "one_pass", False):
             continue
         for number, group in enumerate(optimizer.param_groups):
@@ -255,7 +255,7 @@ def _expected_update(p: Tensor, group: dict[str, Any], rate: float) -> Tensor | 
     return None if p.grad is None else rate * p.grad.detach().float().abs()
 
 
-def _losses(actors: Actors, step: Callable[..., Any] | None) -> Iterable[Finding]:
+def _losses(parts: StepParticipants, step: Callable[..., Any] | None) -> Iterable[Finding]:
     cells = getattr(step, "__closure__", None) or ()
     values = []
     for cell in cells:
@@ -263,7 +263,7 @@ def _losses(actors: Actors, step: Callable[..., Any] | None) -> Iterable[Finding
             values.append(cell.cell_contents)
         except ValueError:  # not bound yet
             continue
-    modules = {m: n for model in actors.models for n, m in model.named_modules()}
+    modules = {m: n for model in parts.models for n, m in model.named_modules()}
     modules = {v: "loss" for v in values if isinstance(v, nn.Module)} | modules
     for module, path in modules.items():
         if isinstance(module, nn.BCELoss):
@@ -272,8 +272,8 @@ def _losses(actors: Actors, step: Callable[..., Any] | None) -> Iterable[Finding
             yield Finding("probabilities", path or "BCELoss", text, cure)
 
 
-def _missing_scale(actors: Actors) -> Iterable[Finding]:
-    session = actors.session
+def _missing_scale(parts: StepParticipants) -> Iterable[Finding]:
+    session = parts.session
     if session is None or session.policy.compute_dtype != torch.float16 or not session.optimizers:
         return
     if type(session.loss_scale).__name__ == "NoLossScale":

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.sites import Site, op_label
+from halfstep.numerics.locations import OpLocation, op_label
 
 
 def is_finite(t: Tensor) -> bool:
@@ -40,7 +40,7 @@ class Node:
     index: int
     func: Any
     phase: str
-    site: Site
+    location: OpLocation
     args: Any = ()
     kwargs: Any = None
     outs: list[Tensor] = field(default_factory=list)
@@ -69,9 +69,9 @@ class Node:
         """
         if self.base == "_to_copy":
             made = self.parents[0][0] if self.parents and self.parents[0] else None
-            if made is None or made.base == "_to_copy" or not 0 < self.site.call == made.site.call:
+            if made is None or made.base == "_to_copy" or not 0 < self.location.call == made.location.call:
                 return "cast"
-        return op_label(self.site.function, self.base)
+        return op_label(self.location.function, self.base)
 
     def tensors(self) -> list[Tensor]:
         """The tensor arguments, as they were before the op ran."""
@@ -88,7 +88,7 @@ class Node:
         found: list[Tensor] = []
         for t, parent in zip(self.tensors(), self.parents):
             made = None if parent is None else parent[0]
-            own = made is not None and not made.dropped and made.site.call == self.site.call
+            own = made is not None and not made.dropped and made.location.call == self.location.call
             if made is None or not own or (made.base == "_to_copy" and t.dtype == dtype):
                 found.append(t)
             else:

@@ -19,8 +19,8 @@ from torch import nn
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.nodes import is_finite, tensors_in
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.numerics.trace import BadOp, Trace, trace_step
 
@@ -70,7 +70,7 @@ class Replayable:
         self._given = [x for x in (session, model, optimizer, *others) if x is not None]
         self._limit, self._warn = limit, warn
         self._replays = self._bad_in_a_row = 0
-        self._actors: Actors | None = None
+        self._parts: StepParticipants | None = None
         self._step: Callable[..., Any] | None = None
         self._device = torch.device("cpu")
         self._ran: _Ran | None = None
@@ -90,10 +90,10 @@ class Replayable:
             LossScaleCollapsed: as the session does, with the first bad op in the message.
         """
         self.settle()
-        actors = self._actors_of(step)
-        ran = _Ran(step, batch, Snapshot(actors, weights=False), _outcomes(actors))
+        parts = self._parts_of(step)
+        ran = _Ran(step, batch, Snapshot(parts, weights=False), _outcomes(parts))
         self.steps += 1
-        hooks = [] if self._never_spoils(actors) else self._guards(actors, ran)
+        hooks = [] if self._never_spoils(parts) else self._guards(parts, ran)
         try:
             ran.result = step(*batch)
         except LossScaleCollapsed as error:
@@ -127,7 +127,7 @@ class Replayable:
         return here if world_size() == 1 else bool(all_ranks(torch.tensor(here, device=self._device)))
 
     def _is_bad(self, ran: _Ran) -> bool:
-        session = self._actors_of(ran.step).session
+        session = self._parts_of(ran.step).session
         if session is not None:
             new = session.steps - ran.outcomes
             if any(not outcome.finite for outcome in islice(reversed(session.history), new)):
@@ -150,41 +150,41 @@ class Replayable:
             self.traces.append((self.steps, trace))
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
-    def _actors_of(self, step: Callable[..., Any]) -> Actors:
-        if self._actors is None or self._step is not step:
-            self._actors, self._step = Actors(step, self._given), step
-            self._device = next((p.device for p in self._actors.parameters()), torch.device("cpu"))
-        return self._actors
+    def _parts_of(self, step: Callable[..., Any]) -> StepParticipants:
+        if self._parts is None or self._step is not step:
+            self._parts, self._step = StepParticipants(step, self._given), step
+            self._device = next((p.device for p in self._parts.parameters()), torch.device("cpu"))
+        return self._parts
 
     @staticmethod
-    def _never_spoils(actors: Actors) -> bool:
-        return actors.session is not None and actors.session.skip_nonfinite
+    def _never_spoils(parts: StepParticipants) -> bool:
+        return parts.session is not None and parts.session.skip_nonfinite
 
-    def _guards(self, actors: Actors, ran: _Ran) -> list[Any]:
+    def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
         """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if ran.early is None and self._device.type == "cpu":
-                known = getattr(actors.session, "found_inf", None)  # it has looked already, as a rule
+                known = getattr(parts.session, "found_inf", None)  # it has looked already, as a rule
                 bad = _holds_nonfinite(optimizer) if known is None else bool(known)
-                ran.early = Snapshot(actors) if bad else None
+                ran.early = Snapshot(parts) if bad else None
 
-        return [o.register_step_pre_hook(guard) for o in actors.optimizers]
+        return [o.register_step_pre_hook(guard) for o in parts.optimizers]
 
     def _replay(self, ran: _Ran) -> Trace:
-        actors = self._actors_of(ran.step)
-        if actors.session is not None:
-            actors.session.sync()
+        parts = self._parts_of(ran.step)
+        if parts.session is not None:
+            parts.session.sync()
         self._replays += 1
-        after = ran.early or Snapshot(actors, weights=False)
+        after = ran.early or Snapshot(parts, weights=False)
         if ran.early is not None:
             after.exchange()
-        gradients = [(p, p.grad) for p in actors.parameters()]
+        gradients = [(p, p.grad) for p in parts.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
         ran.before.restore()
         try:  # a trace leaves weights and states as it found them
-            return trace_step(ran.step, *ran.batch, others=[*self._given, *actors.others])
+            return trace_step(ran.step, *ran.batch, others=[*self._given, *parts.others])
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -196,6 +196,6 @@ def _holds_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
     return bool(gradients) and not math.isfinite(float(amaxes(gradients).max()))
 
 
-def _outcomes(actors: Actors) -> int:
+def _outcomes(parts: StepParticipants) -> int:
     """How many steps the session has made, so that a step's own outcomes can be told."""
-    return 0 if actors.session is None else actors.session.steps
+    return 0 if parts.session is None else parts.session.steps

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.numerics.actors import Actors
+from halfstep.numerics.participants import StepParticipants
 from halfstep.rng import rewinder
 
 _replaying = 0
@@ -140,15 +140,15 @@ class Snapshot:
     Without `weights` it is cheap enough for every step: no weights, optimizer states or history of outcomes.
     """
 
-    def __init__(self, actors: Actors, weights: bool = True) -> None:
+    def __init__(self, parts: StepParticipants, weights: bool = True) -> None:
         self._random = rewinder()
         self._parts: list[tuple[Callable[[], Any], Any]] = []
-        self._keep(_Buffers, actors.modules)
+        self._keep(_Buffers, parts.modules)
         if weights:
-            self._keep_weights(actors)
-        if actors.session is not None:
-            self._keep(_SessionState, actors.session, weights)
-        for optimizer in actors.optimizers:
+            self._keep_weights(parts)
+        if parts.session is not None:
+            self._keep(_SessionState, parts.session, weights)
+        for optimizer in parts.optimizers:
             if release := getattr(optimizer, "release", None):
                 self._keep(_Released, release)
 
@@ -156,14 +156,14 @@ class Snapshot:
         take = partial(kind, *of)
         self._parts.append((take, take()))
 
-    def _keep_weights(self, actors: Actors) -> None:
-        for parameter in actors.parameters():
+    def _keep_weights(self, parts: StepParticipants) -> None:
+        for parameter in parts.parameters():
             self._keep(_Tensors, [parameter])
-        for optimizer in actors.optimizers:
+        for optimizer in parts.optimizers:
             # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
             own = getattr(optimizer, "one_pass", False)
             self._keep(_ByStateDict if own else _OptimizerState, optimizer)
-        for thing in actors.others:
+        for thing in parts.others:
             self._keep(_ByStateDict, thing)
 
     def restore(self) -> None:

@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
-from halfstep.numerics.sites import (
+from halfstep.numerics.locations import (
     ModuleStack,
-    Site,
+    OpLocation,
     look,
     run_backward,
     starts_backward,
     users_names,
 )
+from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 
 # Their results are memory nobody has written yet; whatever lies in it means nothing.
 _UNWRITTEN = frozenset(
@@ -140,8 +140,8 @@ class Tape:
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
         self._left = keep_bytes
-        self._sites: dict[int, list[tuple[str, Site]]] = {}
-        self._lines: dict[str, Site] = {}
+        self._locations: dict[int, list[tuple[str, OpLocation]]] = {}
+        self._lines: dict[str, OpLocation] = {}
         self._observers = tuple(observers)
         self._steps = 0
         self._busy = False
@@ -228,37 +228,37 @@ class Tape:
         after = self.backward_seen and not torch.is_grad_enabled() and not self._modules.path
         return "optimizer" if after else "forward"
 
-    def _locate(self, func: Any) -> tuple[str, Site]:
+    def _locate(self, func: Any) -> tuple[str, OpLocation]:
         found, file, line = look()
         phase = self._phase(found)
         sequence = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
         function, call, region = self.calls[-1] if self.calls else (None, 0, False)
-        site = Site(self._modules.path, self._modules.kind, function, file, line, "", call, region)
+        location = OpLocation(self._modules.path, self._modules.kind, function, file, line, "", call, region)
         if phase != "backward":
             if not file:
-                site = self._lines.get(site.module, site)
-            self._lines.setdefault(site.module, site)
-            known = self._sites.setdefault(sequence, [])
+                location = self._lines.get(location.module, location)
+            self._lines.setdefault(location.module, location)
+            known = self._locations.setdefault(sequence, [])
             if not known or phase == "recompute":
-                known.append((func._schema.name.split("::")[-1], site))
-            return phase, site
-        return phase, self._forward_site(site)
+                known.append((func._schema.name.split("::")[-1], location))
+            return phase, location
+        return phase, self._forward_location(location)
 
-    def _forward_site(self, here: Site) -> Site:
+    def _forward_location(self, here: OpLocation) -> OpLocation:
         """The forward call behind the backward node that is running; a custom backward keeps its own line."""
         node: Any = torch._C._current_autograd_node()
         sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
-        known = self._sites.get(sequence) if sequence < _NO_SEQUENCE else None
+        known = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
         if node is None or not known:
             file, line = self.backward_call
             return here if here.file else replace(here, file=file, line=line)
         name = node.name().lower()
         matching = (s for base, s in reversed(known) if base.replace("_", "") in name)
-        site = next(matching, known[-1][1])
+        location = next(matching, known[-1][1])
         if here.file:
-            module, kind, region = site.module, site.module_class, site.in_region
+            module, kind, region = location.module, location.module_class, location.in_region
             return replace(here, module=module, module_class=kind, node=node.name(), in_region=region)
-        return replace(site, node=node.name())
+        return replace(location, node=node.name())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one kernel and records it."""
@@ -266,8 +266,8 @@ class Tape:
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.namespace == "fsdp":  # fsdp's lay out memory for collectives
             return self._collective(func, args, kwargs)
-        phase, site = self._locate(func)
-        node = Node(len(self.nodes), func, phase, site)
+        phase, location = self._locate(func)
+        node = Node(len(self.nodes), func, phase, location)
         written = written_by(func, args, kwargs)
         # What an op overwrites is copied first: its re-run needs the values it was given.
         copies = {id(t): t.detach().clone() for t in written if t.layout == torch.strided}

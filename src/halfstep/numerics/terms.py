@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.numerics.actors import Actors
+from halfstep.numerics.participants import StepParticipants
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _HALVES = (torch.float16, torch.bfloat16)
@@ -107,28 +107,28 @@ LOOPS = {
 }
 
 
-def terms_of(actors: Actors, in_region: bool = False) -> Terms:
+def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     """The words for a step of these; `in_region`: whether the op that is to change ran under autocast."""
-    if actors.loop in LOOPS:
-        found = LOOPS[actors.loop]
-    elif actors.session is not None:
+    if parts.loop in LOOPS:
+        found = LOOPS[parts.loop]
+    elif parts.session is not None:
         found = SESSION
-    elif getattr(actors.scaler, "door", "") == "apex":
+    elif getattr(parts.scaler, "door", "") == "apex":
         found = APEX
-    elif any(_of_mindspore(m) for m in actors.models):
+    elif any(_of_mindspore(m) for m in parts.models):
         found = MINDSPORE
-    elif actors.scaler is not None and actors.scaler.is_enabled():
+    elif parts.scaler is not None and parts.scaler.is_enabled():
         found = SCALER
     else:
-        found = AUTOCAST if in_region or not _has_halves(actors) else PLAIN
+        found = AUTOCAST if in_region or not _has_halves(parts) else PLAIN
     if found.wide == _TORCH_WIDE and not in_region:
         found = replace(found, wide=PLAIN.wide)
-    device = next((p.device.type for p in actors.parameters()), "cpu")
+    device = next((p.device.type for p in parts.parameters()), "cpu")
     return found if device == "cpu" else _on(found, device)
 
 
-def _has_halves(actors: Actors) -> bool:
-    return any(p.dtype in _HALVES for p in actors.parameters())
+def _has_halves(parts: StepParticipants) -> bool:
+    return any(p.dtype in _HALVES for p in parts.parameters())
 
 
 def _of_mindspore(module: Any) -> bool:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.cause import Cause, counted, explain, ill_row, ill_values, outlying_weight
 from halfstep.numerics.cures import FAILS, Cure, propose
 from halfstep.numerics.histogram import amax
+from halfstep.numerics.locations import OpLocation, within
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
-from halfstep.numerics.sites import Site, within
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import Tape, key_of
 from halfstep.numerics.trials import (
@@ -105,7 +105,7 @@ class BadOp:
     module_class: str
     op: str
     aten: str
-    site: Site
+    location: OpLocation
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     origin: bool
@@ -125,7 +125,8 @@ class BadOp:
     @property
     def placed(self) -> str:
         """`where` after an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
-        return f"{within(self.module, self.module_class)}{f', {self.site.where}' if self.site.where else ''}"
+        line = self.location.where
+        return within(self.module, self.module_class) + (f", {line}" if line else "")
 
     @property
     def harmless(self) -> bool:
@@ -142,15 +143,15 @@ class BadOp:
         return other is not None and self._origin() == other._origin()
 
     def _origin(self) -> tuple[Any, ...]:
-        return self.phase, self.module, self.op, self.site.where, self.cause.kind
+        return self.phase, self.module, self.op, self.location.where, self.cause.kind
 
     def story(self) -> str:
         """The verdict in a few lines of plain text, without the cures."""
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
         shapes = ", ".join(map(str, self.inputs))
         lines = [f"{self.phase}: {self.op} {self.placed} {verb}"]
-        if self.site.code:
-            lines.append(f"  {self.site.code}")
+        if self.location.code:
+            lines.append(f"  {self.location.code}")
         lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
         lines += [f"  hidden: {self.hidden}"] if self.hidden else []
         return "\n".join(lines)
@@ -210,24 +211,24 @@ def trace_step(
     Raises:
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
-    actors = Actors(step, [*_listed(model), *_listed(optimizer), *_listed(session), *others])
-    snapshot = Snapshot(actors)
+    parts = StepParticipants(step, [*_listed(model), *_listed(optimizer), *_listed(session), *others])
+    snapshot = Snapshot(parts)
     started = time.perf_counter()
     try:
-        trace = _run(step, batch, actors, underflow, keep_bytes, observers)
+        trace = _run(step, batch, parts, underflow, keep_bytes, observers)
     finally:
         snapshot.restore()
     if try_cures:
-        trace.bad = _try_cures(trace, step, batch, actors, snapshot.restore)
+        trace.bad = _try_cures(trace, step, batch, parts, snapshot.restore)
     trace.seconds = time.perf_counter() - started
     if trace.error is not None and trace.bad is None:
         raise trace.error
     return trace
 
 
-def first_bad_op(step: Callable[..., Any], *batch: Any, **actors: Any) -> BadOp | None:
+def first_bad_op(step: Callable[..., Any], *batch: Any, **parts: Any) -> BadOp | None:
     """The op at which a step's values stop being finite, or None; takes the arguments of `trace_step`."""
-    return trace_step(step, *batch, **actors).bad
+    return trace_step(step, *batch, **parts).bad
 
 
 def _listed(value: Any) -> list[Any]:
@@ -239,14 +240,14 @@ def _listed(value: Any) -> list[Any]:
 def _run(
     step: Callable[..., Any],
     batch: tuple[Any, ...],
-    actors: Actors,
+    parts: StepParticipants,
     underflow: bool,
     keep_bytes: int,
     observers: Iterable[Observer] = (),
 ) -> Trace:
-    before = bad_names(actors)
+    before = bad_names(parts)
     probe = UnderflowProbe() if underflow else None
-    tape = Tape(actors.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
+    tape = Tape(parts.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
     with run_eagerly(), replay(), expected_reductions(tape.collectives), tape:
@@ -256,12 +257,12 @@ def _run(
             error = caught
     for value in tensors_in(result):
         tape.check("loss", "result", value)
-    return finish(tape, actors, before, result, error, probe, batch)
+    return finish(tape, parts, before, result, error, probe, batch)
 
 
 def finish(
     tape: Tape,
-    actors: Actors,
+    parts: StepParticipants,
     before: frozenset[tuple[str, str]],
     result: Any,
     error: BaseException | None,
@@ -269,27 +270,27 @@ def finish(
     batch: Any = (),
 ) -> Trace:
     """Turns a closed tape into a Trace; `before` are the values that were not finite to begin with."""
-    spoiled = _spoiled(tape, actors, before)
-    bad = _verdict(tape, actors, spoiled, batch)
+    spoiled = _spoiled(tape, parts, before)
+    bad = _verdict(tape, parts, spoiled, batch)
     flushed = () if probe is None else probe.report(tape)
     if bad is None and flushed:
-        bad = _underflow(flushed[0], actors, spoiled)
+        bad = _underflow(flushed[0], parts, spoiled)
     return Trace(
         bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
         collectives=tuple(tape.collectives),
     )  # fmt: skip
 
 
-def _named_values(actors: Actors) -> Iterable[tuple[str, str, Tensor]]:
+def _named_values(parts: StepParticipants) -> Iterable[tuple[str, str, Tensor]]:
     names: dict[Tensor, str] = {}
-    for number, model in enumerate(actors.models):
+    for number, model in enumerate(parts.models):
         prefix = f"{type(model).__name__}." if number else ""
         for name, parameter in model.named_parameters():
             names[parameter] = prefix + name
             yield "parameter", prefix + name, parameter
         for name, buffer in model.named_buffers():
             yield "buffer", prefix + name, buffer
-    for number, optimizer in enumerate(actors.optimizers):
+    for number, optimizer in enumerate(parts.optimizers):
         updated = [p for g in optimizer.param_groups for p in g["params"]]
         for place, parameter in enumerate(updated):
             name = names.get(parameter, f"parameter {place} of optimizer {number}")
@@ -300,23 +301,23 @@ def _named_values(actors: Actors) -> Iterable[tuple[str, str, Tensor]]:
                     yield "state", f"{name}.{key}", value
 
 
-def bad_names(actors: Actors) -> frozenset[tuple[str, str]]:
+def bad_names(parts: StepParticipants) -> frozenset[tuple[str, str]]:
     """Which parameters, buffers and optimizer states are not finite now."""
-    return frozenset((kind, name) for kind, name, t in _named_values(actors) if not is_finite(t))
+    return frozenset((kind, name) for kind, name, t in _named_values(parts) if not is_finite(t))
 
 
-def _spoiled(tape: Tape, actors: Actors, before: frozenset[tuple[str, str]]) -> Spoiled:
+def _spoiled(tape: Tape, parts: StepParticipants, before: frozenset[tuple[str, str]]) -> Spoiled:
     found: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
-    for kind, name, value in _named_values(actors):
+    for kind, name, value in _named_values(parts):
         if (kind, name) not in before and not tape.check(kind, name, value):
             found[kind].append(name)
     gradients = tuple(dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient"))
     return Spoiled(gradients, *(tuple(found[k]) for k in ("parameter", "buffer", "state")))
 
 
-def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp | None:
+def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) -> BadOp | None:
     if not tape.ends:
-        return _from_elsewhere(tape, spoiled) or _hidden(tape, actors, spoiled)
+        return _from_elsewhere(tape, spoiled) or _hidden(tape, parts, spoiled)
     reached = {i for end in tape.ends for i in end.origins}
     real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
     real = real or sorted(reached & tape.candidates.keys())
@@ -325,11 +326,13 @@ def _verdict(tape: Tape, actors: Actors, spoiled: Spoiled, batch: Any) -> BadOp 
     if not real:
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
-    cause = _outside(node, tape, actors, batch) if node.outside else _inside(node, tape, actors)
-    cures = tuple(propose(node, cause, actors, tape.root_top))
+    cause = _outside(node, tape, parts, batch) if node.outside else _inside(node, tape, parts)
+    cures = tuple(propose(node, cause, parts, tape.root_top))
     carried = tuple(
         dict.fromkeys(
-            f"{n.phase}: {n.op} in {n.site.module or 'root'}" for n in tape.passed if node.index in n.origins
+            f"{n.phase}: {n.op} in {n.location.module or 'root'}"
+            for n in tape.passed
+            if node.index in n.origins
         )
     )
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
@@ -342,12 +345,12 @@ def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> BadOp | None:
         return None
     cause = Cause("rank", _ELSEWHERE)
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
-    site = Site("", "", None, "", 0)
-    args = ("backward", "", "", "all_reduce", "c10d.allreduce", site, (), outputs, False, cause, (), spoiled)
+    here = OpLocation("", "", None, "", 0)
+    args = ("backward", "", "", "all_reduce", "c10d.allreduce", here, (), outputs, False, cause, (), spoiled)
     return BadOp(*args, reached=("gradients of this rank",))
 
 
-def _hidden(tape: Tape, actors: Actors, spoiled: Spoiled) -> BadOp | None:
+def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> BadOp | None:
     """Range overflows that a later op turned into finite values, so that nothing at the end tells of them."""
     for swallower, origins in tape.swallowed:
         real = sorted(i for i in origins if i in tape.candidates and not tape.candidates[i].intended)
@@ -356,8 +359,8 @@ def _hidden(tape: Tape, actors: Actors, spoiled: Spoiled) -> BadOp | None:
         node = tape.candidates[real[0]]
         cause = explain(node, tape.originals)
         if cause.kind == "range":
-            bad = _bad_op(node, cause, tuple(propose(node, cause, actors)), spoiled, ())
-            place = swallower.site.where
+            bad = _bad_op(node, cause, tuple(propose(node, cause, parts)), spoiled, ())
+            place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
             return replace(bad, hidden=text)
     return None
@@ -374,19 +377,19 @@ def _bad_op(
 ) -> BadOp:
     inputs = tuple(TensorInfo.of(t) for t in node.given())
     outputs = tuple(TensorInfo.of(t) for t in node.outs)
-    site = node.site
+    location = node.location
     return BadOp(
-        node.phase, site.module, site.module_class, node.op, node.aten, site, inputs, outputs,
+        node.phase, location.module, location.module_class, node.op, node.aten, location, inputs, outputs,
         not node.outside, cause, cures, spoiled, ends, carried, underflow,
     )  # fmt: skip
 
 
-def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
+def _inside(node: Node, tape: Tape, parts: StepParticipants) -> Cause:
     """Why the op's result is not finite, in the terms of what the user gave it: inputs, weights, the loss."""
     cause = explain(node, tape.originals)
     if cause.kind != "range":
         return cause
-    named = {id(p): (n, p) for kind, n, p in _named_values(actors) if kind == "parameter"}
+    named = {id(p): (n, p) for kind, n, p in _named_values(parts) if kind == "parameter"}
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
         return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name)
@@ -397,10 +400,10 @@ def _inside(node: Node, tape: Tape, actors: Actors) -> Cause:
     return cause
 
 
-def _outside(node: Node, tape: Tape, actors: Actors, batch: Any) -> Cause:
+def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cause:
     """The op read a value that was not finite before the step began: whose is it?"""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
-    for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(actors)):
+    for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(parts)):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
             ill = ill_values(tape.originals.get(key_of(value), value))
             return Cause("weights", f"weights: {kind} {name} was not finite before the step ({ill})")
@@ -428,14 +431,14 @@ def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:
         "written by someone else",
     )
     phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
-    site = Site("", "", None, "", 0)
-    return BadOp(phase, "", "", "unknown", "", site, (), (), False, cause, (), spoiled, ends)
+    location = OpLocation("", "", None, "", 0)
+    return BadOp(phase, "", "", "unknown", "", location, (), (), False, cause, (), spoiled, ends)
 
 
-def _underflow(worst: Flushed, actors: Actors, spoiled: Spoiled) -> BadOp:
+def _underflow(worst: Flushed, parts: StepParticipants, spoiled: Spoiled) -> BadOp:
     cause = Cause("precision", worst.text, None, worst.format)
     return _bad_op(
-        worst.node, cause, worst.cures(actors), spoiled, tuple(f"gradient {n}" for n in worst.lost), (), True
+        worst.node, cause, worst.cures(parts), spoiled, tuple(f"gradient {n}" for n in worst.lost), (), True
     )
 
 
@@ -443,7 +446,7 @@ def _try_cures(
     trace: Trace,
     step: Callable[..., Any],
     batch: tuple[Any, ...],
-    actors: Actors,
+    parts: StepParticipants,
     restore: Callable[[], None],
 ) -> BadOp | None:
     """The bad op with its cures tried: by all ranks where the step made them talk, else by this one."""
@@ -452,7 +455,7 @@ def _try_cures(
 
     def trials(underflow: bool) -> Trials:
         def look() -> bool:
-            again = _run(step, batch, actors, underflow, 1 << 28)
+            again = _run(step, batch, parts, underflow, 1 << 28)
             return again.error is None and again.bad is None
 
         return Trials(lambda: step(*batch), look, restore)
@@ -460,7 +463,7 @@ def _try_cures(
     if world_size() == 1 or not trace.collectives:
         return bad and replace(bad, cures=try_alone(bad.cures, trials(underflow)))
     everyone = gather(_told(trace))
-    together = TrialsTogether(everyone, trials(any(told.underflow for told in everyone)), actors)
+    together = TrialsTogether(everyone, trials(any(told.underflow for told in everyone)), parts)
     judged = together.run()
     if bad is not None and bad.cause.kind == "rank":
         return _with_others(bad, everyone, judged)

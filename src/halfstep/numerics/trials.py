@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import gather
 from halfstep.errors import LossScaleCollapsed
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.cures import FAILS, UNTRIED, WORKS, Apply, Cure, remedy, with_attributes
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import replay, run_eagerly
 
 #: Collectives for which a rank's own values are an answer of the right shape.
@@ -132,8 +132,8 @@ class TrialsTogether:
     A cure works if everything stays finite on every rank.
     """
 
-    def __init__(self, everyone: Sequence[Told], trials: Trials, actors: Actors) -> None:
-        self._everyone, self._trials, self._actors = everyone, trials, actors
+    def __init__(self, everyone: Sequence[Told], trials: Trials, parts: StepParticipants) -> None:
+        self._everyone, self._trials, self._parts = everyone, trials, parts
         self._answers: dict[tuple[Any, ...], str] = {}
         self._through = all(told.through for told in everyone)
         self._known = all(told.known for told in everyone)
@@ -150,7 +150,7 @@ class TrialsTogether:
 
     def _applied(self, cure: Cure) -> Cure:
         # A cure that this rank cannot apply is still gone through with the others.
-        apply = (remedy(cure.spec, self._actors) or _impossible) if cure.spec else None
+        apply = (remedy(cure.spec, self._parts) or _impossible) if cure.spec else None
         return replace(cure, apply=apply, variants=tuple(self._applied(v) for v in cure.variants))
 
     def _try(self, cure: Cure) -> str:

@@ -26,8 +26,8 @@ from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, worst_of
 from halfstep.names import canonical
-from halfstep.numerics.actors import is_session
 from halfstep.numerics.headroom import Forecast, forecast, headroom
+from halfstep.numerics.participants import is_session
 from halfstep.numerics.sampling import Late, Seen, see, spread
 from halfstep.numerics.series import Sample, Series
 from halfstep.numerics.snapshot import replaying

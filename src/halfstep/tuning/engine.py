@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from halfstep.autocast.kernel_probes import measurements
 from halfstep.distributed import gather
 from halfstep.errors import HalfstepError, HalfstepWarning
-from halfstep.numerics.actors import Actors
 from halfstep.numerics.op_times import StepTimes, step_times
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.tuning.budget import Budget, agreed
 from halfstep.tuning.choices import NO_TIME, Choice, Trial, distance
@@ -63,7 +63,7 @@ class Bench:
     ) -> None:
         self.models, self.optimizers = list(models), list(optimizers)
         self._step, self._batch, self._make = step, tuple(batch), make
-        self._start = Snapshot(Actors(step, [*models, *optimizers]))
+        self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
         self.budget = Budget(seconds)

@@ -51,7 +51,7 @@ _KERNEL_NAMES = {
 
 
 @dataclass(frozen=True)
-class Site:
+class OpLocation:
     """The place of an op. `file` and `line` are the user's; `node` names the backward node, if any.
 
     `call` numbers the torch functions the user called (0: unknown), so that the kernels of one call are told

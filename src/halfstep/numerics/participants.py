@@ -14,7 +14,7 @@ def is_session(thing: Any) -> bool:
     return all(hasattr(type(thing), name) for name in ("backward", "step", "autocast", "revert"))
 
 
-class Actors:
+class StepParticipants:
     """What takes part in a step: models, optimizers, a session, and other things that keep state.
 
     What is not given is looked for among the names the step function uses. `loop`: the end of the path of the
