@@ -45,6 +45,12 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
 
 
 @pytest.fixture
+def rounded_kernels(monkeypatch):
+    """16-bit ops rounded around fp32: the numbers of the policy, and no machine is slow in them."""
+    monkeypatch.setenv("HALFSTEP_KERNELS", "rounded")
+
+
+@pytest.fixture
 def no_limits(monkeypatch):
     """The environment hides no instruction set."""
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):

@@ -9,6 +9,7 @@ from halfstep.numerics.watch import watch
 from halfstep.recipes import RECIPES
 from halfstep.session import prepare
 
+pytestmark = pytest.mark.usefixtures("rounded_kernels")
 SETTINGS = [("O0", None), ("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")]
 
 

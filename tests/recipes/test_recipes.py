@@ -20,6 +20,7 @@ from halfstep.recipes.runs import (
     train_once,
 )
 
+pytestmark = pytest.mark.usefixtures("rounded_kernels")
 CPU = torch.device("cpu")
 TRAIN, TEST = torch.arange(40), torch.arange(12)
 
