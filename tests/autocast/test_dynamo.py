@@ -310,7 +310,7 @@ print([t.dtype for t in compiled(x)] == [t.dtype for t in function(x)] != [x.dty
 """
 
 
-@pytest.mark.parametrize("arguments", ["'cpu', torch.bfloat16", ""])
+@pytest.mark.parametrize("arguments", [pytest.param("'cpu', torch.bfloat16", marks=pytest.mark.long), ""])
 def test_the_first_region_of_a_process_is_met_by_the_compiler(arguments):
     code = textwrap.dedent(FIRST.format(arguments=arguments))
     done = subprocess.run(

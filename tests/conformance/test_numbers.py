@@ -91,6 +91,7 @@ assert hs.devices.default_dtype("pydev") == torch.float16, "what is refused chan
 """
 
 
+@pytest.mark.long
 def test_a_chip_of_fp16_alone_needs_no_flags_and_brings_its_own_table():
     done = run("-c", FP16_ONLY)
     assert done.returncode == 0, done.stderr[-3000:]

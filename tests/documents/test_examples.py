@@ -80,7 +80,11 @@ def test_the_papers_method_by_hand_gives_the_same_weights(run):
     [
         ((), "float32"),
         (("--pyamp",), "bfloat16"),
-        (("--pyamp", "--device", "pydev", "--plugin", "tests.python_device"), "bfloat16"),
+        pytest.param(
+            ("--pyamp", "--device", "pydev", "--plugin", "tests.python_device"),
+            "bfloat16",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["off", "cpu", "pydev"],
 )

@@ -408,6 +408,7 @@ def test_compiled_code_called_in_regions_is_compiled_for_each(backend: str, fres
         assert [t.dtype for t in got] == [t.dtype for t in eager]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_inductor_runs_the_policy(fresh_dynamo) -> None:
     def step(x, w):

@@ -17,6 +17,7 @@ from halfstep.numerics.trace import trace_step
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare
 
+pytestmark = pytest.mark.long
 X = torch.linspace(0.5, 2.0, 8).reshape(2, 4)
 
 

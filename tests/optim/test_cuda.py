@@ -35,9 +35,17 @@ def checks(*options: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("part", ["update_equals", pytest.param("not update_equals", marks=pytest.mark.long)])
-def test_in_the_interpreter(part: str):
-    checks("-k", part, "-m", "not exhaustive")
+def test_in_the_interpreter():
+    checks("-k", "update_equals", "-m", "not exhaustive and not long")
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("part", "marked"), [("update_equals", "long"), ("not update_equals", "not exhaustive")]
+)
+def test_more_in_the_interpreter(part: str, marked: str):
+    checks("-k", part, "-m", marked)
 
 
 @needs_triton
