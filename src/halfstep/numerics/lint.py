@@ -23,6 +23,7 @@ from halfstep.numerics.locations import is_users
 from halfstep.numerics.nodes import Node
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
+from halfstep.optim.base import OnePassOptimizer
 
 _LOW = (torch.float16, torch.bfloat16)
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -225,7 +226,7 @@ def _optimizer_epsilon(parts: StepParticipants) -> Iterable[Finding]:
 def _ulps(parts: StepParticipants) -> Iterable[Finding]:
     """Weights without masters whose spacing is more than twice the update that is to reach them."""
     for optimizer in parts.optimizers:
-        if getattr(optimizer, "one_pass", False):
+        if isinstance(optimizer, OnePassOptimizer):
             continue
         for number, group in enumerate(optimizer.param_groups):
             low = [p for p in group["params"] if p.dtype in _LOW]

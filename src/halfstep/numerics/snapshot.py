@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.numerics.participants import StepParticipants
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.rng import rewinder
 
 _replaying = 0
@@ -161,7 +162,7 @@ class Snapshot:
             self._keep(_Tensors, [parameter])
         for optimizer in parts.optimizers:
             # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
-            own = getattr(optimizer, "one_pass", False)
+            own = isinstance(optimizer, OnePassOptimizer)
             self._keep(_ByStateDict if own else _OptimizerState, optimizer)
         for thing in parts.others:
             self._keep(_ByStateDict, thing)

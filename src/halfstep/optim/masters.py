@@ -299,7 +299,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
             raise UnsupportedError(
                 f"{kind} cannot have master weights: {_OWN_REFERENCES[base.__name__]}. Use O1 (fp32 weights)"
             )
-    if getattr(optimizer, "one_pass", False) and not getattr(optimizer, "takes_masters", False):
+    if isinstance(optimizer, OnePassOptimizer) and not getattr(optimizer, "takes_masters", False):
         raise ConfigError(
             f"{kind} keeps masters of its own (its argument master=...); use it without MasterWeights"
         )

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.formats import FP16
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import Stepper, parameters_of
 
@@ -81,7 +82,7 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
 
 def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
-    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
+    for optimizer in (o for o in optimizers if not isinstance(o, OnePassOptimizer)):
         for group in optimizer.param_groups:
             eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
             if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:

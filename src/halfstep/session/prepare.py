@@ -23,6 +23,7 @@ from halfstep.convert.layout import Relayout, check_layout
 from halfstep.distributed import gather, rank, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, show
 from halfstep.formats import dtype_name
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
 from halfstep.policy.levels import LOW_DTYPES, Level, dtype_of, level_of
@@ -177,7 +178,7 @@ def check_accumulation(
             f"accumulate='fp32' at {level.name}, whose 16-bit weights have no masters to take an fp32 "
             "gradient: choose O2"
         )
-    own = [o for o in optimizers if getattr(o, "one_pass", False) and getattr(o, "accumulate", None) is None]
+    own = [o for o in optimizers if isinstance(o, OnePassOptimizer) and o.accumulate is None]
     if own and level.masters:
         raise ConfigError(
             f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
@@ -188,7 +189,7 @@ def warn_of_low_weights(level: Level, optimizers: Sequence[torch.optim.Optimizer
     """Warn once where a level that means fp32 weights would update 16-bit ones without masters."""
     if not level.cast_ops or level.param_role != "full":
         return
-    torches = [o for o in optimizers if not getattr(o, "one_pass", False)]
+    torches = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
     low = [p for o in torches for p in parameters_of(o) if p.requires_grad and p.dtype in LOW_DTYPES]
     if low:
         warnings.warn(
@@ -271,8 +272,8 @@ def apply_level(
         if level.masters:
             originals = {p: value for c in conversions for p, value in c.originals.items()}
             for index, optimizer in enumerate(optimizers):
-                if getattr(optimizer, "one_pass", False):
-                    optimizer.seed_masters(originals)  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(optimizer, OnePassOptimizer):
+                    optimizer.seed_masters(originals)
                 else:
                     masters[index] = MasterWeights(
                         optimizer, list(models), initial=originals, accumulate=accumulate
@@ -284,8 +285,8 @@ def apply_level(
         conversion.forget_originals()
     fit_states(level, optimizers)
     for optimizer in optimizers:
-        if getattr(optimizer, "one_pass", False):
-            optimizer.init_states()  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(optimizer, OnePassOptimizer):
+            optimizer.init_states()
     return conversions, masters
 
 
@@ -307,7 +308,7 @@ def warn_of_lost_masters(
 
     An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
     """
-    torchs = [o for o in optimizers if not getattr(o, "one_pass", False) and len(o.state)]
+    torchs = [o for o in optimizers if not isinstance(o, OnePassOptimizer) and len(o.state)]
     if not level.masters or not torchs:
         return
     weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
@@ -326,7 +327,7 @@ def warn_of_lost_masters(
 def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether this is a torch optimizer of that model: fp32 shards are its masters then."""
     mine = set(model.parameters())
-    return not getattr(optimizer, "one_pass", False) and any(p in mine for p in parameters_of(optimizer))
+    return not isinstance(optimizer, OnePassOptimizer) and any(p in mine for p in parameters_of(optimizer))
 
 
 def prepare(

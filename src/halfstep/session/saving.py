@@ -24,6 +24,7 @@ from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import canonical_all, named_parameters
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import parameters_of
 from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
@@ -115,8 +116,8 @@ def _masters(session: Session) -> dict[int, Tensor]:
     """The fp32 value of every weight that an optimizer keeps one of, by the weight's id."""
     found: dict[int, Tensor] = {}
     for index, optimizer in enumerate(session.optimizers):
-        if getattr(optimizer, "one_pass", False):
-            found |= {id(p): value for p, value in cast(Any, optimizer).masters().items()}
+        if isinstance(optimizer, OnePassOptimizer):
+            found |= {id(p): value for p, value in optimizer.masters().items()}
         elif index in session.masters:
             found |= {id(w): m.detach() for w, m in session.masters[index].pairs()}
     return found
@@ -375,7 +376,7 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
             "the checkpoint's optimizer holds other parameters: build it from the same model"
         )
     by_number = dict(enumerate(parameters_of(optimizer)))
-    ours = bool(getattr(optimizer, "one_pass", False))
+    ours = isinstance(optimizer, OnePassOptimizer)
     state: dict[int, Any] = {}
     for number, name in enumerate(names):
         p = by_number[number]
@@ -409,8 +410,8 @@ def _load_weights(session: Session, found: shardfiles.Index) -> None:
     names = _names(session)
     for index, optimizer in enumerate(session.optimizers):
         held = [p for p in map(weight_of, parameters_of(optimizer)) if id(p) in names]
-        if getattr(optimizer, "one_pass", False):
-            cast(Any, optimizer).seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
+        if isinstance(optimizer, OnePassOptimizer):
+            optimizer.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
         elif index in session.masters:
             for weight, master in session.masters[index].pairs():
                 local_of(master).copy_(_box(found, names[id(weight)], weight))

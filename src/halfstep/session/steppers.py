@@ -19,6 +19,7 @@ from halfstep.distributed import is_ordered, local_of, norms_of_stages, shard_gr
 from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import AnyStats, GradStats, HostStats, measure, measure_shards
 from halfstep.gradients.unscale import unscale_
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import LOW_DTYPES
 
@@ -244,7 +245,7 @@ def steppers_of(
     ordered = any(is_ordered(model) for model in models)
     return [
         OnePassStepper(one, norm_group)
-        if getattr(one, "one_pass", False)
+        if isinstance(one, OnePassOptimizer)
         else TorchStepper(one, masters.get(index), ordered, norm_group)
         for index, one in enumerate(optimizers)
     ]

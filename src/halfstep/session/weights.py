@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.convert.conversion import Conversion
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import narrow_state
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level
@@ -19,7 +20,7 @@ def fit_states(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> Non
     """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
     if level.masters or level.param_role == "full":
         return
-    for optimizer in (o for o in optimizers if not getattr(o, "one_pass", False)):
+    for optimizer in (o for o in optimizers if not isinstance(o, OnePassOptimizer)):
         for p, state in optimizer.state.items():
             if isinstance(p, Tensor) and p.is_floating_point():
                 optimizer.state[p] = narrow_state(state, p.dtype)
@@ -31,7 +32,7 @@ def one_pass_masters(
     """The exact fp32 weights that optimizers of `halfstep.optim` hold, by optimizer."""
     if not level.masters:
         return {}
-    return {o: o.masters() for o in optimizers if getattr(o, "one_pass", False)}  # pyright: ignore
+    return {o: o.masters() for o in optimizers if isinstance(o, OnePassOptimizer)}
 
 
 def fill_stand_ins(models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]) -> None:
