@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,6 +95,44 @@ def one_of_ranks(rank, way, setting, world, steps):
     if (way, kind) == ("fully_shard", "torch"):  # fp32 shards are the masters, 16-bit weights come and go
         return values, []
     return values, [whole(p.detach()).float() for p in model.parameters()]
+
+
+PARTS = 3
+
+
+def accumulating(rank, whole_process):
+    return [accumulated(rank, dtype, whole_process) for dtype in ("bf16", "fp16")]
+
+
+def accumulated(rank, dtype, whole_process):
+    """Each rank adds its own micro-batches before any is sent; one process does the same with both sums."""
+    model = net()
+    optimizer = optimizer_of("ours", model, "fp32")
+    ranks = [0, 1] if whole_process else [rank]
+    scale = scale_of(dtype, len(ranks))
+    amp = hs.prepare(model, optimizer, level="O2", dtype=dtype, loss_scale=scale)
+    wrapped = model if whole_process else DDP(model)
+    for step in range(4):
+        sums = []
+        for one in ranks:
+            model.zero_grad()
+            for part in range(PARTS):
+                last = whole_process or part == PARTS - 1
+                with nullcontext() if last else wrapped.no_sync():
+                    batch = micro_batch(PARTS * step + part, one)
+                    amp.backward(loss_of(amp, wrapped, batch, PARTS * len(ranks)))
+            sums.append([p.grad for p in model.parameters()])
+        for p, first, *others in zip(model.parameters(), *sums):
+            p.grad = first + others[0] if others else first
+        amp.step(clip_norm=0.5)
+    return values_of(model, optimizer)
+
+
+def test_ranks_that_accumulate_add_sums_of_their_own():
+    whole_process = accumulating(0, True)
+    for found in run(accumulating, 2, False):
+        for mine, theirs in zip(found, whole_process, strict=True):
+            assert all(map(torch.equal, mine, theirs))
 
 
 LEVELS = [("O0", None), *itertools.product(("O1", "O2"), ("bf16", "fp16"))]

@@ -35,7 +35,8 @@ class PlanCheck:
         tensors: Sequence[Tensor],
     ) -> None:
         self._groups, self._options = list(groups), list(options)
-        self._params: list[Tensor] = [p for group in groups for p in group["params"]]
+        self._params: list[Sequence[Tensor]] = [group["params"] for group in groups]
+        self._members = [list(params) for params in self._params]
         self._state = state
         self._seen = state.changes.count if isinstance(state, State) and state.is_watched else None
         self._owners, self._entries = list(state), list(state.values())
@@ -48,7 +49,7 @@ class PlanCheck:
         return (
             options == self._options
             and _same(groups, self._groups)
-            and _same([p for group in groups for p in group["params"]], self._params)
+            and all(map(_same_params, groups, self._params, self._members))
             and self._holds_state(state)
             and self._facts.hold()
         )
@@ -62,6 +63,11 @@ class PlanCheck:
             and list(map(tuple, self._entries)) == self._keys
             and all(map(is_, chain.from_iterable(map(dict.values, self._entries)), self._values))
         )
+
+
+def _same_params(group: Group, known: Sequence[Tensor], members: list[Tensor]) -> bool:
+    params = group["params"]
+    return (params is known and type(params) is tuple) or _same(params, members)
 
 
 def _same(these: Any, those: list[Any]) -> bool:

@@ -26,7 +26,9 @@ from halfstep.optim import backends, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
-from halfstep.optim.source import Found, ListedGradients
+from halfstep.optim.shard_facts import Locals, gradients_of_shards
+from halfstep.optim.source import Found
+from halfstep.optim.tensor_facts import Gradients
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -39,11 +41,15 @@ def any_shard(params: list[Tensor]) -> bool:
 
 @dataclass
 class _Order:
-    """A list of local tensors, the parameters they are shards of, and how their gradients were placed."""
+    """A list of local tensors, the parameters they are shards of, and how their gradients were placed.
+
+    `sums`: parts of gradients that were added up over ranks just now, which nothing else keeps alive.
+    """
 
     params: Sequence[Tensor]
-    wholes: list[Tensor]
+    wholes: list[Any]
     specs: list[Any]
+    sums: list[Tensor]
 
 
 _LISTS = 8
@@ -63,8 +69,7 @@ class Shards:
             _check_blocks(group)
         self._outer = outer
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._sharded: list[Any] = []
-        self._seen: list[Tensor] = []
+        self._locals = Locals([])
         self._known: dict[Tensor, Tensor] = {}
         self._whole: dict[Tensor, Tensor] = {}
         self._orders: dict[int, _Order] = {}
@@ -79,6 +84,7 @@ class Shards:
         groups = [{**g, "params": [self._local(p) for p in g["params"]]} for g in outer.param_groups]
         twin = type(outer).__new__(type(outer))
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
+        self._settle(twin)
         twin.key_shifts = self._shifts()
         twin.source = self
         twin._edits.wholes = self._whole
@@ -93,9 +99,13 @@ class Shards:
         self._known[p], self._whole[twin] = twin, p
         if twin is not p:
             self._pairs.append((p, twin))
-            self._sharded.append(p)
-            self._seen.append(local)
         return twin
+
+    def _settle(self, twin: OnePassOptimizer) -> None:
+        """Note what the parameters hold now; the twin's own lists of them change here alone."""
+        self._locals = Locals([p for p, _ in self._pairs])
+        for group in twin.param_groups:
+            group["params"] = tuple(group["params"])
 
     def _shifts(self) -> dict[Tensor, int]:
         """What is added to the random key of each local tensor: bits count from the whole tensor's start."""
@@ -108,6 +118,7 @@ class Shards:
         _check_blocks(group)
         params = [self._local(p) for p in group["params"]]
         self.twin.add_param_group({**group, "params": params})
+        self._settle(self.twin)
         self.twin.key_shifts = self._shifts()
         self._groups = list(dict.fromkeys([*self._groups, *map(shard_groups, group["params"])]))
 
@@ -120,17 +131,17 @@ class Shards:
             for group, local in zip(outer.param_groups, twin.param_groups):
                 _check_blocks(group)
                 local.update({k: v for k, v in group.items() if k != "params"})
-        if not all(map(is_, [p._local_tensor for p in self._sharded], self._seen)):
+        if not self._locals.hold():
             self._move()
         return twin
 
     def _move(self) -> None:
         """Follow parameters whose shards are other tensors now."""
-        for index, (p, local) in enumerate(self._pairs):
+        for (p, local), seen in zip(self._pairs, self._locals.seen):
             now = local_of(p)
-            if now is not self._seen[index]:
+            if now is not seen:
                 local.data = now.detach()
-                self._seen[index] = now
+        self._locals = Locals([p for p, _ in self._pairs])
 
     # ---- gradients, as the twin asks for them (`Source`) -----------------------------------------------
 
@@ -147,27 +158,30 @@ class Shards:
         order = self._orders.get(id(params))
         if order is None or order.params is not params:
             if len(self._orders) > _LISTS:
-                self._orders.clear()
-            order = self._orders[id(params)] = _Order(params, [self._whole[p] for p in params], [])
+                del self._orders[next(iter(self._orders))]  # the oldest: the newest may have sums in use
+            order = self._orders[id(params)] = _Order(params, [self._whole[p] for p in params], [], [])
         with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
             grads: list[Any] = [p.grad for p in order.wholes]
         try:
             found = [grad._local_tensor for grad in grads]
-            specs = [grad._spec for grad in grads]
+            specs = [(p._spec, grad._spec) for p, grad in zip(order.wholes, grads)]
         except AttributeError:  # none, or of a parameter that is not sharded
-            return [self.of(p) for p in params]
-        if specs == order.specs and set(map(type, found)) <= {Tensor}:
+            found, specs = [getattr(grad, "_local_tensor", grad) for grad in grads], []
+        if specs and specs == order.specs and set(map(type, found)) <= {Tensor}:
             return found
         parts = [self.of(p) for p in params]
         order.specs = specs if all(map(is_, parts, found)) else []
+        order.sums = [part for part, own in zip(parts, found) if part is not None and part is not own]
         return parts
 
-    def watched(self, params: Sequence[Tensor]) -> ListedGradients:
+    def watched(self, params: Sequence[Tensor]) -> Gradients:
         """`of_all` of `params` at every step."""
-        return ListedGradients(self, params)
+        return gradients_of_shards(self, [self._whole[p] for p in params], params)
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""
+        for order in self._orders.values():
+            order.sums.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._known:
                 p.grad = None

@@ -71,12 +71,12 @@ class ListedGradients:
 
     def __init__(self, source: Source, params: Sequence[Tensor]) -> None:
         self._source, self._params = source, params
-        self._facts = facts_of([g for g in source.of_all(params) if g is not None])
-        self.addresses: Any = self._facts.addresses
+        self.facts = facts_of([g for g in source.of_all(params) if g is not None])
+        self.addresses: Any = self.facts.addresses
 
     def alike(self) -> bool:
         """See `Gradients`."""
-        return self._facts.alike(self._source.of_all(self._params))
+        return self.facts.alike(self._source.of_all(self._params))
 
 
 def dense_grad(p: Tensor, grad: Tensor, name: Callable[[], str]) -> Tensor | None:

@@ -57,33 +57,38 @@ class Versions(Protocol):
 
 def facts_of(tensors: Sequence[Tensor]) -> Facts:
     """The facts of tensors that have an address; the compiled way where there is one."""
-    compiled = _compiled()
-    return PlainFacts(tensors) if compiled is None else _CompiledFacts(tensors, compiled)
+    kernels = compiled()
+    return PlainFacts(tensors) if kernels is None else CompiledFacts(tensors, kernels)
 
 
 def gradients_of(params: Sequence[Tensor]) -> Gradients:
     """The gradients that lie at `params`, each of which has one."""
-    compiled = _compiled()
-    return PlainGradients(params) if compiled is None else _CompiledGradients(params, compiled)
+    kernels = compiled()
+    return PlainGradients(params) if kernels is None else _CompiledGradients(params, kernels)
 
 
 def versions_of(tensors: Iterable[Tensor]) -> Versions:
     """The versions of tensors that are no inference tensors."""
-    compiled, known = _compiled(), list(tensors)
-    return PlainVersions(known) if compiled is None else _CompiledVersions(known, compiled)
+    kernels, known = compiled(), list(tensors)
+    return PlainVersions(known) if kernels is None else _CompiledVersions(known, kernels)
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
 
 
 @cache
-def _compiled() -> Any:
+def compiled() -> Any:
     """The kernels' module, where what torch answers them is what it says in Python; else None."""
     try:
         from halfstep.kernels.cpu import facts
     except ImportError:
         return None
     return facts if _answers_right(facts) else None
+
+
+def addresses_of(objects: Sequence[object]) -> Any:
+    """Where Python objects lie, an int64 array: whoever hands it to compiled code keeps them alive."""
+    return np.fromiter(map(id, objects), np.int64, len(objects))
 
 
 class _Tensors:
@@ -95,11 +100,13 @@ class _Tensors:
         inside, asked = torch_functions.inside(), torch_functions.table()
         assert inside is not None
         self._alive = list(tensors)
-        self._places = np.fromiter(map(id, self._alive), np.int64, len(self._alive)) + inside
+        self._places = addresses_of(self._alive) + inside
         self.given = asked.ctypes.data, len(tensors), self._places.ctypes.data
 
 
-class _CompiledFacts:
+class CompiledFacts:
+    """`Facts` by one call of compiled code."""
+
     def __init__(self, tensors: Sequence[Tensor], kernels: Any) -> None:
         self._compare, self._tensors = kernels.comparer(), _Tensors(tensors)
         self.addresses = np.zeros(len(tensors), np.int64)
@@ -109,12 +116,20 @@ class _CompiledFacts:
         if kernels.reader()(*self._tensors.given, *self._rest) != len(self._facts):
             raise AssertionError("a tensor without an address was given to the kernels")
         self._given = (*self._tensors.given, *self._rest, 0)
+        self.asked, count, _ = self._tensors.given
         self._noted = self.addresses.ctypes.data
+        self._others = self.asked, count
 
     def hold(self) -> bool:
+        """See `Facts`."""
         return self._compare(*self._given)
 
+    def alike_at(self, places: int) -> bool:
+        """`alike` of tensors of which these are the C++ ones' addresses, as compiled code wrote them."""
+        return self._compare(*self._others, places, *self._rest, self._noted)
+
     def alike(self, others: Sequence[Any]) -> bool:
+        """See `Facts`."""
         if not all(issubclass(kind, Tensor) for kind in set(map(type, others))):
             return False
         now = _Tensors(others)  # lives through the call, which is given bare addresses of it
@@ -124,17 +139,14 @@ class _CompiledFacts:
 class _CompiledGradients:
     def __init__(self, params: Sequence[Tensor], kernels: Any) -> None:
         self._find, self._params = kernels.gradients(), _Tensors(params)
-        self._compare = kernels.comparer()
-        self._facts = _CompiledFacts([p.grad for p in params if p.grad is not None], kernels)
+        self._facts = CompiledFacts([p.grad for p in params if p.grad is not None], kernels)
         self.addresses = self._facts.addresses
-        self._found = np.zeros(len(params), np.int64)
-        places = self._found.ctypes.data
-        self._where = (*self._params.given, places)
-        asked, self._count, _ = self._params.given
-        self._given = asked, self._count, places, *self._facts._rest, self._facts._noted
+        self._found, self._count = np.zeros(len(params), np.int64), len(params)
+        self._places = self._found.ctypes.data
+        self._where = (*self._params.given, self._places)
 
     def alike(self) -> bool:
-        return self._find(*self._where) == self._count and self._compare(*self._given)
+        return self._find(*self._where) == self._count and self._facts.alike_at(self._places)
 
 
 class _CompiledVersions:

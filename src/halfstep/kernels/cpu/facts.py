@@ -166,6 +166,62 @@ def gradients() -> Any:
     return compiled(f"int64({','.join(['int64'] * 4)})", "find_gradients", nogil=False)(find)
 
 
+SPEC_OF, LOCAL_OF, KIND_OF, INSIDE, SHARD, PLAIN, WRAP, DROP = range(8)
+"""The words of `layout`: at which byte an object holds its spec, its local tensor, its type, its C++ tensor;
+the types of DTensors and of tensors; torch's function that finds an object, Python's that lets it go."""
+
+
+@cache
+def holders() -> Any:
+    """How many objects hold at one place what they held; all are objects' addresses."""
+
+    def count_held(place, count, objects, held):
+        kept = 0
+        for i in range(count):
+            kept += 1 if word(word(objects, i) + place, 0) == word(held, i) else 0
+        return kept
+
+    return compiled("int64(int64,int64,int64,int64)", "count_held", nogil=False)(count_held)
+
+
+@compiled("int64(int64,int64,int64)", "local_of_shard", nogil=False)
+def local_of(layout, shard, spec):
+    """The local tensor of a DTensor that has this spec, an object's address; 0 where it is another thing."""
+    if shard == 0 or word(shard + word(layout, KIND_OF), 0) != word(layout, SHARD):
+        return 0
+    local = word(shard + word(layout, LOCAL_OF), 0)
+    if word(shard + word(layout, SPEC_OF), 0) != spec or local == 0:
+        return 0
+    return local if word(local + word(layout, KIND_OF), 0) == word(layout, PLAIN) else 0
+
+
+@cache
+def shard_gradients() -> Any:
+    """Write where the local tensors of the gradients of tensors are; true where all have the given specs.
+
+    `specs`: of each tensor and of its gradient; 0 of one that is no DTensor, whose own gradient is meant.
+    """
+
+    def find(asked, layout, count, tensors, specs, found):
+        for i in range(count):
+            tensor, own, other = word(tensors, i), word(specs, 2 * i), word(specs, 2 * i + 1)
+            gradient = number(word(asked, F.GRAD), word(tensor + word(layout, INSIDE), 0))
+            if word(gradient, 0) == word(asked, F.NOTHING):
+                return False
+            set_word(found, i, gradient)
+            if own != 0:
+                shard = number(word(layout, WRAP), gradient)
+                local = local_of(layout, shard, other)
+                if shard != 0:  # the gradient keeps its object, which keeps the local tensor
+                    tell(word(layout, DROP), shard)
+                if local == 0 or word(tensor + word(layout, SPEC_OF), 0) != own:
+                    return False
+                set_word(found, i, local + word(layout, INSIDE))
+        return True
+
+    return compiled(f"boolean({','.join(['int64'] * 6)})", "find_shard_gradients", nogil=False)(find)
+
+
 @cache
 def versions() -> Any:
     """The sum of the versions of tensors, or -1 where one is an inference tensor, which has none."""

@@ -7,6 +7,7 @@ Python holds. `optim/tensor_facts.py` tries them out before use.
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,28 @@ def table() -> Any:
 def inside() -> int | None:
     """Bytes from the start of a tensor of Python to the C++ one in it; None where it cannot be seen."""
     tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    for place in range(0, torch.Tensor.__basicsize__, 8):
-        if all(ctypes.c_int64.from_address(id(t) + place).value == t._cdata for t in tensors):
+    return place_in(tensors, [t._cdata for t in tensors], torch.Tensor.__basicsize__)
+
+
+def place_in(objects: Sequence[object], words: Sequence[int], size: int) -> int | None:
+    """At which byte of its `size` bytes each Python object holds its word; None where at none."""
+    for place in range(0, size, 8):
+        held = [ctypes.c_int64.from_address(id(one) + place).value for one in objects]
+        if held == list(words):
             return place
     return None
+
+
+@cache
+def objects() -> tuple[int, int] | None:
+    """The functions that make a C++ tensor's Python object (a new reference) and that drop a reference."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    try:
+        library = ctypes.CDLL(str(Path(str(torch.__file__)).parent / "lib" / f"libtorch_python{suffix}"))
+        # PyObject *THPVariable_Wrap(const at::TensorBase &)
+        made = library._Z16THPVariable_WrapRKN2at10TensorBaseE
+    except (OSError, AttributeError):
+        return None
+    both = (ctypes.cast(one, ctypes.c_void_p).value for one in (made, ctypes.pythonapi.Py_DecRef))
+    first, second = (word or 0 for word in both)
+    return first, second
