@@ -21,6 +21,8 @@ _PRELOAD = [
     "halfstep",
     "halfstep.session",
     "halfstep.optim",
+    "halfstep.kernels.cpu.facts",  # Numba takes longer to import than most of these tests
+    "halfstep.kernels.cpu.models",
     "pytest",
 ]
 

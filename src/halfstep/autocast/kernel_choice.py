@@ -13,7 +13,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -266,7 +266,7 @@ def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Rows as dicts of strings and numbers, for a state dict or TOML."""
     return [
         {name: getattr(row, name) for name in _FIELDS if getattr(row, name) is not None}
-        | asdict(row.choice)
+        | {name: getattr(row.choice, name) for name in DIRECTIONS}
         | ({"why": row.why} if row.why else {})
         for row in rows
     ]

@@ -114,13 +114,13 @@ def is_sharded(model: nn.Module) -> bool:
 def ddp_around(parameters: Iterable[Tensor]) -> list[Any]:
     """Return every DistributedDataParallel that reduces the gradient of one of these parameters.
 
-    A parameter does not know what wraps it, so all living objects are looked through (tens of milliseconds).
+    A parameter does not know what wraps it, so all living objects are asked for their class (20 ms or more).
     """
     if not torch.distributed.is_available():
         return []
     kind = nn.parallel.DistributedDataParallel
     mine = {id(p) for p in parameters}
-    found = [o for o in gc.get_objects() if type(o) is kind]
+    found = [o for o in gc.get_referrers(kind) if type(o) is kind]
     return [ddp for ddp in found if any(id(p) in mine for p in ddp.module.parameters())]
 
 

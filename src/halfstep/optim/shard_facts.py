@@ -25,18 +25,24 @@ class Locals:
     def __init__(self, shards: Sequence[Any]) -> None:
         self._shards, self.seen = list(shards), [p._local_tensor for p in shards]
         self._kept: Callable[[], int] | None = None
-        kernels, layout = compiled(), _layout(self._shards)
-        if kernels is None or layout is None or not all(map(_is_shard, self._shards)):
-            return
-        self._arrays = addresses_of(self._shards), addresses_of(self.seen)
-        shard, local = (one.ctypes.data for one in self._arrays)
-        self._kept = partial(kernels.holders(), int(layout[kernels.LOCAL_OF]), len(self.seen), shard, local)
+        self._looked = False
 
     def hold(self) -> bool:
         """Whether every DTensor has the local tensor that it had."""
+        if not self._looked:
+            self._looked, self._kept = True, self._compiled()
         if self._kept is not None and self._kept() == len(self.seen):
             return True
         return all(map(is_, [p._local_tensor for p in self._shards], self.seen))
+
+    def _compiled(self) -> Callable[[], int] | None:
+        """Counts those that have it; None where that cannot be seen from compiled code."""
+        kernels, layout = compiled(), _layout(self._shards)
+        if kernels is None or layout is None or not all(map(_is_shard, self._shards)):
+            return None
+        self._arrays = addresses_of(self._shards), addresses_of(self.seen)
+        shard, local = (one.ctypes.data for one in self._arrays)
+        return partial(kernels.holders(), int(layout[kernels.LOCAL_OF]), len(self.seen), shard, local)
 
 
 class _ShardGradients:

@@ -128,7 +128,7 @@ def _write(
 
 def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**manifest, "sha256": checksum_of(manifest)}, file)
+        file.write(json.dumps({**manifest, "sha256": checksum_of(manifest)}))  # dump() is ten times slower
         file.flush()
         os.fsync(file.fileno())
     checkpoint.sync_folder(temporary)
