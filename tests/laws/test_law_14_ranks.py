@@ -151,7 +151,7 @@ QUICK = [
 
 def compare(ways, settings, world, steps):
     given = list(itertools.product(ways, settings))
-    everyone = run(on_ranks, world, given, world, steps, seconds=60.0 * max(steps, 10))
+    everyone = run(on_ranks, world, given, world, steps, seconds=120.0 * max(steps, 10))
     told = []
     for setting in settings:
         values, weights = one_process(setting, world, steps)
