@@ -1,9 +1,11 @@
 """This checkout beside another (against.json): the rows of step.py, optimizers.py and step_weight_bound.py.
 
 One thread. Each row is built by either checkout's own scripts in a process of its own; the two take turns
-of about 50 ms in changing order, in the thread's own processor time, and the row is the median of the ratios,
-here / there. Target: at most 1.02. `--only TEXT` runs the rows with TEXT in their name and leaves the others
-of the file as they are. Optimizers run on 20M parameters rather than 50M.
+of about 50 ms in changing order, in the thread's own processor time. Where a process happens to lie in memory
+moves a row by some percent for as long as it lives: so several pairs of fresh processes, each with the median
+of its ratios, here / there, and the row is the median of these (`pairs` has them all). Target: at most 1.02.
+`--only TEXT` runs the rows with TEXT in their name and leaves the others of the file as they are. Optimizers
+run on 20M parameters rather than 50M. A checkout beside itself tells how far to trust it.
 
     python benchmarks/against.py ../before
 """
@@ -163,27 +165,47 @@ def ask(process: subprocess.Popen[str], count: int | None = None) -> float:
     return float(process.stdout.readline())
 
 
-def compare(row: str, here: Path, there: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of `rounds` turns of either checkout, and the median of their ratios."""
-    processes = [start(tree, row) for tree in (here, there)]
-    slowest = max(ask(process) for process in processes)
+def one_pair(row: str, trees: tuple[Path, Path], rounds: int, turned: bool) -> tuple[float, float, float]:
+    """The median ratio over `rounds` turns of two fresh processes, and the median seconds of either."""
+    order = (1, 0) if turned else (0, 1)
+    processes = {number: start(trees[number], row) for number in order}
+    slowest = max(ask(process) for process in processes.values())
     count = max(1, int(0.05 / slowest))
-    pairs: list[tuple[float, float]] = []
+    found: list[tuple[float, float]] = []
     for turn in range(rounds):
-        found = {number: ask(processes[number], count) for number in ((0, 1) if turn % 2 else (1, 0))}
-        pairs.append((found[0], found[1]))
-    for process in processes:
+        seconds = {number: ask(processes[number], count) for number in (order if turn % 2 else order[::-1])}
+        found.append((seconds[0], seconds[1]))
+    for process in processes.values():
         process.communicate()
-    value = statistics.median(a / b for a, b in pairs)
-    mine, theirs = (statistics.median(side) * 1e6 for side in zip(*pairs))
-    print(f"{row:45} {value:6.3f}   {mine:10.1f} us, there {theirs:10.1f}", flush=True)
-    return {"name": row, "ratio": value, "here_us": mine, "there_us": theirs, "passed": value <= TARGET}
+    here, there = (statistics.median(side) for side in zip(*found))
+    return statistics.median(a / b for a, b in found), here, there
+
+
+def compare(row: str, trees: tuple[Path, Path], pairs: int, rounds: int) -> dict[str, Any]:
+    """Microseconds of a step in either checkout, and the ratio: medians over `pairs` pairs of processes."""
+    found = [one_pair(row, trees, rounds, bool(number % 2)) for number in range(pairs)]
+    ratios = sorted(ratio for ratio, _, _ in found)
+    value = statistics.median(ratios)
+    mine, theirs = (statistics.median(side) * 1e6 for side in list(zip(*found))[1:])
+    spread = f"{value:6.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    print(f"{row:45} {spread}   {mine:10.1f} us, there {theirs:10.1f}", flush=True)
+    return {
+        "name": row,
+        "ratio": value,
+        "pairs": ratios,
+        "rounds": rounds,
+        "here_us": mine,
+        "there_us": theirs,
+        "passed": value <= TARGET,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, nargs="?", help="the root of another checkout")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=5, help="of fresh processes for each row")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each pair")
+    parser.add_argument("--here", type=Path, default=Path(__file__).resolve().parents[1], help="or another")
     parser.add_argument("--only", default="", help="rows with this text in their name")
     parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -196,7 +218,7 @@ def main() -> int:
 
     if options.other is None:
         parser.error("name the root of another checkout")
-    here, there = Path(__file__).resolve().parents[1], options.other.resolve()
+    here, there = options.here.resolve(), options.other.resolve()
     commit = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"], cwd=there, capture_output=True, text=True
     ).stdout.strip()
@@ -204,7 +226,7 @@ def main() -> int:
     known = {row["name"]: row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
     for row in ROWS:
         if options.only in row:
-            known[row] = {**compare(row, here, there, options.rounds), "rounds": options.rounds}
+            known[row] = compare(row, (here, there), options.pairs, options.rounds)
             rows = [known[name] for name in ROWS if name in known]
             save("against", {"there": commit, "target": TARGET, "rows": rows}, out)
     return 0 if all(row["passed"] for row in known.values()) else 1
