@@ -206,7 +206,8 @@ def _unchosen_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
 def _chosen_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTable) -> Runner:
     """By the implementation that `kernels` says for this op and these arguments."""
     whole = _unchosen_runner(site, compute), _slow_runner(site, compute)
-    return kernel_runners.chosen(site.op.name(), compute, kernels, site.under, *whole)
+    straight = site.native.call_boxed if site.native_rule is Rule.LOW else None
+    return kernel_runners.chosen(site.op.name(), compute, kernels, site.under, *whole, straight)
 
 
 def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:

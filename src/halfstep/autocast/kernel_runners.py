@@ -50,9 +50,12 @@ class _Whole(Enum):
     """In the place of a call: the op is run as a whole, whatever its arguments."""
 
     ROUNDED = "rounded"
+    STRAIGHT = "straight"
+    """By torch's own kernel, which casts all that these arguments hold."""
 
 
 _ROUNDED: Final = _Whole.ROUNDED
+_STRAIGHT: Final = _Whole.STRAIGHT
 
 
 # --- classes -----------------------------------------------------------------------------------------------
@@ -408,14 +411,16 @@ def chosen(
     under: Callable[..., Any],
     native: Callable[[Any, Args, Mapping[str, Any]], Any],
     rounded: Callable[[Any, Args, Mapping[str, Any]], Any],
+    straight: Callable[..., Any] | None,
 ) -> Callable[[Any, Args, Mapping[str, Any]], Any]:
     """The runner of a LOW op on a CPU.
 
     `name`: of the overload; `under(call, ...)` makes a call with autocast out of the way; `native` and
-    `rounded` run the op whole, whatever its arguments.
+    `rounded` run the op whole, whatever its arguments; `straight` is `native` where all of them can be cast.
     """
     memo: dict[Any, Call | _Whole | None] = {}
     read = _READERS.get(name)
+    own = None if straight is None else _STRAIGHT
 
     def decide(args: Args, kwargs: Mapping[str, Any]) -> Call | _Whole | None:
         """The call to make with the arguments in the compute dtype; None for torch's own."""
@@ -426,9 +431,9 @@ def chosen(
             return None
         made = None if read is None else read(args, kwargs)
         if made is None:
-            return _ROUNDED if rounds_whole(table, name, args, compute) else None
+            return _ROUNDED if rounds_whole(table, name, args, compute) else own
         choice = table.choose(class_of(made.op, made.geometry, made.work, compute), made.needs)
-        return None if choice.is_native else made.run(choice)
+        return own if choice.is_native else made.run(choice)
 
     def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
         if _level() is not None or forward_ad._current_level >= 0 or _tracing():
@@ -443,7 +448,9 @@ def chosen(
             if len(memo) >= _KEPT:
                 memo.clear()
             call = memo[key] = decide(args, kwargs)
-        if call is None:
+        if call is _STRAIGHT and straight is not None:
+            return straight(keyset, *args, **kwargs)
+        if call is None or call is _STRAIGHT:
             return native(keyset, args, kwargs)
         if call is _ROUNDED:
             return rounded(keyset, args, kwargs)

@@ -6,10 +6,7 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 Large because it holds one class: torch's Optimizer is one.
 """
 
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,24 +21,19 @@ from halfstep.errors import ConfigError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, backends, checkpoints, cuda, entries, state_dicts, storage
-from halfstep.optim.algorithms import Algorithm
+from halfstep.optim import arguments, backends, checkpoints, cuda, state_dicts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
-from halfstep.optim.hand_edits import HandEdits
-from halfstep.optim.plan_check import PlanCheck
 from halfstep.optim.release import GradientRelease
+from halfstep.optim.remembered import Group, Place, Remembering
 from halfstep.optim.sharded import Shards, any_shard
 from halfstep.optim.source import OwnGradients, Source, dense_grad
 from halfstep.optim.state import State
 
-Group = dict[str, Any]
-Place = tuple[int, int]
-MASTER_KEYS = ("master", "lacking")
 BACKENDS = ("auto", "reference", "triton")
 
 
-class OnePassOptimizer(torch.optim.Optimizer):
+class OnePassOptimizer(Remembering):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
     `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
@@ -83,27 +75,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
             self._shards = Shards(self)
 
     def _prepare(self) -> None:
+        self._start_memory()
         self._shards: Shards | None = None
-        self.key_shifts: dict[Tensor, int] = {}
-        """Added to the random keys of tensors that are not the beginning of what they are a shard of."""
         self.source: Source = OwnGradients()
-        self._slots: dict[Tensor, storage.Slot] = {}
-        self._kept_dtype: dict[Tensor, torch.dtype] = {}
-        self._index: dict[Tensor, Place] = {}
-        self._plan: HostPlan | None = None
-        self._check: PlanCheck | None = None
-        self._checks: dict[Tensor, PlanCheck] = {}
         self.looked: HostStats | None = None
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
-        self._edits = HandEdits()
-        self._kept_masters: dict[Tensor, Group] = {}
-        """What the state held of each weight's master: one that is cleared starts only moments anew."""
         self.release = GradientRelease(self) if self.release_gradients else None
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """The algorithm this group runs."""
-        raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
@@ -141,104 +119,6 @@ class OnePassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._hook(group["params"])
         self._shard()
-
-    # ---- what a step works on -----------------------------------------------------------------------
-
-    def places(self) -> Iterator[tuple[Tensor, Group, Place]]:
-        """Every parameter with its group, and its place: number of the group and number within."""
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                yield p, group, (g, i)
-
-    def _find(self, p: Tensor) -> tuple[Group, Place]:
-        place = self._index.get(p)
-        if place is None or self.param_groups[place[0]]["params"][place[1]] is not p:
-            self._index = {q: where for q, _, where in self.places()}
-            place = self._index.get(p)
-        if place is None:
-            raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
-        return self.param_groups[place[0]], place
-
-    def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> storage.Slot:
-        """What is remembered of `p`, or made anew from its entry of the state."""
-        slot = self._slots.get(p)
-        if slot is not None and value is None:
-            return slot
-        weight = storage.local_tensor(p)
-        entry = self._entry(p)
-        formats = self.formats(weight, group)
-        if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
-            entry.pop("lacking", None)  # the bits of a weight of another dtype
-            self._kept_masters.pop(p, None)
-            self._kept_dtype[p] = weight.dtype
-        self._plan = self._check = None
-        entry.update(self._lost_master(p, entry))
-        with torch.inference_mode(False), torch.no_grad():
-            entries.settle(entry, weight, *formats, self.name_of(group, place), value)
-            slot = storage.make_slot(p, entry, *formats, self._base_key(group, place))
-        self._edits.know(p, entry.get("lacking"))
-        self._kept_masters[p] = {key: entry[key] for key in MASTER_KEYS if key in entry}
-        slot.shift = self.key_shifts.get(p, 0)
-        self._slots[p] = slot
-        return slot
-
-    def _lost_master(self, p: Tensor, entry: Mapping[str, Any]) -> Group:
-        """The master that was there before `entry` was cleared; nothing where `entry` has one."""
-        return {} if any(key in entry for key in MASTER_KEYS) else self._kept_masters.get(p, {})
-
-    def _entry(self, p: Tensor) -> dict[str, Any]:
-        return self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
-
-    def _recall(self) -> None:
-        """Forget what no longer holds: the plan check of every step."""
-        check = self._check
-        if check is None or not check.holds(self.param_groups, self._options(), self.state):
-            self._forget()
-
-    def _slot_alone(self, p: Tensor, group: Group, place: Place) -> storage.Slot:
-        """`_slot` with a plan check of its own: gradients that are released come one at a time."""
-        options, known = [self._options_of(group)], {p: self._entry(p)}
-        check = self._checks.get(p)
-        if check is None or not check.holds([], options, known):
-            self._slots.pop(p, None)
-            slot = self._slot(p, group, place)
-            self._checks[p] = PlanCheck([], options, known, slot.held)
-        return self._slot(p, group, place)
-
-    def _forget(self) -> None:
-        self._plan = self._check = None
-        self._slots.clear()
-
-    def _options(self) -> list[tuple[Any, ...]]:
-        return [self._options_of(group) for group in self.param_groups]
-
-    def _options_of(self, group: Group) -> tuple[Any, ...]:
-        return self.algorithm(group), group["master"], group["state_dtype"]
-
-    def _remember(self) -> None:
-        """Make the plan check of the slots there are."""
-        held = [t for p, _, _ in self.places() if p in self._slots for t in self._slots[p].held]
-        self._check = PlanCheck(self.param_groups, self._options(), self.state, held)
-
-    def formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
-        """The algorithm of a group, and in which formats it keeps this weight and its states."""
-        algorithm = self.algorithm(group)
-        arguments.check_storage(group)
-        return (
-            algorithm,
-            storage.kind_of(p.dtype, group["master"]),
-            storage.state_kind_of(p, group["state_dtype"]),
-        )
-
-    def name_of(self, group: Group, place: Place) -> str:
-        """How errors call a parameter."""
-        names = group.get("param_names")
-        return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
-
-    def _base_key(self, group: Group, place: Place) -> int:
-        names = group.get("param_names")
-        name = names[place[1]] if names else f"{place[0]}.{place[1]}"
-        return zlib.crc32(f"{self.seed}:{name}".encode())
 
     def _runner(self, device: torch.device) -> str:
         return backends.runner(self.backend, device)
@@ -305,15 +185,6 @@ class OnePassOptimizer(torch.optim.Optimizer):
             if p.requires_grad:
                 self._slot(p, group, place)
         return None
-
-    def _planned(self) -> bool:
-        """Whether the plan of an earlier step holds; one that does not is forgotten."""
-        if self._plan is not None:
-            self._recall()
-        plan = self._plan
-        if plan is not None and not plan.ready():
-            plan = self._plan = None
-        return plan is not None
 
     def _gradients(self) -> list[Tensor]:
         return [g for p, group, at in self.places() if (g := self._gradient(p, group, at)) is not None]
@@ -556,17 +427,6 @@ class OnePassOptimizer(torch.optim.Optimizer):
             if whole or index in entries:
                 entries[index] = checkpoints.pack(whole, p)
         return packed
-
-    @contextmanager
-    def _without_strangers(self) -> Generator[None]:
-        """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
-        whole, known = self.state, {p for p, _, _ in self.places()}
-        try:
-            if any(isinstance(p, Tensor) and p not in known for p in whole):
-                self.state = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
-            yield
-        finally:
-            self.state = whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:

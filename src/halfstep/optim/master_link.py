@@ -74,7 +74,7 @@ class Master(nn.Parameter):
 
 def weight_of(parameter: Tensor) -> Tensor:
     """The model's weight behind a master; any other parameter as it is."""
-    return parameter._source if isinstance(parameter, Master) else parameter
+    return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
 def _choose_foreach_for(kind: type) -> None:

@@ -6,14 +6,23 @@ Each function gives the next state; what a state means is `gradient_state.py`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from halfstep.errors import ScalerStateError
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session import losses
-from halfstep.session.gradient_state import Scaled, StepState, Unscaled, changed, joining, marks, scale_of
+from halfstep.session.gradient_state import (
+    EMPTY,
+    OF_A_BACKWARD,
+    Scaled,
+    StepState,
+    Unscaled,
+    changed,
+    joining,
+    marks,
+    scale_of,
+)
 from halfstep.session.guards import check_gradients
 from halfstep.session.steppers import Stepper
 
@@ -25,9 +34,10 @@ def opened(
     scale = state.loss_scales[loss_id]
     for index in indices:
         before = state.carried[index]
-        carried = scale_of(before)
-        if carried is not None and carried is not scale:
-            _rescale(steppers[index], carried, scale)
+        if before is not EMPTY:
+            carried = scale_of(before)
+            if carried is not None and carried is not scale:
+                _rescale(steppers[index], carried, scale)
         state = state.carrying(index, joining(before, scale, group, loss_id))
     return state
 
@@ -53,7 +63,7 @@ def unscaled(state: StepState, steppers: Sequence[Stepper], index: int, device: 
 def ours(state: StepState, steppers: Sequence[Stepper], index: int) -> Scaled | Unscaled:
     """What an optimizer's gradients carry; ScalerStateError where there are none, or none of ours."""
     carried = state.carried[index]
-    backward = isinstance(carried, Scaled | Unscaled)
+    backward = isinstance(carried, OF_A_BACKWARD)
     check_gradients(steppers[index], backward)
     if backward:
         return carried
@@ -71,7 +81,7 @@ def marked(
     for index in indices:
         seen = state.carried[index]
         if isinstance(seen, Scaled) and seen.scale not in (NoLossScale(), StaticLossScale(1.0)):
-            state = state.carrying(index, replace(seen, marks=tuple(marks(optimizers[index]))))
+            state = state.carrying(index, seen._replace(marks=tuple(marks(optimizers[index]))))
     return state
 
 

@@ -13,8 +13,9 @@ load_state_dict, revert   any             Empty
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ class Empty:
     """No gradients of ours."""
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
+EMPTY = Empty()
+
+
+class Share(NamedTuple):
     """What one of several losses put into an optimizer's gradients, looked at before it was added to them."""
 
     scale: LossScale
@@ -48,8 +51,7 @@ class Share:
     """Whether `found` is known over all optimizers of the loss, and its scale adjusted."""
 
 
-@dataclass(frozen=True, eq=False)
-class Scaled:
+class Scaled(NamedTuple):
     """Gradients of a backward: they carry `scale`; the optimizers in `group` share a loss."""
 
     scale: LossScale
@@ -61,8 +63,7 @@ class Scaled:
     """Which of the session's loss scales it is."""
 
 
-@dataclass(frozen=True, eq=False)
-class Unscaled:
+class Unscaled(NamedTuple):
     """The same after `unscale`: `finite` is what dividing `scale` out found."""
 
     scale: LossScale
@@ -71,7 +72,7 @@ class Unscaled:
     edited: bool = False
     found: bool | Tensor | None = None
     loss: int = 0
-    shares: Mapping[int, Share] = field(default_factory=dict[int, Share])
+    shares: Mapping[int, Share] = MappingProxyType({})
     """Each loss's part by its number, where the session has several loss scales."""
 
 
@@ -85,6 +86,8 @@ class Kept:
 Carried = Empty | Scaled | Unscaled | Kept
 """What the gradients of one optimizer carry."""
 
+OF_A_BACKWARD = (Scaled, Unscaled)
+
 
 def scale_of(carried: Carried) -> LossScale | None:
     """The scale that gradients carry now; None where there are none."""
@@ -95,12 +98,12 @@ def scale_of(carried: Carried) -> LossScale | None:
 
 def joining(before: Carried, scale: LossScale, group: frozenset[int], loss: int = 0) -> Scaled:
     """What backward at `scale` makes of it; who shared a loss before the step still does."""
-    shared = before.group if isinstance(before, Scaled | Unscaled) else frozenset[int]()
-    return Scaled(scale, group | shared, loss=loss)
+    if isinstance(before, OF_A_BACKWARD):
+        group = group | before.group
+    return Scaled(scale, group, loss=loss)
 
 
-@dataclass(frozen=True, eq=False)
-class StepState:
+class StepState(NamedTuple):
     """All that a session remembers from one call to the next; each call replaces it."""
 
     loss_scale: LossScale
@@ -118,6 +121,13 @@ class StepState:
         """The scale of every loss, by its number."""
         return self.loss_scale, *self.more_scales
 
+    @property
+    def needs_amax(self) -> bool:
+        """Whether a scale asks for the gradients' largest magnitude."""
+        if not self.more_scales:
+            return self.loss_scale.needs_amax
+        return any(scale.needs_amax for scale in self.loss_scales)
+
     def rescaled(self, loss: int, scale: LossScale) -> StepState:
         """The state in which loss number `loss` has `scale`."""
         if scale is self.loss_scales[loss]:
@@ -127,24 +137,26 @@ class StepState:
 
     def counted(self) -> StepState:
         """The state after one more step."""
-        return StepState(
-            self.loss_scale, self.skips, self.carried, self.steps + 1, self.told, self.more_scales
-        )
+        return self._replace(steps=self.steps + 1)
+
+    def stepped(self, index: int, value: Carried) -> StepState:
+        """The state after one more step, which left optimizer `index` carrying `value`."""
+        carried = (*self.carried[:index], value, *self.carried[index + 1 :])
+        return StepState(self.loss_scale, self.skips, carried, self.steps + 1, self.told, self.more_scales)
 
     @property
     def awaits_step(self) -> bool:
         """Whether an optimizer has gradients of a backward that no step has used."""
-        return any(isinstance(carried, Scaled | Unscaled) for carried in self.carried)
+        return any(isinstance(carried, OF_A_BACKWARD) for carried in self.carried)
 
     def carrying(self, index: int, value: Carried) -> StepState:
         """The state in which optimizer `index` carries `value`."""
-        kept = self.carried
-        carried = (*kept[:index], value, *kept[index + 1 :])
+        carried = (*self.carried[:index], value, *self.carried[index + 1 :])
         return StepState(self.loss_scale, self.skips, carried, self.steps, self.told, self.more_scales)
 
     def emptied(self) -> StepState:
         """The state in which no optimizer has gradients of ours."""
-        return replace(self, carried=tuple(Empty() for _ in self.carried))
+        return self._replace(carried=(EMPTY,) * len(self.carried))
 
     def saved(self) -> dict[str, Any]:
         """As plain values; gradients are not part of it."""
@@ -171,7 +183,7 @@ class StepState:
                 f"{len(self.loss_scales)}: prepare with as many to resume"
             )
         skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
-        return replace(self.emptied(), loss_scale=scale, more_scales=more, skips=skips, steps=steps)
+        return self.emptied()._replace(loss_scale=scale, more_scales=more, skips=skips, steps=steps)
 
 
 def marks(optimizer: torch.optim.Optimizer) -> list[GradientVersion]:

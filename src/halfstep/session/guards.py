@@ -70,14 +70,15 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
     """Raise ScalerStateError where a step has nothing to work on; reads no values."""
     if after_backward and stepper.releases:
         return
-    if all(weight_of(p).grad is None for p in parameters_of(stepper.optimizer)):
-        why = "call backward(loss) on this session first"
-        if after_backward:
-            kind = type(stepper.optimizer).__name__
-            why = (
-                f"the loss does not depend on the parameters of this {kind}. Is it computed from this model?"
-            )
-        raise ScalerStateError(f"step() found no gradients: {why}")
+    for group in stepper.optimizer.param_groups:
+        for p in group["params"]:
+            if weight_of(p).grad is not None:
+                return
+    why = "call backward(loss) on this session first"
+    if after_backward:
+        kind = type(stepper.optimizer).__name__
+        why = f"the loss does not depend on the parameters of this {kind}. Is it computed from this model?"
+    raise ScalerStateError(f"step() found no gradients: {why}")
 
 
 def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from halfstep.errors import ConfigError, show
 from halfstep.gradients.stats import AnyStats
 from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.gradient_state import Carried, Scaled, Share, StepState, Unscaled
+from halfstep.session.gradient_state import OF_A_BACKWARD, Carried, Scaled, Share, StepState, Unscaled
 from halfstep.session.steppers import Stepper, parameters_of
 from halfstep.trees import all_finite
 
@@ -35,8 +34,12 @@ def check_loss_id(loss_id: int, count: int) -> None:
         )
 
 
-def mixes(before: Carried, loss: int) -> bool:
-    """Whether gradients of this loss would be added to those of another."""
+def mixing(state: StepState, indices: Sequence[int], loss: int) -> list[int]:
+    """Which of these optimizers hold gradients of another loss, to which this one's would be added."""
+    return [i for i in indices if _mixes(state.carried[i], loss)] if state.more_scales else []
+
+
+def _mixes(before: Carried, loss: int) -> bool:
     if isinstance(before, Unscaled):
         return bool(before.shares)
     return isinstance(before, Scaled) and before.loss != loss
@@ -57,7 +60,7 @@ def settled(before: Scaled, loss_scales: int, share: Share, edited: bool) -> Uns
     known = before.found is not None
     whole = share
     if before.found is not None:
-        whole = replace(share, found=share.found | before.found, settled=True)
+        whole = share._replace(found=share.found | before.found, settled=True)
     shares = {before.loss: whole} if loss_scales > 1 else {}
     found = None if known and loss_scales > 1 else before.found
     finite = inverse(share.found)
@@ -72,7 +75,7 @@ def joined(before: Unscaled, loss: int, share: Share) -> Unscaled:
         share = Share(share.scale, mine.group | share.group, mine.found | share.found, peak)
     shares = {**before.shares, loss: share}
     finite = before.finite & inverse(share.found)
-    return replace(before, scale=share.scale, group=before.group | share.group, finite=finite, shares=shares)
+    return before._replace(scale=share.scale, group=before.group | share.group, finite=finite, shares=shares)
 
 
 @contextmanager
@@ -115,7 +118,7 @@ def shares_of(pending: Scaled | Unscaled, measured: AnyStats) -> dict[int, Share
         return {pending.loss: Share(pending.scale, pending.group, found, measured.amax, known)}
     brought = _any([share.found for share in pending.shares.values()])
     later = bad & inverse(brought)
-    return {loss: replace(share, found=share.found | later) for loss, share in pending.shares.items()}
+    return {loss: share._replace(found=share.found | later) for loss, share in pending.shares.items()}
 
 
 def settle(
@@ -130,6 +133,10 @@ def settle(
 
     A loss found inf where any optimizer that it trains did (`everywhere`: on any rank, law 3).
     """
+    if len(shares) == 1 and not everywhere:
+        [share] = shares.values()
+        if len(share.group) == 1:  # nobody to ask, nobody to tell
+            return state, dict(shares), share.found
     open_ = {loss: share for loss, share in shares.items() if not share.settled}
     siblings = {loss: _siblings(state, index, loss, share.group) for loss, share in open_.items()}
     flags: list[Flag] = []
@@ -138,7 +145,7 @@ def settle(
         flags.append(_any([share.found, *theirs]))
     flags = _over_ranks(flags, device) if everywhere and flags else flags
     answered = {
-        loss: share if found is share.found else replace(share, found=found)
+        loss: share if found is share.found else share._replace(found=found)
         for (loss, share), found in zip(open_.items(), flags)
     }
     for loss, share in answered.items():
@@ -158,8 +165,10 @@ def adjusted(state: StepState, shares: Mapping[int, Share]) -> StepState:
 
 def carried_value(pending: Scaled | Unscaled) -> float | Tensor:
     """The scale that a step's gradients carried; of several losses the lowest, read only on the host."""
-    scales = [share.scale for share in pending.shares.values()] if isinstance(pending, Unscaled) else []
-    values = [scale.value for scale in scales or [pending.scale]]
+    if not isinstance(pending, Unscaled) or not pending.shares:
+        return pending.scale.value
+    scales = [share.scale for share in pending.shares.values()]
+    values = [scale.value for scale in scales]
     on_device = [value for value in values if isinstance(value, Tensor)]
     if len(values) == 1 or not on_device:
         return values[0] if len(values) == 1 else min(map(float, values))
@@ -181,7 +190,7 @@ def _siblings(
         if isinstance(carried, Unscaled) and carried.shares:
             if loss in carried.shares:
                 found.append((other, carried))
-        elif isinstance(carried, Scaled | Unscaled) and carried.loss == loss:
+        elif isinstance(carried, OF_A_BACKWARD) and carried.loss == loss:
             found.append((other, carried))
     return found
 
@@ -195,9 +204,9 @@ def _found(theirs: Scaled | Unscaled, loss: int, stepper: Stepper, device: torch
 
 def _told(carried: Carried, loss: int, found: Flag) -> Carried:
     if isinstance(carried, Unscaled) and carried.shares:
-        share = replace(carried.shares[loss], found=found, settled=True)
-        return replace(carried, shares={**carried.shares, loss: share})
-    return replace(carried, found=found) if isinstance(carried, Scaled | Unscaled) else carried
+        share = carried.shares[loss]._replace(found=found, settled=True)
+        return carried._replace(shares={**carried.shares, loss: share})
+    return carried._replace(found=found) if isinstance(carried, OF_A_BACKWARD) else carried
 
 
 def _over_ranks(flags: Sequence[Flag], device: torch.device) -> list[Flag]:

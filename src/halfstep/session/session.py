@@ -32,7 +32,7 @@ from halfstep.session import losses, registry, saving
 from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
 from halfstep.session.checks import check_clip, check_scheduler, check_state, index_of, indices_of
 from halfstep.session.describe import in_words, one_line
-from halfstep.session.gradient_state import Empty, Kept, Scaled, Share, StepState, Unscaled, scale_of
+from halfstep.session.gradient_state import EMPTY, Kept, Scaled, Share, StepState, Unscaled, scale_of
 from halfstep.session.guards import CHANGED, kept_gradients, one_loss, refuse_direct_steps
 from halfstep.session.losses import inverse
 from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
@@ -51,8 +51,10 @@ PARTLY = (
     "were updated"
 )
 
-#: What gradients carry while their own step runs the optimizer's, which is no direct step then.
+#: What gradients carry, for those who refuse direct steps, while their own step runs the optimizer's.
 UPDATING = Kept(NoLossScale())
+
+NOTHING_AROUND = nullcontext()
 
 #: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
 WATCHED_STEPS = 20
@@ -76,8 +78,7 @@ class Session(OfSetup):
     ) -> None:
         super().__init__(setup)
         optimizers = setup.optimizers
-        nothing = tuple(Empty() for _ in optimizers)
-        self.state = StepState(scales[0], skips, nothing, more_scales=tuple(scales[1:]))
+        self.state = StepState(scales[0], skips, (EMPTY,) * len(optimizers), more_scales=tuple(scales[1:]))
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -87,6 +88,8 @@ class Session(OfSetup):
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
         self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
+        steppers = enumerate(self._steppers)
+        self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
         self._ranks = RankGuard(setup.models, optimizers, setup.policy.compute_dtype)
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(optimizers, self._carried)
@@ -139,7 +142,7 @@ class Session(OfSetup):
                 f"amp.loss_scale = {show(scale)}: expected a LossScale, such as StaticLossScale(1024.0); "
                 "prepare(loss_scale=...) takes numbers and words"
             )
-        self.state = replace(self.state, loss_scale=scale)
+        self.state = self.state._replace(loss_scale=scale)
 
     @property
     def loss_scales(self) -> tuple[LossScale, ...]:
@@ -182,24 +185,23 @@ class Session(OfSetup):
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
                 loss_id that has no scale.
         """
-        losses.check_loss_id(loss_id, len(self.loss_scales))
-        loss, scale = one_loss(loss, kwargs), self.loss_scales[loss_id]
+        scales = self.state.loss_scales
+        losses.check_loss_id(loss_id, len(scales))
+        loss, scale = one_loss(loss, kwargs), scales[loss_id]
         self._ranks.check(self.skip_nonfinite)
         indices = indices_of(self.optimizers, optimizer)
         apart = len(indices) < len(self.optimizers)
-        mixed = [i for i in indices if losses.mixes(self.state.carried[i], loss_id)]
-        steppers = enumerate(self._steppers)
-        releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
-        with ExitStack() if releasing or apart or mixed else nullcontext() as stack:
+        mixed = losses.mixing(self.state, indices, loss_id)
+        with ExitStack() if self._releasing or apart or mixed else NOTHING_AROUND as stack:
             if stack is not None and apart:
                 stack.enter_context(kept_gradients(self.optimizers, indices))
-            for index, stepper in releasing:
+            for index, stepper in self._releasing:
                 assert stack is not None
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             if stack is not None and mixed:
                 stack.enter_context(self._apart(mixed, frozenset(indices), loss_id))
-            alone = [i for i in indices if i not in mixed]
+            alone = [i for i in indices if i not in mixed] if mixed else indices
             self.state = opened(self.state, self._steppers, alone, frozenset(indices), loss_id)
             self._nonfinite.backward(loss)
             scale.scale(loss).backward(**kwargs)
@@ -276,24 +278,25 @@ class Session(OfSetup):
         self._ranks.check(self.skip_nonfinite)
         stepper = self._steppers[index]
         pending = ours(self.state, self._steppers, index)
-        self.state = self.state.carrying(index, UPDATING)
+        if self._handles:
+            self.state = self.state.carrying(index, UPDATING)
         carried = scale_of(pending)
         edited = was_edited(pending, self.optimizers[index])
         for listener in self.early_listeners:
             listener(self, self.optimizers[index])
-        inv_scale = None if isinstance(carried, NoLossScale | None) else carried.inverse(self.device)
+        inv_scale = None
+        if carried is not None and not isinstance(carried, NoLossScale):
+            inv_scale = carried.inverse(self.device)
         try:
             measured, found, shares = self._update(index, pending, inv_scale, clip_norm)
-        finally:
-            self.state = self.state.carrying(index, Empty())
-        looked = self._nonfinite.look(self.optimizers[index], found, shares, edited)
-        self.state = losses.adjusted(self.state, shares)
+            looked = self._nonfinite.look(self.optimizers[index], found, shares, edited)
+        except BaseException:
+            self.state = self.state.carrying(index, EMPTY)
+            raise
+        left = EMPTY if zero_grad else Kept(NoLossScale() if stepper.unscaled or carried is None else carried)
+        self.state = losses.adjusted(self.state, shares).stepped(index, left)
         if zero_grad:
             stepper.clear()
-        else:
-            kept = Kept(NoLossScale() if stepper.unscaled or carried is None else carried)
-            self.state = self.state.carrying(index, kept)
-        self.state = self.state.counted()
         partly = found is True and self.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)
@@ -302,7 +305,7 @@ class Session(OfSetup):
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
     ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
-        stepper, wants_max = self._steppers[index], any(s.needs_amax for s in self.loss_scales)
+        stepper, wants_max = self._steppers[index], self.state.needs_amax
         if clip_norm is None and not self.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max)
             return measured, *self._settle(index, pending, measured)
@@ -318,9 +321,9 @@ class Session(OfSetup):
     ) -> tuple[bool | Tensor, dict[int, Share]]:
         """OR over this optimizer, those that share its losses, and all ranks (law 3, ARCHITECTURE.md)."""
         everywhere, mine = self.skip_nonfinite and world_size() > 1, losses.shares_of(pending, measured)
-        self.state, shares, found = losses.settle(
-            self.state, self._steppers, index, mine, self.device, everywhere
-        )
+        state, shares, found = losses.settle(self.state, self._steppers, index, mine, self.device, everywhere)
+        if state is not self.state:
+            self.state = state
         return found, shares
 
     def _tell(
@@ -380,10 +383,10 @@ class Session(OfSetup):
         if scheduler is not None and taken:
             scheduler.step()
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
-            self.state = replace(self.state, skips=self.state.skips.counted(taken))
+            self.state = self.state._replace(skips=self.state.skips.counted(taken))
         self._nonfinite.tell(step, taken, finite, looked)
         if looked.edited and finite and CHANGED not in self.state.told:
-            self.state = replace(self.state, told=self.state.told | {CHANGED})
+            self.state = self.state._replace(told=self.state.told | {CHANGED})
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         self.state.skips.check(scale=None if taken else scale)
 

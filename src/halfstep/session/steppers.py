@@ -263,12 +263,12 @@ def _clear(optimizer: torch.optim.Optimizer) -> None:
 
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
-    if any(local_of(g) is not g for g in gradients):
-        return _on_host_if_cpu(measure_shards(gradients, inv_scale))
-    if not needs_amax and gradients and all(g.is_cpu and g.dtype == torch.float32 for g in gradients):
+    if not needs_amax and gradients and all(map(_is_plain, gradients)):
         norm = _fp32_norm(gradients)
         if math.isfinite(norm):
             return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
+    if any(local_of(g) is not g for g in gradients):
+        return _on_host_if_cpu(measure_shards(gradients, inv_scale))
     return _on_host_if_cpu(measure(gradients, inv_scale))
 
 
@@ -296,10 +296,12 @@ def _complete(
     return GradStats(True, math.hypot(known.norm, rest.norm) * factor, amax)
 
 
+def _is_plain(g: Tensor) -> bool:
+    return type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.layout is torch.strided
+
+
 def _fp32_norm(gradients: list[Tensor]) -> float:
     """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
-    if any(g.layout != torch.strided for g in gradients):
-        return math.nan
     norms = torch._foreach_norm(gradients, 2)  # pyright: ignore[reportPrivateImportUsage]
     return math.hypot(*(float(norm) for norm in norms))
 
