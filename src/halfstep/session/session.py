@@ -54,8 +54,6 @@ PARTLY = (
 #: What gradients carry, for those who refuse direct steps, while their own step runs the optimizer's.
 UPDATING = Kept(NoLossScale())
 
-NOTHING_AROUND = nullcontext()
-
 #: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
 WATCHED_STEPS = 20
 
@@ -188,13 +186,14 @@ class Session(OfSetup):
         scales = self.state.loss_scales
         losses.check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
-        self._ranks.check(self.skip_nonfinite)
-        indices = indices_of(self.optimizers, optimizer)
-        apart = len(indices) < len(self.optimizers)
+        optimizers = self._setup.optimizers
+        self._ranks.check(self._setup.skip_nonfinite)
+        indices = indices_of(optimizers, optimizer)
+        apart = len(indices) < len(optimizers)
         mixed = losses.mixing(self.state, indices, loss_id)
-        with ExitStack() if self._releasing or apart or mixed else NOTHING_AROUND as stack:
+        with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
             if stack is not None and apart:
-                stack.enter_context(kept_gradients(self.optimizers, indices))
+                stack.enter_context(kept_gradients(optimizers, indices))
             for index, stepper in self._releasing:
                 assert stack is not None
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
@@ -206,7 +205,7 @@ class Session(OfSetup):
             self._nonfinite.backward(loss)
             scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
-            self.state = marked(self.state, self.optimizers, indices)
+            self.state = marked(self.state, optimizers, indices)
 
     @contextmanager
     def _apart(self, mixed: Sequence[int], group: frozenset[int], loss_id: int) -> Generator[None]:
@@ -272,24 +271,24 @@ class Session(OfSetup):
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
-        index = index_of(self.optimizers, optimizer)
+        index = index_of(self._setup.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
-        self._ranks.check(self.skip_nonfinite)
+        self._ranks.check(self._setup.skip_nonfinite)
         stepper = self._steppers[index]
         pending = ours(self.state, self._steppers, index)
         if self._handles:
             self.state = self.state.carrying(index, UPDATING)
         carried = scale_of(pending)
-        edited = was_edited(pending, self.optimizers[index])
+        edited = was_edited(pending, stepper.optimizer)
         for listener in self.early_listeners:
-            listener(self, self.optimizers[index])
+            listener(self, stepper.optimizer)
         inv_scale = None
         if carried is not None and not isinstance(carried, NoLossScale):
             inv_scale = carried.inverse(self.device)
         try:
             measured, found, shares = self._update(index, pending, inv_scale, clip_norm)
-            looked = self._nonfinite.look(self.optimizers[index], found, shares, edited)
+            looked = self._nonfinite.look(stepper.optimizer, found, shares, edited)
         except BaseException:
             self.state = self.state.carrying(index, EMPTY)
             raise
@@ -297,7 +296,7 @@ class Session(OfSetup):
         self.state = losses.adjusted(self.state, shares).stepped(index, left)
         if zero_grad:
             stepper.clear()
-        partly = found is True and self.skip_nonfinite and stepper.releases
+        partly = found is True and self._setup.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)
 
@@ -306,7 +305,7 @@ class Session(OfSetup):
     ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
         stepper, wants_max = self._steppers[index], self.state.needs_amax
-        if clip_norm is None and not self.skip_nonfinite:
+        if clip_norm is None and not self._setup.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max)
             return measured, *self._settle(index, pending, measured)
         measured = stepper.measure(inv_scale, wants_max)
@@ -320,8 +319,9 @@ class Session(OfSetup):
         self, index: int, pending: Scaled | Unscaled, measured: AnyStats
     ) -> tuple[bool | Tensor, dict[int, Share]]:
         """OR over this optimizer, those that share its losses, and all ranks (law 3, ARCHITECTURE.md)."""
-        everywhere, mine = self.skip_nonfinite and world_size() > 1, losses.shares_of(pending, measured)
-        state, shares, found = losses.settle(self.state, self._steppers, index, mine, self.device, everywhere)
+        skips, device = self._setup.skip_nonfinite, self._setup.device
+        everywhere, mine = skips and world_size() > 1, losses.shares_of(pending, measured)
+        state, shares, found = losses.settle(self.state, self._steppers, index, mine, device, everywhere)
         if state is not self.state:
             self.state = state
         return found, shares
@@ -336,21 +336,20 @@ class Session(OfSetup):
         looked: Looked,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
-        here = isinstance(found, bool)
+        here, skips, step = isinstance(found, bool), self._setup.skip_nonfinite, self.state.steps
         outcome = Outcome(
-            taken=inverse(found) if self.skip_nonfinite else True,
+            taken=inverse(found) if skips else True,
             finite=inverse(found),
             scale=scale,
             grad_norm=measured.norm,
             amax=measured.amax,
-            step=self.steps,
+            step=step,
             reason=reason,
             on_read=None if here else partial(self._arrived_late, scheduler, looked),
         )
         self.history.append(outcome)
         if here:
-            taken = not (found and self.skip_nonfinite)
-            self._arrived(scheduler, taken, not found, float(scale), self.steps, looked)
+            self._arrived(scheduler, not (found and skips), not found, float(scale), step, looked)
         else:
             self._queue.push(outcome)
         for listener in self.listeners:
