@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,22 @@ def test_measure_equals_float64(dtype: torch.dtype):
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
     assert amax == pytest.approx(wide.abs().max().item(), rel=1e-7)
     assert finite
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-40, 2.0**-126, 1e-20, 2.0**-33, 2.0**-32, 1.0])
+@pytest.mark.parametrize("large", [0.0, 2.0**-32, 3e-3, 1e30])
+def test_squares_of_bf16_are_added_in_float64_whatever_their_size(small: float, large: float):
+    # 4099: whole words of four and three more, in two runs of which the second holds nothing large
+    grad = torch.full((4099,), small).to(BF16) * (torch.arange(4099) % 3 - 1)
+    grad[:1024:5] = large
+    items = cpus_.WorkItems((4099,))
+    addresses = np.zeros((1, 7), np.int64)
+    addresses[0, 2] = grad.data_ptr()
+    kernel = cpus_.kernels().measurer(cpus_.GRADS[BF16], cpus_.kernels().WIDE)
+    kernel(0, len(items.sizes), items.items, addresses, *items.found)
+    squares, peaks = items.found
+    assert squares.sum() == pytest.approx(grad.double().square().sum().item(), rel=1e-14, abs=0)
+    assert peaks.max() == grad.abs().max().item()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
