@@ -122,10 +122,13 @@ def steady(rank, folder, seconds):
 
 
 def disturbed(folder, chosen, seconds):
-    """The segments (ranks, last step) that were trained, the kills, and how many fell inside a save."""
+    """The segments (ranks, last step) that were trained, the kills, and how many fell inside a save.
+
+    However slow the machine, each number of ranks has its turn.
+    """
     segments, kills, inside, done = [], 0, 0, 0
     begun = time.monotonic()
-    while time.monotonic() - begun < seconds or not segments:
+    while time.monotonic() - begun < seconds or len({ranks for ranks, _ in segments}) < 3:
         ranks = chosen.choice([w for w in (1, 2, 4) if not segments or w != segments[-1][0]])
         until = done + chosen.randrange(10, 40)
         for attempt in range(4):
@@ -181,7 +184,7 @@ def soak(minutes, seed, folder):
     segments, kills, inside = disturbed(one, chosen, 60 * minutes * 0.55)
     skipped = 0
     for ranks, until in segments:
-        skipped += run(leg, ranks, str(other), until, False, seconds=600)[0]
+        skipped += run(leg, ranks, str(other), until, False, seconds=3600)[0]
     path = newest(one).name
     mine, theirs = contents(one / path), contents(other / path)
     assert mine[0].keys() == theirs[0].keys()
