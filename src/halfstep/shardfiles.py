@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPiece:
     """Where a piece lies in a file."""
 
     path: Path
@@ -127,7 +127,7 @@ def checksum(path: Path) -> str:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
     """Every piece of a file by name, and what `write` was told; CheckpointError for a lying header."""
     try:
         size = path.stat().st_size
@@ -150,7 +150,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     return stored, about
 
 
-def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> Stored:
+def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> StoredPiece:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     dtype = DTYPES[entry["dtype"]]
@@ -159,10 +159,10 @@ def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> Store
         raise ValueError("sizes and places must be whole numbers")
     if end - begin != math.prod(shape) * dtype.itemsize or end > room or len(offsets) != len(shape):
         raise ValueError("a tensor whose size does not fit its place")
-    return Stored(path, dtype, shape, tuple(offsets), base + begin)
+    return StoredPiece(path, dtype, shape, tuple(offsets), base + begin)
 
 
-def _check_boxes(stored: Mapping[str, Stored], wholes: Mapping[str, Sequence[int]]) -> None:
+def _check_boxes(stored: Mapping[str, StoredPiece], wholes: Mapping[str, Sequence[int]]) -> None:
     for name, piece in stored.items():
         ends = [a + n for a, n in zip(piece.offsets, piece.shape)]
         if len(wholes[name]) != len(ends) or any(e > w for e, w in zip(ends, wholes[name])):
@@ -173,7 +173,7 @@ def _check_boxes(stored: Mapping[str, Stored], wholes: Mapping[str, Sequence[int
 class Index:
     """All pieces of a checkpoint by name, whoever wrote them, and each tensor's whole shape."""
 
-    pieces: Mapping[str, Sequence[Stored]]
+    pieces: Mapping[str, Sequence[StoredPiece]]
     wholes: Mapping[str, tuple[int, ...]]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -206,9 +206,9 @@ class Index:
         return out
 
 
-def index(headers: Sequence[tuple[Mapping[str, Stored], Mapping[str, Any]]]) -> Index:
+def index(headers: Sequence[tuple[Mapping[str, StoredPiece], Mapping[str, Any]]]) -> Index:
     """Gather the headers of all files; CheckpointError where they contradict each other."""
-    pieces: dict[str, list[Stored]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     wholes: dict[str, tuple[int, ...]] = {}
     for stored, about in headers:
         for name, piece in stored.items():

@@ -9,7 +9,7 @@ import torch
 
 import halfstep as hs
 from halfstep.cli import _tune_script, main
-from halfstep.tuning.choices import Choice
+from halfstep.tuning.choices import LevelChoice
 
 SCRIPT = """
 import sys
@@ -46,11 +46,11 @@ def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     runs = _tune_script._Runs(script, (), 60.0)
-    base = runs.trial(Choice("O0"))
+    base = runs.trial(LevelChoice("O0"))
     assert base.failed is None
     assert base.time > 0
     assert runs.has_convolutions
-    again = runs.trial(Choice("O1", "bf16", "channels_last"))
+    again = runs.trial(LevelChoice("O1", "bf16", "channels_last"))
     assert again.gradient_error is not None
     assert 0 < again.gradient_error < 0.05
 
@@ -72,13 +72,13 @@ for number in range(50):
 def test_the_limit_counts_from_a_scripts_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0"))
-    assert _tune_script._Runs(script, (), 1.0).trial(Choice("O0")).failed is None
+    assert _tune_script._Runs(script, (), 1.0).trial(LevelChoice("O0")).failed is None
 
 
 def test_steps_longer_than_the_limit_name_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0.5").replace("1.5", "0"))
-    said = _tune_script._Runs(script, (), 0.1).trial(Choice("O0")).failed
+    said = _tune_script._Runs(script, (), 0.1).trial(LevelChoice("O0")).failed
     assert said is not None
     assert "4 steps take longer than --seconds 0.1" in said
 
@@ -87,7 +87,7 @@ def test_a_script_that_never_steps_is_given_up(tmp_path: Path, monkeypatch: pyte
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(_tune_script, "START", 0.2)
-    assert _tune_script._Runs(script, (), 60.0).trial(Choice("O0")).failed == "it took no step in 0 s"
+    assert _tune_script._Runs(script, (), 60.0).trial(LevelChoice("O0")).failed == "it took no step in 0 s"
 
 
 def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,13 @@ def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.M
     script.write_text(SCRIPT)
     times = {"O0": 0.1, "O1 bf16": 0.09, "O2 bf16": 0.06, "O2 bf16 channels_last": 0.04}
 
-    def child(self: Any, choice: Choice) -> dict[str, Any]:
+    def child(self: Any, choice: LevelChoice) -> dict[str, Any]:
         found = {"loss": 1.0, "gradients": [torch.ones(2)], "dtype": "bf16", "convolutions": True}
         return {"failed": None, "seconds": [times.get(choice.label, 0.2)], **found}
 
     monkeypatch.setattr(_tune_script._Runs, "_child", child)
     found = _tune_script.tune_script(script, (), None, 60.0)
-    assert found.choice == Choice("O2", "bf16", "channels_last")
+    assert found.choice == LevelChoice("O2", "bf16", "channels_last")
     assert {t.choice.label for t in found.trials} == {*times, "O1 bf16 channels_last"}
 
 

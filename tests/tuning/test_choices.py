@@ -1,13 +1,13 @@
 """What is decided from given measurements; no machine's speed is asked here."""
 
-from halfstep.tuning.choices import NO_TIME, Choice, Trial, decide, gradient_bound, loss_bound
+from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, decide, gradient_bound, loss_bound
 
-FP32 = Choice("O0")
-O1, O2 = Choice("O1", "bf16"), Choice("O2", "bf16")
-LAST = Choice("O2", "bf16", "channels_last")
+FP32 = LevelChoice("O0")
+O1, O2 = LevelChoice("O1", "bf16"), LevelChoice("O2", "bf16")
+LAST = LevelChoice("O2", "bf16", "channels_last")
 
 
-def timed(choice: Choice, ms: float, gradient: float = 0.01, loss: float = 1e-4) -> Trial:
+def timed(choice: LevelChoice, ms: float, gradient: float = 0.01, loss: float = 1e-4) -> Trial:
     error = (0.0, 0.0) if choice.dtype is None else (loss, gradient)
     return Trial(choice, (ms / 1e3,) * 3, *error)
 
@@ -75,10 +75,12 @@ def test_where_time_ran_out_the_reason_says_so_and_what_to_give() -> None:
 
 
 def test_fp32_in_another_layout_counts_as_a_gain() -> None:
-    found = decide([timed(FP32, 100), timed(O1, 98), timed(Choice("O0", layout="channels_last"), 70)])
+    found = decide([timed(FP32, 100), timed(O1, 98), timed(LevelChoice("O0", layout="channels_last"), 70)])
     assert found.trial.choice.label == "O0 channels_last"
 
 
 def test_labels_name_what_is_not_plain() -> None:
-    assert Choice("O2", "fp16", "channels_last", "native").label == "O2 fp16 channels_last native kernels"
+    assert (
+        LevelChoice("O2", "fp16", "channels_last", "native").label == "O2 fp16 channels_last native kernels"
+    )
     assert FP32.label == "O0"

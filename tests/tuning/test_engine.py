@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.tuning import budget, engine
-from halfstep.tuning.choices import NO_TIME, Choice
+from halfstep.tuning.choices import NO_TIME, LevelChoice
 from halfstep.tuning.engine import Bench
 from halfstep.tuning.search import search
 
@@ -32,33 +32,33 @@ def bench(waits: list[float], seconds: float = 60.0) -> Bench:
         amp.step()
         return loss.detach()
 
-    def make(choice: Choice) -> Any:
+    def make(choice: LevelChoice) -> Any:
         return hs.prepare(model, optimizer, level=choice.level, dtype=choice.dtype)
 
     return Bench([model], [optimizer], step, (x, y), make, seconds)
 
 
 def test_a_second_step_that_compiles_is_not_the_time_of_fp32() -> None:
-    assert bench([0.5, 0.5]).first(Choice("O0")).time < 0.4
+    assert bench([0.5, 0.5]).first(LevelChoice("O0")).time < 0.4
 
 
 def test_nor_of_a_level_that_would_seem_hopeless() -> None:
     tried = bench([0.0, 0.0, 0.0, 0.5, 0.5])
-    tried.first(Choice("O0"))
-    assert tried.first(Choice("O1", "bf16")).time < 0.4
+    tried.first(LevelChoice("O0"))
+    assert tried.first(LevelChoice("O1", "bf16")).time < 0.4
 
 
 def test_the_budget_begins_after_fp32s_first_steps() -> None:
     tried = bench([0.3, 0.3], seconds=0.5)
-    tried.first(Choice("O0"))
+    tried.first(LevelChoice("O0"))
     assert tried.budget.left() > 0.4
 
 
 def test_what_takes_longer_than_is_left_is_measured_no_further() -> None:
     tried = bench([0.0, 0.0, 0.0, 1.2], seconds=0.01)
-    tried.first(Choice("O0"))
+    tried.first(LevelChoice("O0"))
     time.sleep(0.02)
-    found = tried.first(Choice("O1", "bf16"))
+    found = tried.first(LevelChoice("O1", "bf16"))
     assert found.failed == NO_TIME
 
 
@@ -88,7 +88,7 @@ def trained_by(model: nn.Module, wait: Any = None) -> tuple[Any, Any, Any, tuple
         amp.step()
         return loss.detach()
 
-    def make(choice: Choice) -> Any:
+    def make(choice: LevelChoice) -> Any:
         rules = choice.rules if choice.rules.rules else None
         return hs.prepare(
             model, optimizer, level=choice.level, dtype=choice.dtype, layout=choice.layout, plan=rules
@@ -121,10 +121,10 @@ def test_a_layout_is_not_far_for_the_dropout_mask_that_it_draws(level: str) -> N
     model = convolutions(0.5)
     optimizer, step, make, batch = trained_by(model)
     tried = Bench([model], [optimizer], step, batch, make, 60.0)
-    tried.first(Choice("O0"))
+    tried.first(LevelChoice("O0"))
     dtype = None if level == "O0" else "bf16"
-    assert (tried.first(Choice(level, dtype)).gradient_error or 0.0) < 0.02
-    last = tried.first(Choice(level, dtype, "channels_last"))
+    assert (tried.first(LevelChoice(level, dtype)).gradient_error or 0.0) < 0.02
+    last = tried.first(LevelChoice(level, dtype, "channels_last"))
     assert last.failed is None
     assert (last.gradient_error or 0.0) < 0.02
     assert (last.gradient_error is None) == (level == "O0"), "nothing to compare fp32 with but itself"

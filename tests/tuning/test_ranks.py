@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.tuning.choices import Choice, Trial
+from halfstep.tuning.choices import LevelChoice, Trial
 from halfstep.tuning.engine import together
 
-O1 = Choice("O1", "bf16")
+O1 = LevelChoice("O1", "bf16")
 
 
 def test_ranks_trials_become_one() -> None:

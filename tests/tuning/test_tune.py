@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.tuning import search as searching
-from halfstep.tuning.choices import Choice, Trial
+from halfstep.tuning.choices import LevelChoice, Trial
 
 
 def network() -> nn.Sequential:
@@ -182,8 +182,8 @@ def test_seconds_are_a_number_above_0(seconds: Any) -> None:
 
 def test_a_plan_with_settings_is_loaded_from_its_file(tmp_path: Path) -> None:
     trials = (
-        Trial(Choice("O0"), (0.1,), 0.0, 0.0),
-        Trial(Choice("O2", "bf16", "channels_last"), (0.05,), 1e-4, 0.02),
+        Trial(LevelChoice("O0"), (0.1,), 0.0, 0.0),
+        Trial(LevelChoice("O2", "bf16", "channels_last"), (0.05,), 1e-4, 0.02),
     )
     found = hs.Tuning(trials, searching.decide(trials), 1.0)
     path = tmp_path / "plan.toml"

@@ -29,8 +29,8 @@ from halfstep.autocast.state import (
     Code,
     Setting,
     Thread,
-    _History,
     _local,
+    _SettingLog,
     _shown,
     _threads,
     caller,
@@ -418,7 +418,7 @@ def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
     else:
         here.active[device_type] = setting
     if device_type not in here.histories:
-        here.histories[device_type] = _History()
+        here.histories[device_type] = _SettingLog()
     here.histories[device_type].record(setting)
 
 

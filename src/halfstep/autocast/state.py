@@ -52,7 +52,7 @@ class Setting:
         object.__setattr__(self, "code", self.switch[3] or (self.dtype, self.dtype))
 
 
-class _History:
+class _SettingLog:
     """Which setting was in force at each autograd sequence number of one thread and device type."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Thread:
         self.entered: list[Setting] = []
         # Torch's nesting depth and the running graph task when the region began.
         self.entry: dict[str, tuple[int, int] | None] = {}
-        self.histories: dict[str, _History] = {}
+        self.histories: dict[str, _SettingLog] = {}
         self.frozen: casts.Frozen = {}
         # One more than torch's nesting depth when the innermost region began: deeper ones are not of here.
         self.depth = 1

@@ -16,15 +16,12 @@ from torch import Tensor
 
 import halfstep
 from halfstep.convert.layout import convolution_weights
+from halfstep.doctor.examiner import Enough
 from halfstep.formats import dtype_name
 from halfstep.session.auto import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
-from halfstep.tuning.choices import Choice
-
-
-class _Enough(BaseException):
-    """Ends the script after the last step that was asked for."""
+from halfstep.tuning.choices import LevelChoice
 
 
 class Timer:
@@ -35,7 +32,12 @@ class Timer:
     """
 
     def __init__(
-        self, choice: Choice, steps: int, warm: int, seconds: float = float("inf"), begun: Path | None = None
+        self,
+        choice: LevelChoice,
+        steps: int,
+        warm: int,
+        seconds: float = float("inf"),
+        begun: Path | None = None,
     ) -> None:
         self.choice, self.steps, self.warm = choice, steps, warm
         self.seconds, self.begun = seconds, begun
@@ -90,7 +92,7 @@ class Timer:
             if self.begun is not None:
                 self.begun.touch()
         if len(self.ends) > self.steps or time.perf_counter() > self.until:
-            raise _Enough
+            raise Enough
 
     def found(self, failed: str | None) -> dict[str, Any]:
         """What goes back to the command."""
@@ -130,7 +132,7 @@ def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except (_Enough, SystemExit):
+    except (Enough, SystemExit):
         return timer.found(None)
     except Exception as error:
         said = (str(error).splitlines() or ["no message"])[0]

@@ -22,7 +22,7 @@ from halfstep.cli._progress import Tell
 from halfstep.cli._tune_in_script import too_long
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.tuning.choices import Choice, Trial, decide, distance
+from halfstep.tuning.choices import LevelChoice, Trial, decide, distance
 from halfstep.tuning.search import NEAR, Tuning
 
 #: Steps of one run: the first ones warm up and are compared, the others are timed.
@@ -52,11 +52,11 @@ def tune_script(
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
     runs = _Runs(path, args, seconds, tell)
-    base = runs.trial(Choice("O0"))
+    base = runs.trial(LevelChoice("O0"))
     if base.failed is not None:
         raise ConfigError(f"{path} cannot be tuned: {base.failed}")
     low = runs.dtype if dtype is None else dtype_name(parse_dtype(dtype))
-    trials = [base, *(runs.trial(Choice(level, low)) for level in ("O1", "O2"))]
+    trials = [base, *(runs.trial(LevelChoice(level, low)) for level in ("O1", "O2"))]
     if runs.has_convolutions:
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
             trials.append(runs.trial(replace(one.choice, layout="channels_last")))
@@ -77,7 +77,7 @@ class _Runs:
         self.dtype, self.has_convolutions = "bf16", False
         self._base: dict[str, Any] | None = None
 
-    def trial(self, choice: Choice, turn: int = 1) -> Trial:
+    def trial(self, choice: LevelChoice, turn: int = 1) -> Trial:
         """Run the script under a choice."""
         self.tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
         found = self._child(choice)
@@ -89,7 +89,7 @@ class _Runs:
         errors = distance(found["loss"], found["gradients"], self._base["loss"], self._base["gradients"])
         return Trial(choice, (median(found["seconds"]),), *errors)
 
-    def _child(self, choice: Choice) -> dict[str, Any]:
+    def _child(self, choice: LevelChoice) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             order, result, begun = (folder / part for part in ("order", "found", "begun"))

@@ -99,7 +99,7 @@ def _show(document: Comparison, report: Path | None, json: bool) -> None:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _TrainOrder:
     """The command line, read and checked."""
 
     recipes: tuple[Recipe, ...]
@@ -113,7 +113,7 @@ class _Order:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RecipeJob:
     """One recipe's share of an order; `rounds` of timing in turns."""
 
     recipe: Recipe
@@ -135,7 +135,7 @@ def _order(
     seeds: int | None,
     steps: int | None,
     epochs: int | None,
-) -> _Order:
+) -> _TrainOrder:
     from halfstep.formats import dtype_name, parse_dtype
     from halfstep.policy.levels import LEVELS, level_of
     from halfstep.recipes import RECIPES, recipe_of
@@ -161,7 +161,7 @@ def _order(
     for chosen in dtypes:
         if chosen not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
-    return _Order(
+    return _TrainOrder(
         recipes=tuple(recipe_of(name) for name in names),
         demo=demo,
         levels=tuple(dict.fromkeys(names_of)),
@@ -227,7 +227,7 @@ def _scale(word: str) -> str | None:
     return word
 
 
-def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> _Job:
+def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> _RecipeJob:
     from halfstep import devices
     from halfstep.formats import dtype_name
     from halfstep.recipes.runs import TrainSetting
@@ -250,10 +250,10 @@ def _job(recipe: Recipe, order: _Order, device: torch.device, data: str | None) 
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
-    return _Job(recipe, tuple(settings), steps, order.seeds, 12 if order.demo else 24)
+    return _RecipeJob(recipe, tuple(settings), steps, order.seeds, 12 if order.demo else 24)
 
 
-def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None) -> TrainSetting:
+def _tuned(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> TrainSetting:
     """Measure which setting trains the recipe fastest here, and say so."""
     from halfstep.recipes.runs import TrainSetting
     from halfstep.recipes.tuned import tune_recipe
@@ -264,7 +264,7 @@ def _tuned(recipe: Recipe, order: _Order, device: torch.device, data: str | None
 
 
 def _train(
-    job: _Job, device: torch.device, folder: str | None, on_step: OnStep, budget: TimeBudget
+    job: _RecipeJob, device: torch.device, folder: str | None, on_step: OnStep, budget: TimeBudget
 ) -> RecipeRows:
     from halfstep.recipes.runs import run_recipe
 

@@ -253,7 +253,7 @@ class install:
                 HalfstepWarning,
                 stacklevel=2,
             )
-        change = _Change({**originals, **imported}, ours)
+        change = _Patch({**originals, **imported}, ours)
         change.apply()
         replaced = tuple(f"{place.__name__}.{name}" for place, name in change.originals)
         _installed.append((self, Installation(replaced, unreached), change))
@@ -265,7 +265,7 @@ class install:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _Patch:
     """Names that stand for ours now, with what they stood for; `ours` by the id of the original."""
 
     originals: Mapping[tuple[ModuleType, str], Any]
@@ -298,7 +298,7 @@ class _Change:
             self.apply()
 
 
-_installed: list[tuple[install, Installation, _Change]] = []
+_installed: list[tuple[install, Installation, _Patch]] = []
 
 
 def _foreign_modules() -> list[ModuleType]:

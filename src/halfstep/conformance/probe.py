@@ -47,7 +47,7 @@ class Observed:
     note: str = ""
 
 
-class _Watch(TorchDispatchMode):
+class _DtypesSeen(TorchDispatchMode):
     """Remembers the floating dtypes that computing ops take in."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def _probe(
         return Observed(name, rule, (), (), None, "absent", "belongs to the CPU")
     fn, args = SAMPLES[name](device, torch.float32)
     args = _given(rule, dtype, args)
-    given, watch = _dtypes(args), _Watch()
+    given, watch = _dtypes(args), _DtypesSeen()
     try:
         with region(), watch:
             result = fn(*args)

@@ -213,7 +213,7 @@ def convert(
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
     keep = keep_originals if keep_originals is not None else level is not None and level.masters
-    job = _Job(inner, record, resolved, low, level, keep, keep_shards)
+    job = _Casting(inner, record, resolved, low, level, keep, keep_shards)
     job.run()
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
@@ -267,7 +267,7 @@ def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
         check_before(model)
 
 
-class _Job:
+class _Casting:
     """One conversion under way: the model, its resolved rules, the record being written."""
 
     def __init__(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS, Format
+from halfstep.numerics.lint import Finding
 from halfstep.numerics.locations import within
 
 if TYPE_CHECKING:
@@ -119,16 +120,6 @@ class Fault:
         """Whether both have one origin."""
         mine = (self.phase, self.module, self.op, self.where, self.cause.kind)
         return mine == (other.phase, other.module, other.op, other.where, other.cause.kind)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A finding of the lint."""
-
-    rule: str
-    where: str
-    text: str
-    cure: str
 
 
 @dataclass
@@ -261,11 +252,6 @@ def _cure(cure: Cure) -> CureFound:
 def counts_of(counts: Any) -> list[dict[str, Any]]:
     """How often each (phase, op, dtype) ran, as rows."""
     return [{"phase": p, "op": o, "dtype": d, "count": n} for (p, o, d), n in counts.items()]
-
-
-def findings_of(findings: Sequence[Any]) -> list[Finding]:
-    """The lint's findings, each once."""
-    return [Finding(f.rule, f.where, f.text, f.cure) for f in dict.fromkeys(findings)]
 
 
 def _narrowest(seen: Watch) -> Format:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep.doctor.cast import Cast
 from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
-from halfstep.doctor.document import counts_of, fault_of, findings_of
+from halfstep.doctor.document import counts_of, fault_of
 from halfstep.doctor.ledger import Ledger, distance, knobs_of, length, tops, unmoved
 from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
@@ -285,7 +285,7 @@ class Examiner:
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace, lint = taping.end(error)
         self.traced.counts = counts_of(trace.counts)
-        self.traced.lint = findings_of(lint)
+        self.traced.lint = list(dict.fromkeys(lint))
         if trace.bad is not None:
             fault = fault_of(self.ledger.now.number, trace.bad)
             if trace.bad.phase == "optimizer":

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.autocast.context import autocast
-from halfstep.doctor.document import CureFound, Document, Fault, add_watched, findings_of
+from halfstep.doctor.document import CureFound, Document, Fault, add_watched
 from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger, beside
 from halfstep.doctor.order import Found, Order
@@ -251,7 +251,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     if examiner.seen is not None:
         add_watched(document, examiner.seen, document.faults[0].step if document.faults else None)
         _count_the_first(document, ledger)
-    document.counts, document.lint = traced.counts, findings_of(traced.lint)
+    document.counts, document.lint = traced.counts, list(dict.fromkeys(traced.lint))
     document.beside = beside(ledger, document.faults[0].step) if document.faults else {}
     bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)
     for fault in document.bad:

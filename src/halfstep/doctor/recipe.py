@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.doctor.document import Document, add_watched, counts_of, fault_of, findings_of
+from halfstep.doctor.document import Document, add_watched, counts_of, fault_of
 
 
 class Training(Protocol):
@@ -84,7 +84,7 @@ def examine_recipe(
     row = level_of(level)[0]
     label = f"{recipe.name} {row.name}" + ("" if row.name == "O0" else f" {_dtype_of(amp)}")
     traces = [(0, trace), *((number - 1, found) for number, found in ready.traces)]
-    document = Document(label, len(losses), losses, error, lint=findings_of(findings))
+    document = Document(label, len(losses), losses, error, lint=list(dict.fromkeys(findings)))
     document.counts = counts_of(trace.counts)
     add_watched(document, seen)
     skipped = [note for note in seen.notes if not note.taken]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from halfstep.distributed import world_size
-from halfstep.doctor.document import CureFound, Document, Fault, findings_of
+from halfstep.doctor.document import CureFound, Document, Fault
 from halfstep.doctor.order import Found, Order
 from halfstep.doctor.process import run_in_process
 from halfstep.doctor.ranks import agreed, meeting_place
@@ -63,7 +63,7 @@ def examine_script(
         fault.harmless = _is_harmless(fault, found)
         if not fault.harmless:
             _try_untried(order, found, fault)
-    document.lint = [*findings_of(findings), *document.lint]
+    document.lint = [*dict.fromkeys(findings), *document.lint]
     return document
 
 

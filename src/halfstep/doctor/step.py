@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.doctor.document import Document, counts_of, fault_of, findings_of
+from halfstep.doctor.document import Document, counts_of, fault_of
 from halfstep.errors import ConfigError, show
 from halfstep.numerics.participants import StepParticipants, is_session
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
@@ -66,7 +66,7 @@ def examine(
             document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and _moves(parts)))
             break
     found = [*(lint(session=session) if session is not None else ()), *probe.findings]
-    document.lint = findings_of(found)
+    document.lint = list(dict.fromkeys(found))
     return document
 
 

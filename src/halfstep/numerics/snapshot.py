@@ -47,7 +47,7 @@ def run_eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-class _Tensors:
+class _Values:
     """Values of some tensors and of their gradients."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -74,7 +74,7 @@ class _Buffers:
         self._training = [(m, m.training) for m in modules]
         self._bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
         buffers = {id(b): b for _, own in self._bound for b in own.values() if b is not None}
-        self._values = _Tensors(buffers.values())
+        self._values = _Values(buffers.values())
 
     def restore(self) -> None:
         for module, training in self._training:
@@ -159,7 +159,7 @@ class Snapshot:
 
     def _keep_weights(self, parts: StepParticipants) -> None:
         for parameter in parts.parameters():
-            self._keep(_Tensors, [parameter])
+            self._keep(_Values, [parameter])
         for optimizer in parts.optimizers:
             # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
             own = isinstance(optimizer, OnePassOptimizer)

@@ -159,7 +159,7 @@ class Tape:
         self._stack.callback(self._remove)
         self._stack.enter_context(self._modules)
         self._stack.enter_context(_Calls(self))
-        self._stack.enter_context(_Kernels(self))
+        self._stack.enter_context(_TapeMode(self))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -438,7 +438,7 @@ def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
     return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
 
 
-class _Kernels(TorchDispatchMode):
+class _TapeMode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.kernels import codes as L
 
 Number = float | Tensor
-Row = tuple[Number, ...]
+Scalars = tuple[Number, ...]
 """Seven scalars of one parameter and step: decay and c2 to c7 (what each means, the algorithm says)."""
 
 
@@ -29,9 +29,9 @@ class Algorithm:
     name: str
     code: int
     states: tuple[str, ...]
-    scalars: Callable[[Mapping[str, Any], Number], Row]
-    update: Callable[[Tensor, Tensor, list[Tensor], Row], tuple[Tensor, list[Tensor]]]
-    bounds: Callable[[list[Tensor], Tensor, Row], list[Tensor]]
+    scalars: Callable[[Mapping[str, Any], Number], Scalars]
+    update: Callable[[Tensor, Tensor, list[Tensor], Scalars], tuple[Tensor, list[Tensor]]]
+    bounds: Callable[[list[Tensor], Tensor, Scalars], list[Tensor]]
     decoupled: bool
     counts: bool = False
     """Whether the scalars depend on the number of the step."""
@@ -39,18 +39,18 @@ class Algorithm:
     """Whether steps are counted from the making of the buffer, whose first value is the gradient."""
 
 
-def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Row:
+def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Scalars:
     beta1, beta2 = group["betas"]
     corrected = group.get("bias_correction", True)
     first, second = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
     return (decay, 1 - beta1, beta2, 1 - beta2, 1 / second**0.5, group["eps"], group["lr"] / first)
 
 
-def _adamw_scalars(group: Mapping[str, Any], step: Number) -> Row:
+def _adamw_scalars(group: Mapping[str, Any], step: Number) -> Scalars:
     return _adam_scalars(group, step, 1 - group["lr"] * group["weight_decay"])
 
 
-def _adam_l2_scalars(group: Mapping[str, Any], step: Number) -> Row:
+def _adam_l2_scalars(group: Mapping[str, Any], step: Number) -> Scalars:
     return _adam_scalars(group, step, group["weight_decay"])
 
 
@@ -59,7 +59,7 @@ def _root(v: Tensor) -> Tensor:
     return v.to(torch.float64).sqrt().to(torch.float32) if v.device.type == "cpu" else v.sqrt()
 
 
-def _moments(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _moments(g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them, or none."""
     _, c2, c3, c4, unbias, eps, step_size = s
     m, v = states
@@ -68,7 +68,7 @@ def _moments(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tens
     return step_size * (m / (_root(v) * unbias + eps)), [m, v]
 
 
-def _greatest(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _greatest(g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     """Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237): v never falls."""
     _, c2, c3, c4, unbias, eps, step_size = s
     m, v, top = states
@@ -78,35 +78,35 @@ def _greatest(g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Ten
     return step_size * (m / (_root(top) * unbias + eps)), [m, v, top]
 
 
-def _adamw_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _adamw_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     change, states = _greatest(g, states, s)
     return w * s[0] - change, states
 
 
-def _adam_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _adam_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     change, states = _greatest(g + w * s[0], states, s)
     return w - change, states
 
 
-def _adamw(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _adamw(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     """Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101)."""
     w = w * s[0]
     change, states = _moments(g, states, s)
     return w - change, states
 
 
-def _adam(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _adam(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     change, states = _moments(g + w * s[0], states, s)
     return w - change, states
 
 
-def _lion_scalars(group: Mapping[str, Any], step: Number) -> Row:
+def _lion_scalars(group: Mapping[str, Any], step: Number) -> Scalars:
     beta1, beta2 = group["betas"]
     lr = group["lr"]
     return (1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, lr, 0.0)
 
 
-def _lion(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _lion(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     """Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675)."""
     decay, c2, c3, c4, c5, lr, _ = s
     w = w * decay
@@ -115,7 +115,7 @@ def _lion(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, l
     return w - sign * lr, [states[0] * c4 + g * c5]
 
 
-def _sgd_scalars(group: Mapping[str, Any], step: Number) -> Row:
+def _sgd_scalars(group: Mapping[str, Any], step: Number) -> Scalars:
     momentum, keep = group["momentum"], 1 - group["dampening"]
     # torch starts the buffer as the first gradient, whole: step 1 has neither momentum nor dampening.
     first = step == 1
@@ -127,32 +127,32 @@ def _sgd_scalars(group: Mapping[str, Any], step: Number) -> Row:
     return (group["weight_decay"], past, new, group["lr"], momentum, 0.0, 0.0)
 
 
-def _sgd(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _sgd(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     return w - (g + w * s[0]) * s[3], states
 
 
-def _sgd_momentum(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _sgd_momentum(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     """Sutskever et al. 2013, as torch writes it: the learning rate multiplies the whole buffer."""
     g = g + w * s[0]
     m = states[0] * s[1] + g * s[2]
     return w - m * s[3], [m]
 
 
-def _sgd_nesterov(w: Tensor, g: Tensor, states: list[Tensor], s: Row) -> tuple[Tensor, list[Tensor]]:
+def _sgd_nesterov(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
     g = g + w * s[0]
     m = states[0] * s[1] + g * s[2]
     return w - (g + m * s[4]) * s[3], [m]
 
 
-def _adam_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+def _adam_bounds(old: list[Tensor], g: Tensor, s: Scalars) -> list[Tensor]:
     return [old[0] * (1 - s[1]) + g * s[1], old[1] * s[2] + (g * g) * s[3]]
 
 
-def _lion_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+def _lion_bounds(old: list[Tensor], g: Tensor, s: Scalars) -> list[Tensor]:
     return [old[0] * s[3] + g * s[4]]
 
 
-def _momentum_bounds(old: list[Tensor], g: Tensor, s: Row) -> list[Tensor]:
+def _momentum_bounds(old: list[Tensor], g: Tensor, s: Scalars) -> list[Tensor]:
     return [old[0] * s[1] + g * s[2]]
 
 

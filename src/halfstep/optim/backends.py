@@ -16,7 +16,7 @@ from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
 from halfstep.optim import cpu, cuda, reference, rounding, storage
-from halfstep.optim.algorithms import Algorithm, Number, Row
+from halfstep.optim.algorithms import Algorithm, Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.storage import Slot
 
@@ -64,7 +64,7 @@ def number(value: Scalar) -> float:
     return 1.0 if value is None else float(value)
 
 
-def as_fp32(row: tuple[Number, ...]) -> Row:
+def as_fp32(row: tuple[Number, ...]) -> Scalars:
     """Scalars rounded to fp32, so that every backend multiplies by the same number."""
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
@@ -72,8 +72,8 @@ def as_fp32(row: tuple[Number, ...]) -> Row:
 def on_host(job: GroupUpdate, compiled: bool) -> None:
     """Update CPU parameters; raises MasterRangeError."""
     hyper = numbers_of(job.group)
-    rows: dict[float, Row] = {}
-    work: list[tuple[Slot, Tensor, Row, int]] = []
+    rows: dict[float, Scalars] = {}
+    work: list[tuple[Slot, Tensor, Scalars, int]] = []
     foreach_add_([slot.step for slot, _ in job.entries], 1)
     for slot, grad in job.entries:
         step = slot.step.item()

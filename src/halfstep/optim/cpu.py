@@ -11,11 +11,11 @@ from torch import Tensor
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels
 from halfstep.kernels import codes as L
 from halfstep.kernels.pool import run_ranges
-from halfstep.optim.algorithms import Algorithm, Row
+from halfstep.optim.algorithms import Algorithm, Scalars
 from halfstep.optim.storage import Slot, count_versions
 
 Variant = tuple[int, int, int]
-Work = Sequence[tuple[Slot, Tensor, Row, int]]
+Work = Sequence[tuple[Slot, Tensor, Scalars, int]]
 
 
 def variant_of(slot: Slot, grad: torch.dtype) -> Variant:
@@ -66,7 +66,7 @@ class Table:
 
 def update(algorithm: Algorithm, work: Work, factor: float) -> bool:
     """`reference.update` for CPU slots; true where a weight left the range of its master."""
-    variants: dict[Variant, list[tuple[Slot, Tensor, Row, int]]] = {}
+    variants: dict[Variant, list[tuple[Slot, Tensor, Scalars, int]]] = {}
     for entry in work:
         variants.setdefault(variant_of(entry[0], entry[1].dtype), []).append(entry)
     over = False

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, storage
-from halfstep.optim.algorithms import Algorithm, Number, Row
+from halfstep.optim.algorithms import Algorithm, Number, Scalars
 
 
 def update(
     algorithm: Algorithm,
-    work: Sequence[tuple[storage.Slot, Tensor, Row, rounding.Int]],
+    work: Sequence[tuple[storage.Slot, Tensor, Scalars, rounding.Int]],
     factor: Number,
     skip: Tensor | None,
 ) -> Tensor | None:
@@ -33,7 +33,12 @@ def update(
 
 
 def _update_one(
-    algorithm: Algorithm, slot: storage.Slot, g: Tensor, scalars: Row, key: rounding.Int, skip: Tensor | None
+    algorithm: Algorithm,
+    slot: storage.Slot,
+    g: Tensor,
+    scalars: Scalars,
+    key: rounding.Int,
+    skip: Tensor | None,
 ) -> Tensor | None:
     old = [slot.weight, slot.extra, *slot.states, *slot.tops]
     kept = [None if t is None else t.clone() for t in old] if skip is not None else []
@@ -57,7 +62,7 @@ def _update_one(
 
 
 def _bounds(
-    algorithm: Algorithm, slot: storage.Slot, w: Tensor, g: Tensor, scalars: Row
+    algorithm: Algorithm, slot: storage.Slot, w: Tensor, g: Tensor, scalars: Scalars
 ) -> Sequence[Tensor | None]:
     """Per state and block, how large its new values can get: known before they are, so one pass is enough."""
     if slot.state_kind != L.STATE_8BIT or not slot.states:

@@ -17,14 +17,14 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """The options of each group, and by parameter its entry and, where a master says so, the weight."""
 
     groups: list[Group]
     entries: dict[Tensor, tuple[Group, Tensor | None]]
 
 
-def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
+def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedState:
     """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit."""
     saved_groups = state_dict["param_groups"]
     sources = checkpoints.match_groups(optimizer.param_groups, saved_groups)
@@ -37,7 +37,7 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
         if saved is not None:
             name = optimizer.name_of(group, place)
             found[p] = checkpoints.restore(name, saved, p, *optimizer.formats(p, group))
-    return Loaded([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
+    return LoadedState([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
 
 
 def _options(group: Group, saved: Mapping[str, Any]) -> Group:

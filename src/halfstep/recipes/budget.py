@@ -27,18 +27,18 @@ class TimeBudget:
         self.seconds, self.trainings, self.clock = seconds, trainings, clock
         self.ends = None if seconds is None else clock() + seconds
 
-    def start(self) -> Share:
+    def start(self) -> TrainingTime:
         """The next training's share, running from now."""
         now = self.clock()
         left = max(1, self.trainings)
         self.trainings -= 1
         if self.ends is None:
-            return Share(now, None, self.clock)
+            return TrainingTime(now, None, self.clock)
         remaining = max(0.0, self.ends - now)
-        return Share(now, min(remaining, self.PATIENCE * remaining / left), self.clock)
+        return TrainingTime(now, min(remaining, self.PATIENCE * remaining / left), self.clock)
 
 
-class Share:
+class TrainingTime:
     """One training's part of a `TimeBudget`: `limit` seconds from `started`, None for no limit."""
 
     def __init__(self, started: float, limit: float | None, clock: Callable[[], float]) -> None:
@@ -56,5 +56,5 @@ class Share:
             )
 
 
-NO_LIMIT = Share(0.0, None, time.monotonic)
+NO_LIMIT = TrainingTime(0.0, None, time.monotonic)
 """The share of a training that nothing stops."""

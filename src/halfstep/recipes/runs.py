@@ -22,7 +22,7 @@ from halfstep.numerics.op_times import StepTimes, costliest, step_times
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
-from halfstep.recipes.budget import NO_LIMIT, OutOfTime, Share, TimeBudget
+from halfstep.recipes.budget import NO_LIMIT, OutOfTime, TimeBudget, TrainingTime
 from halfstep.recipes.registry import Recipe, Task
 from halfstep.report.comparison import Bound, OpCost, RecipeRows, SeedRun, SettingRow
 from halfstep.session.prepare import prepare
@@ -184,7 +184,7 @@ def _summary(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes | 
 class _Tell(Callback):
     """Tells of each step, and ends the training when its share of the time is used up."""
 
-    def __init__(self, on_step: OnStep, name: str, share: Share, steps: int) -> None:
+    def __init__(self, on_step: OnStep, name: str, share: TrainingTime, steps: int) -> None:
         self.on_step, self.name, self.share, self.steps = on_step, name, share, steps
         self.done = 0
 
@@ -215,7 +215,7 @@ def train_once(
     steps: int,
     device: torch.device,
     on_step: OnStep,
-    share: Share = NO_LIMIT,
+    share: TrainingTime = NO_LIMIT,
 ) -> SeedRun:
     """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
     model, optimizer = recipe.build(seed, setting.level)

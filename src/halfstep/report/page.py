@@ -44,7 +44,7 @@ class _Figure:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _LegendLine:
     """One setting in the legend and in the list of sentences."""
 
     label: str
@@ -63,7 +63,7 @@ class _Section:
     about: str
     columns: Sequence[str]
     cells: list[list[str]]
-    rows: list[_Line]
+    rows: list[_LegendLine]
     curves: list[_Figure]
     constant_scales: str
     bars: list[_Figure]
@@ -98,7 +98,7 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> _Section:
         about=f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
         columns=columns(metric),
         cells=[cells(row, metric, slow) for row in rows],
-        rows=[_Line(row.label, row.level, _classes(row), sentence(row, base, slow)) for row in rows],
+        rows=[_LegendLine(row.label, row.level, _classes(row), sentence(row, base, slow)) for row in rows],
         curves=[*_loss_figures(recipe), *scales],
         constant_scales="; ".join(constant),
         bars=[*_time_figure(recipe), *_memory_figure(rows)],

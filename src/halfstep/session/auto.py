@@ -18,7 +18,7 @@ from halfstep.errors import ConfigError, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
-from halfstep.tuning.choices import Choice
+from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.engine import Step
 from halfstep.tuning.search import Tuning, options_of, search
 
@@ -94,7 +94,7 @@ def choose(
     low = dtype_name(dtype_of(dtype) if dtype is not None else word or devices.default_dtype(device))
     fixed = level if isinstance(level, str) else level.name
 
-    def prepared(choice: Choice) -> Any:
+    def prepared(choice: LevelChoice) -> Any:
         return make(models, optimizers, **arguments_of(choice, options, plan))
 
     return search(
@@ -116,7 +116,7 @@ def _word(level: str | Level) -> str:
     return level.name if isinstance(level, Level) else str(level)
 
 
-def arguments_of(choice: Choice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
     if choice.dtype is None:
         kept = {k: v for k, v in options.items() if k not in ("policy", "loss_scale")}

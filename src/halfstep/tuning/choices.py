@@ -1,7 +1,7 @@
 """What `level="auto"` chooses among, and how it decides: data in, a choice and its reason out.
 
-Nothing here measures. A `Trial` is what was measured of one `Choice`; `decide` takes the fastest that stays
-near fp32, and fp32 itself where nothing beats it.
+Nothing here measures. A `Trial` is what was measured of one `LevelChoice`; `decide` takes the fastest that
+stays near fp32, and fp32 itself where nothing beats it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOSS_ULPS = 4
 
 
 @dataclass(frozen=True)
-class Choice:
+class LevelChoice:
     """A level in a dtype (None in fp32), the memory layout, and the rules of a plan on top."""
 
     level: str
@@ -59,7 +59,7 @@ class Trial:
     was nothing to compare. failed: why it is out of the question, or None.
     """
 
-    choice: Choice
+    choice: LevelChoice
     seconds: tuple[float, ...] = ()
     loss_error: float | None = None
     gradient_error: float | None = None

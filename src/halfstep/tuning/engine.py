@@ -26,7 +26,7 @@ from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.tuning.budget import Budget, agreed
-from halfstep.tuning.choices import NO_TIME, Choice, Trial, distance
+from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
 
 Step = Callable[..., Any]
 """(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""
@@ -39,7 +39,7 @@ SKIPS = 24
 
 
 @dataclass
-class Seen:
+class FirstStep:
     """What the first taken step of a choice showed: loss, and the gradients by parameter, unscaled."""
 
     loss: float | None = None
@@ -58,7 +58,7 @@ class Bench:
         optimizers: Sequence[torch.optim.Optimizer],
         step: Step,
         batch: Sequence[Any],
-        make: Callable[[Choice], Any],
+        make: Callable[[LevelChoice], Any],
         seconds: float,
     ) -> None:
         self.models, self.optimizers = list(models), list(optimizers)
@@ -68,12 +68,12 @@ class Bench:
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
         self.budget = Budget(seconds)
         self._clock = _clock(self._device)
-        self._bases: dict[str, Seen] = {}
-        self._plain = Choice("O0")
+        self._bases: dict[str, FirstStep] = {}
+        self._plain = LevelChoice("O0")
         self._best: float | None = None
 
     @contextmanager
-    def entered(self, choice: Choice) -> Generator[_Run]:
+    def entered(self, choice: LevelChoice) -> Generator[_Run]:
         """The models prepared for `choice`, from the state at the start; yields a step without arguments."""
         self._start.restore()
         with warnings.catch_warnings():
@@ -85,11 +85,11 @@ class Bench:
                 session.revert()
                 self._start.restore()
 
-    def first(self, choice: Choice) -> Trial:
+    def first(self, choice: LevelChoice) -> Trial:
         """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
         return together(gather(self._first(choice)))
 
-    def _first(self, choice: Choice) -> Trial:
+    def _first(self, choice: LevelChoice) -> Trial:
         begins = not self._bases
         try:
             with self.entered(choice) as run:
@@ -109,12 +109,12 @@ class Bench:
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
-    def _begin(self, choice: Choice, seen: Seen) -> None:
+    def _begin(self, choice: LevelChoice, seen: FirstStep) -> None:
         self._bases[choice.layout] = seen
         self._plain = choice
         self.budget.begin()  # kernels that compile are not measuring
 
-    def _errors(self, choice: Choice, seen: Seen) -> tuple[float | None, float | None]:
+    def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
         """How far from the base in the same layout: another one draws another dropout mask."""
         plain = replace(self._plain, layout=choice.layout)
         if choice == plain and choice.layout not in self._bases:
@@ -126,7 +126,7 @@ class Bench:
                 self._bases[choice.layout] = self._look(run)
         return _apart(seen, self._bases[choice.layout])
 
-    def _settled(self, run: Callable[[], Any], choice: Choice) -> float:
+    def _settled(self, run: Callable[[], Any], choice: LevelChoice) -> float:
         """A step's seconds; one that seems hopeless is taken again, since the first ones may compile."""
         taken = self._timed(run, choice)
         first = self._best is None
@@ -136,9 +136,9 @@ class Bench:
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
 
-    def _look(self, run: _Run) -> Seen:
+    def _look(self, run: _Run) -> FirstStep:
         """Step until one is taken, and note what it computed."""
-        seen = Seen()
+        seen = FirstStep()
 
         def listen(session: Any, optimizer: torch.optim.Optimizer) -> None:
             index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
@@ -174,13 +174,13 @@ class Bench:
         times = agreed(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
-    def profile(self, choice: Choice) -> StepTimes:
+    def profile(self, choice: LevelChoice) -> StepTimes:
         """Where a step's time goes under `choice`."""
         with self.entered(choice) as run:
             run()
             return step_times(run, self.models)
 
-    def _timed(self, run: Callable[[], Any], choice: Choice) -> float:
+    def _timed(self, run: Callable[[], Any], choice: LevelChoice) -> float:
         began, started = time.perf_counter(), self._clock()
         run()
         taken = self._clock() - started
@@ -217,7 +217,7 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
 
 
-def _apart(seen: Seen, base: Seen) -> tuple[float | None, float | None]:
+def _apart(seen: FirstStep, base: FirstStep) -> tuple[float | None, float | None]:
     """The distance of loss and gradients from the base's."""
     mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
     return distance(seen.loss, mine, base.loss, theirs)

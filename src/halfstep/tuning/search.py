@@ -20,7 +20,7 @@ from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
 from halfstep.tuning.budget import agreed
-from halfstep.tuning.choices import NO_TIME, Choice, Decision, Trial, decide
+from halfstep.tuning.choices import NO_TIME, Decision, LevelChoice, Trial, decide
 from halfstep.tuning.engine import HOPELESS, Bench, Step
 from halfstep.tuning.flow import flow_of
 from halfstep.tuning.modules import cast_cost, plan_by_module
@@ -55,7 +55,7 @@ class Tuning:
     seconds: float
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> LevelChoice:
         """The choice that was taken."""
         return self.decision.trial.choice
 
@@ -102,7 +102,7 @@ def search(
     optimizers: Sequence[torch.optim.Optimizer],
     step: Step,
     batch: Sequence[Any],
-    make: Callable[[Choice], Any],
+    make: Callable[[LevelChoice], Any],
     *,
     dtype: str,
     device: torch.device,
@@ -123,7 +123,7 @@ def search(
         if level is None:
             trials = _search(bench, dtype, device, relayout, by_module)
         else:
-            trials = _layouts(bench, Choice(level, dtype if level != "O0" else None), relayout)
+            trials = _layouts(bench, LevelChoice(level, dtype if level != "O0" else None), relayout)
     finally:
         bench.close()
     if trials[0].failed is not None:
@@ -132,14 +132,14 @@ def search(
     return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
 
 
-def _layouts(bench: Bench, choice: Choice, relayout: bool) -> list[Trial]:
+def _layouts(bench: Bench, choice: LevelChoice, relayout: bool) -> list[Trial]:
     trials = [bench.first(choice)]
     if relayout and trials[0].failed is None:
         trials.append(_first(bench, replace(choice, layout="channels_last")))
     return _turns(bench, trials, LAST_ROUNDS, HOPELESS)
 
 
-def options_of(choice: Choice) -> dict[str, Any]:
+def options_of(choice: LevelChoice) -> dict[str, Any]:
     """The arguments of `prepare` that a choice stands for."""
     found: dict[str, Any] = {"level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
     if choice.rules.rules:
@@ -151,11 +151,11 @@ def options_of(choice: Choice) -> dict[str, Any]:
 
 def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_module: bool) -> list[Trial]:
     """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
-    trials = [bench.first(Choice("O0"))]
+    trials = [bench.first(LevelChoice("O0"))]
     if trials[0].failed is not None:
         return trials
     for level in ("O1", "O2"):
-        trials.append(_first(bench, Choice(level, dtype)))
+        trials.append(_first(bench, LevelChoice(level, dtype)))
     for one in _best(trials, 2) if relayout else ():
         trials.append(_first(bench, replace(one.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
@@ -170,7 +170,7 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
     return trials
 
 
-def _first(bench: Bench, choice: Choice) -> Trial:
+def _first(bench: Bench, choice: LevelChoice) -> Trial:
     """The first steps of a choice; two of those seen before must fit into what is left."""
     return bench.first(choice) if bench.budget.affords(choice.label, 2) else Trial(choice, failed=NO_TIME)
 
@@ -198,11 +198,11 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
     return trials
 
 
-def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[Choice]:
+def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[LevelChoice]:
     """The fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
     if len(bench.models) != 1:
         return []
-    found: list[Choice] = []
+    found: list[LevelChoice] = []
     for level in ("O1", "O2"):
         own = [t for t in _usable(trials) if t.choice.level == level and t.choice.dtype]
         for trial in _best(own, 1):
@@ -214,9 +214,9 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
     return found
 
 
-def _rules_for(bench: Bench, choice: Choice, device: torch.device) -> Plan:
+def _rules_for(bench: Bench, choice: LevelChoice, device: torch.device) -> Plan:
     assert choice.dtype is not None
-    base = Choice("O0", layout=choice.layout)
+    base = LevelChoice("O0", layout=choice.layout)
     full, low = bench.profile(base), bench.profile(choice)
     nodes = {*full.by_module(), *low.by_module()}
     with bench.entered(base) as run:
