@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checked, canonical names, the last k."""
+"""Checkpoints: atomic, checked, fully qualified names, the last k."""
 
 import random
 

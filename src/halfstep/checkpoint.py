@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked when read, keyed by canonical names.
+"""Checkpoints: written whole or not at all, checked when read, keyed by fully qualified names.
 
 A checkpoint is an ordinary `torch.save` file that `torch.load(path, weights_only=True)` reads; its zip
 records carry CRC-32 sums, all of which are verified here. `CheckpointFolder` keeps the last k of a run.
@@ -28,7 +28,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, HalfstepWarning
-from halfstep.names import canonical_all, named_parameters
+from halfstep.names import fqns, named_parameters
 
 FORMAT = 1
 """Version of the layout written by `training_state`."""
@@ -165,16 +165,16 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` under canonical names."""
+    """`model.state_dict()` under fully qualified names."""
     state = model.state_dict()
-    names = canonical_all(state)
+    names = fqns(state)
     return {names[name]: value for name, value in state.items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy a `model_state` into `model`, or raise as `check_model_state` does, with nothing copied."""
     check_model_state(model, state)
-    own = {short: name for name, short in canonical_all(model.state_dict()).items()}
+    own = {short: name for name, short in fqns(model.state_dict()).items()}
     try:
         model.load_state_dict({own[name]: value for name, value in state.items()})
     except RuntimeError as error:
@@ -185,7 +185,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError that names what is missing, unexpected or misshapen in a `model_state`."""
     present = model.state_dict()
-    own = {short: name for name, short in canonical_all(present).items()}
+    own = {short: name for name, short in fqns(present).items()}
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or extra:
         raise CheckpointError(
@@ -210,7 +210,7 @@ def _some(names: list[str]) -> str:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A name for each parameter of the optimizer, in its order: canonical, or `group.position` where unknown.
+    """A name for each parameter of the optimizer, in its order: its FQN, or `group.position` where unknown.
 
     Take the names before `hs.prepare`, which may put masters in the optimizer's groups.
     """

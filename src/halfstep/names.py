@@ -1,4 +1,4 @@
-"""Names of modules and parameters that stay the same under DDP, torch.compile and checkpoint wrappers.
+"""Fully qualified names (FQNs) of modules and parameters: the same under DDP, compile and other wrappers.
 
 State is keyed by these names (law 11, ARCHITECTURE.md). Nothing here knows about precision.
 """
@@ -10,22 +10,22 @@ from torch import nn
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
-def canonical(name: str) -> str:
+def fqn(name: str) -> str:
     """`name` without the path segments that DDP, torch.compile and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def canonical_all(names: Iterable[str]) -> dict[str, str]:
-    """Each name with its canonical form, or unchanged where two names would become one."""
+def fqns(names: Iterable[str]) -> dict[str, str]:
+    """Each name with its fully qualified form, or unchanged where two names would become one."""
     given = list(names)
-    short = [canonical(name) for name in given]
+    short = [fqn(name) for name in given]
     return {name: (c if c and short.count(c) == 1 else name) for name, c in zip(given, short)}
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters under canonical names, a tied parameter once, under its first name."""
+    """The model's parameters under fully qualified names, a tied parameter once, under its first name."""
     found = dict(model.named_parameters())
-    names = canonical_all(found)
+    names = fqns(found)
     return {names[name]: parameter for name, parameter in found.items()}
 
 

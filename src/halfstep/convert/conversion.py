@@ -30,7 +30,7 @@ from halfstep.convert.sharded import (
 from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.names import canonical_all, unwrap
+from halfstep.names import fqns, unwrap
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
@@ -284,7 +284,7 @@ class _Casting:
         self.keep, self.keep_shards = keep, keep_shards
         self.changes: list[Change] = []
         self.paths = dict(model.named_modules())
-        self.names = canonical_all(self.paths)
+        self.names = fqns(self.paths)
 
     def run(self) -> None:
         """Decide everything first, so that an error leaves the model as it was; then change it."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.doctor.doors import scale_of_a_door
 from halfstep.doctor.ledger import tops
-from halfstep.names import canonical
+from halfstep.names import fqn
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import LOOPS, Terms, terms_of
 
@@ -101,7 +101,7 @@ class Cast:
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
             prefix = f"{type(model).__name__}." if number else ""
-            found |= {prefix + canonical(n): p for n, p in model.named_parameters() if p.is_floating_point()}
+            found |= {prefix + fqn(n): p for n, p in model.named_parameters() if p.is_floating_point()}
         return found
 
     def name_of(self, thing: nn.Module | Tensor) -> str:
@@ -110,10 +110,10 @@ class Cast:
             for number, model in enumerate(self.models):
                 prefix = f"{type(model).__name__}." if number else ""
                 for name, module in model.named_modules():
-                    path = f"{prefix}{canonical(name)}".rstrip(".")
+                    path = f"{prefix}{fqn(name)}".rstrip(".")
                     self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
                 for name, p in model.named_parameters():
-                    self._names[id(p)] = prefix + canonical(name)
+                    self._names[id(p)] = prefix + fqn(name)
         return self._names.get(id(thing), type(thing).__name__)
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.formats import dtype_name, format_of
-from halfstep.names import canonical
+from halfstep.names import fqn
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import look
 
@@ -125,7 +125,7 @@ class Conversions:
             kept = new.other_than_zero - new.infinite
             self.flushes.append(
                 Flush(
-                    canonical(name), canonical(new.owner), new.kind, dtype_name(new.dtype),
+                    fqn(name), fqn(new.owner), new.kind, dtype_name(new.dtype),
                     old.other_than_zero, kept, old.top, file, line, overflow,
                 )
             )  # fmt: skip

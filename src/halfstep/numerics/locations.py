@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from halfstep.names import canonical
+from halfstep.names import fqn
 from halfstep.policy.op_names import canonical_op
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -227,10 +227,10 @@ class ModuleStack:
             self._keep.append(root)
         prefix = "" if first else type(root).__name__
         for name, module in root.named_modules():
-            path = ".".join(part for part in (prefix, canonical(name)) if part)
+            path = ".".join(part for part in (prefix, fqn(name)) if part)
             self._names.setdefault(id(module), path)
         self._adopt(
-            (".".join(part for part in (prefix, canonical(name)) if part), parameter)
+            (".".join(part for part in (prefix, fqn(name)) if part), parameter)
             for name, parameter in root.named_parameters()
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from halfstep.names import canonical_all
+from halfstep.names import fqns
 
 CAST = "cast"
 ACCUMULATE = "accumulate gradients"
@@ -112,7 +112,7 @@ def paths_of(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for index, model in enumerate(models):
         named = dict(model.named_modules())
-        public = canonical_all(named)
+        public = fqns(named)
         for path, module in named.items():
             path = public[path]
             whole = ".".join(p for p in (str(index), path) if p) if len(models) > 1 else path

@@ -25,7 +25,7 @@ from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, format_of
 from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, worst_of
-from halfstep.names import canonical
+from halfstep.names import fqn
 from halfstep.numerics.headroom import Forecast, forecast, headroom
 from halfstep.numerics.participants import is_session
 from halfstep.numerics.sampling import Late, Seen, see, spread
@@ -136,7 +136,7 @@ class Watch:
         self._session = optimizer if is_session(optimizer) else None
         self._optimizers = _optimizers(optimizer)
         self._format = None if dtype is None else format_of(dtype)
-        self._names: dict[Tensor, str] = {p: canonical(n) for n, p in model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: fqn(n) for n, p in model.named_parameters()}
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
@@ -168,8 +168,8 @@ class Watch:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         if self.every > 0:
             for name, module in self._model.named_modules():
-                if name and canonical(name) and not isinstance(module, _CONTAINERS):
-                    hook = partial(self._on_output, canonical(name))
+                if name and fqn(name) and not isinstance(module, _CONTAINERS):
+                    hook = partial(self._on_output, fqn(name))
                     self._handles.append(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -198,7 +198,7 @@ class Watch:
 
     def class_of(self, path: str) -> str:
         """The class of the module at a path; empty where there is none (a parameter)."""
-        modules = {canonical(name): module for name, module in self._model.named_modules()}
+        modules = {fqn(name): module for name, module in self._model.named_modules()}
         return type(modules[path]).__name__ if path in modules else ""
 
     def _scale(self) -> float | Tensor:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import foreach_copy_, widen
-from halfstep.names import canonical, named_parameters
+from halfstep.names import fqn, named_parameters
 from halfstep.optim.storage import is_dense
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
@@ -242,12 +242,12 @@ class Link:
             raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """A name for each master: canonical, the group's own `param_names`, or `group.position`."""
+        """A name for each master: fully qualified, the group's own `param_names`, or `group.position`."""
         here: dict[int, str] = {}
         for g, group in enumerate(optimizer.param_groups):
             own = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                here[id(p)] = canonical(own[i]) if own else f"{g}.{i}"
+                here[id(p)] = fqn(own[i]) if own else f"{g}.{i}"
         return [name or here[id(m)] for name, m in zip(self._named, self.masters)]
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, UnsupportedError, show
-from halfstep.names import canonical
+from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Link, LoadHook, Master, foreach_mul_, weight_of
@@ -34,7 +34,7 @@ class MasterWeights:
     The optimizer's groups then hold the masters (fp32 and fp64 parameters stay as they are), its state moves
     to them, its step reads fp32 gradients and writes the weights back with torch's own cast (ties to even).
     `optimizer.zero_grad()`, `add_param_group`, schedulers and closures work as before; `state_dict()` gains
-    an entry `masters`, keyed by canonical parameter name. Weights changed in place between steps (a loaded
+    an entry `masters`, keyed by FQN. Weights changed in place between steps (a loaded
     checkpoint, a clamp) are adopted where they differ from the rounded master. Changes that torch cannot see
     (`.data`, numpy) are looked for in the first 20 steps, and in all later ones once there was one; call
     `refresh()` after a first one that comes later. In DDP clear gradients to None between steps, as torch
@@ -111,7 +111,7 @@ class MasterWeights:
         return list(zip(self.link.weights, self.link.masters))
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """`(canonical name, fp32 master)`, in the optimizer's order."""
+        """`(fully qualified name, fp32 master)`, in the optimizer's order."""
         self.link.adopt(self.optimizer, {})
         return list(zip(self.link.names(self.optimizer), self.link.masters))
 
@@ -140,7 +140,7 @@ class MasterWeights:
     def refresh(self, values: Mapping[str, Tensor] | None = None) -> None:
         """Take the model's present weights into the masters where they differ from the rounded masters.
 
-        With `values` (canonical name to tensor of any float dtype, e.g. an fp32 checkpoint's `state_dict()`)
+        With `values` (FQN to tensor of any float dtype, e.g. an fp32 checkpoint's `state_dict()`)
         the named masters take those exactly, and the weights follow.
         """
         if values is None:
@@ -148,7 +148,7 @@ class MasterWeights:
             return
         if not isinstance(values, Mapping):
             raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
-        given = {canonical(name): value for name, value in values.items()}
+        given = {fqn(name): value for name, value in values.items()}
         if given and not given.keys() & dict(self.named()).keys():
             raise ConfigError(f"refresh got no master's name; expected names such as {self.named()[0][0]!r}")
         masters = dict(self.named())
@@ -161,7 +161,7 @@ class MasterWeights:
         self.write_back()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the masters by canonical name, or `group.position` where no name is known."""
+        """Copies of the masters by fully qualified name, or `group.position` where no name is known."""
         return {name: master.detach().clone() for name, master in self.named()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -261,7 +261,7 @@ def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 
 def _names_of(names: Any) -> dict[Tensor, str]:
     try:
-        return {parameter: canonical(name) for name, parameter in names or ()}
+        return {parameter: fqn(name) for name, parameter in names or ()}
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"MasterWeights got names={names!r:.60}, expected (name, parameter) pairs such as "

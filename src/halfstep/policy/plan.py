@@ -21,7 +21,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.names import canonical_all
+from halfstep.names import fqns
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, checked_edits
@@ -182,7 +182,7 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is resolved for a torch.nn.Module, got {type(model).__name__}")
         modules = dict(model.named_modules(remove_duplicate=False))
-        public = canonical_all(modules)
+        public = fqns(modules)
         matched: set[PlanRule] = set()
         resolved: dict[str, PlanRule] = {}
         owner: dict[int, str] = {}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
-from halfstep.names import canonical_all, named_parameters
+from halfstep.names import fqns, named_parameters
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import weight_of
 from halfstep.session.steppers import parameters_of
@@ -137,7 +137,7 @@ def _tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
         state = model.state_dict()
-        short = canonical_all(state)
+        short = fqns(state)
         for key, value in state.items():
             p = by_key.get(key)
             if isinstance(value, Tensor):
@@ -426,7 +426,7 @@ def _copy_rest(model: nn.Module, prefix: str, known: set[int], found: shardfiles
     """Weights without a master, and buffers."""
     by_key = dict(model.named_parameters(remove_duplicate=False))
     state = model.state_dict()
-    short = canonical_all(state)
+    short = fqns(state)
     for key, value in state.items():
         if isinstance(value, Tensor) and id(by_key.get(key)) not in known:
             local_of(value).copy_(_box(found, prefix + short[key], value))
