@@ -77,7 +77,7 @@ def test_all_patterns_bf16(part: int):
 @pytest.mark.exhaustive
 def test_all_patterns_bf16_in_the_compiled_kernels():
     k = pytest.importorskip("halfstep.kernels.cpu.bits")
-    away, residual, rejoin, as_float = k.bf16_away, k.residual_bf16, k.join_bf16, k.float_of
+    away, lacking, rejoin, as_float = k.bf16_away, k.lacking_bf16, k.join_bf16, k.float_of
     bits_of, magnitude, inf, i32 = k.bits_of, k.MASK, k.INF_BITS, np.int32
 
     @k.compiled("int64(int64,int64)", "mismatches")
@@ -87,7 +87,7 @@ def test_all_patterns_bf16_in_the_compiled_kernels():
             bits = i32(pattern)
             x = as_float(bits)
             half = away(x)
-            joined = bits_of(rejoin(half, residual(x, half)))
+            joined = bits_of(rejoin(half, lacking(x, half)))
             if i32(bits & magnitude) > inf:
                 lost = i32(i32(half) & i32(0x7FFF)) <= i32(0x7F80)
                 found += lost | (i32(joined & magnitude) <= inf)

@@ -131,7 +131,7 @@ class UpdatePlan:
             state, size = slot.state_kind if slot.states else L.STATE_FP32, slot.weight.numel()
             ragged = state == L.STATE_8BIT and size > slot.width and slot.width % L.BLOCK != 0
             own = items.setdefault((slot.kind, GRADS[dtype], state, aligned, ragged), [])
-            own += _items_of(i, slot.tops[0].numel(), ITEM // L.BLOCK) if ragged else _items_of(i, size)
+            own += _items_of(i, slot.exponents[0].numel(), ITEM // L.BLOCK) if ragged else _items_of(i, size)
         self.table = _upload(rows, torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
         self.grads = Table(torch.int64, len(slots), device)

@@ -139,9 +139,9 @@ def moment(
     values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
     half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
     width = storage.width_of(p)
-    tops = rounding.exponents_for(rounding.peaks(values, width))
-    storage.flat(target).copy_(rounding.encode(values, tops, half, signed=index == 0, width=width))
-    return {key: target, key + "_exponents": tops.to(torch.uint8)}
+    exponents = rounding.exponents_for(rounding.peaks(values, width))
+    storage.flat(target).copy_(rounding.encode(values, exponents, half, signed=index == 0, width=width))
+    return {key: target, key + "_exponents": exponents.to(torch.uint8)}
 
 
 def _settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:

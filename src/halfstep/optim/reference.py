@@ -40,7 +40,7 @@ def _update_one(
     key: rounding.Int,
     skip: Tensor | None,
 ) -> Tensor | None:
-    old = [slot.weight, slot.extra, *slot.states, *slot.tops]
+    old = [slot.weight, slot.extra, *slot.states, *slot.exponents]
     kept = [None if t is None else t.clone() for t in old] if skip is not None else []
     random = None
     if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
@@ -68,8 +68,8 @@ def _bounds(
     if slot.state_kind != L.STATE_8BIT or not slot.states:
         return [None] * len(slot.states)
     old = [
-        rounding.code_peaks(codes, tops, signed=i == 0, width=slot.width)
-        for i, (codes, tops) in enumerate(zip(slot.states, slot.tops))
+        rounding.code_peaks(codes, exponents, signed=i == 0, width=slot.width)
+        for i, (codes, exponents) in enumerate(zip(slot.states, slot.exponents))
     ]
     g = g if algorithm.decoupled else g + w * scalars[0]
     return algorithm.bounds(old, rounding.peaks(g, slot.width), scalars)

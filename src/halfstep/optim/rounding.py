@@ -85,38 +85,38 @@ def _per_element(exponents: Tensor, width: int) -> Tensor:
     return exponents.repeat_interleave(BLOCK, 1)[:, :width].reshape(-1)
 
 
-def _signed(code: Tensor, top: Tensor) -> Tensor:
-    least = (top - 15) << 23
+def _signed(code: Tensor, exponent: Tensor) -> Tensor:
+    least = (exponent - 15) << 23
     size = ((code & 127) << 20) + least
     size = size.view(torch.float32) - least.view(torch.float32)
     return (size.view(torch.int32) | ((code & 128) << 24)).view(torch.float32)
 
 
-def _unsigned(code: Tensor, top: Tensor) -> Tensor:
-    return ((code + ((top - 31) << 3)) << 20).view(torch.float32)
+def _unsigned(code: Tensor, exponent: Tensor) -> Tensor:
+    return ((code + ((exponent - 31) << 3)) << 20).view(torch.float32)
 
 
 def decode(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
     """Flat uint8 codes in rows of `width` and their exponents (rows, blocks) to fp32."""
-    top = _per_element(exponents.to(torch.int32), width)
-    return (_signed if signed else _unsigned)(codes.to(torch.int32), top)
+    exponent = _per_element(exponents.to(torch.int32), width)
+    return (_signed if signed else _unsigned)(codes.to(torch.int32), exponent)
 
 
 def code_peaks(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
     """The largest magnitude of each block of flat codes in rows of `width`."""
-    top = per_block(codes.to(torch.int32) & (127 if signed else 255), width).amax(2)
-    return (_signed if signed else _unsigned)(top, exponents.to(torch.int32))
+    peak = per_block(codes.to(torch.int32) & (127 if signed else 255), width).amax(2)
+    return (_signed if signed else _unsigned)(peak, exponents.to(torch.int32))
 
 
 def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool, width: int) -> Tensor:
     """Flat fp32 in rows of `width` to uint8 codes under int32 exponents; `random`: 16 random bits each."""
     bits = values.view(torch.int32)
     size = bits & MAGNITUDE
-    top = _per_element(exponents, width)
+    exponent = _per_element(exponents, width)
     chance = (random & 0xFFFF).to(torch.int32) << 4
     if not signed:
-        return (((size + chance) >> 20) - ((top - 31) << 3)).clamp(0, 255).to(torch.uint8)
-    least = (top - 15) << 23
+        return (((size + chance) >> 20) - ((exponent - 31) << 3)).clamp(0, 255).to(torch.uint8)
+    least = (exponent - 15) << 23
     raised = (size.view(torch.float32) + least.view(torch.float32)).view(torch.int32)
     code = ((raised - least + chance) >> 20).clamp_max(127)
     return (code | ((bits >> 24) & 128)).to(torch.uint8)

@@ -155,7 +155,7 @@ class Slot:
     weight: Tensor
     extra: Tensor | None
     states: list[Tensor]
-    tops: list[Tensor]
+    exponents: list[Tensor]
     step: Tensor
     base_key: int
     held: list[Tensor]
@@ -170,7 +170,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
-        columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.tops)]
+        columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.exponents)]
         self.row = [*(0 if t is None else t.data_ptr() for t in columns), self.width]
 
 
@@ -196,7 +196,7 @@ def make_slot(
     """The slot of a parameter whose entry is settled."""
     weight = local_tensor(p)
     keys = list(algorithm.states)
-    tops = [key + "_exponents" for key in keys] if state_kind == L.STATE_8BIT else []
+    exponents = [key + "_exponents" for key in keys] if state_kind == L.STATE_8BIT else []
     extra = ["master"] if kind in WITH_MASTER else ["lacking"] if kind in EXACT else []
     return Slot(
         param=p,
@@ -205,10 +205,10 @@ def make_slot(
         weight=flat(weight),
         extra=extra_of(entry, kind),
         states=[flat(entry[key]) for key in keys],
-        tops=[entry[key] for key in tops],
+        exponents=[entry[key] for key in exponents],
         step=entry["step"],
         base_key=base_key,
-        held=[weight, *(entry[key] for key in (*extra, *keys, *tops, "step"))],
+        held=[weight, *(entry[key] for key in (*extra, *keys, *exponents, "step"))],
         width=width_of(weight),
     )
 
@@ -255,7 +255,7 @@ def read_state(slot: Slot, index: int) -> Tensor:
     """One state as flat fp32."""
     stored = slot.states[index]
     if slot.state_kind == L.STATE_8BIT:
-        return rounding.decode(stored, slot.tops[index], signed=index == 0, width=slot.width)
+        return rounding.decode(stored, slot.exponents[index], signed=index == 0, width=slot.width)
     return stored.to(torch.float32)
 
 
@@ -271,9 +271,9 @@ def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bo
         stored.copy_(rounding.round_random(value, random))
         return
     assert bounds is not None
-    tops = rounding.exponents_for(bounds)
-    stored.copy_(rounding.encode(value, tops, random, signed=index == 0, width=slot.width))
-    slot.tops[index].copy_(tops)
+    exponents = rounding.exponents_for(bounds)
+    stored.copy_(rounding.encode(value, exponents, random, signed=index == 0, width=slot.width))
+    slot.exponents[index].copy_(exponents)
 
 
 def check_options(master: str | None, state_dtype: str) -> None:

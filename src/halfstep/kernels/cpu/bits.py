@@ -195,7 +195,7 @@ def join_bf16(h, lo):
 
 
 @compiled()
-def residual_bf16(x, h):
+def lacking_bf16(x, h):
     b = bits_of(x)
     low = i32(b - i32(i32(h) << i32(16)))
     return i16(i32(0)) if x != x else i16(low)
@@ -238,7 +238,7 @@ def join_fp16(h, lo):
 
 
 @compiled()
-def residual_fp16(x, h):
+def lacking_fp16(x, h):
     a = i32(bits_of(x) & MASK)
     magnitude = i32(i32(h) & i32(0x7FFF))
     base = bits_of(from_fp16(i16(magnitude)))

@@ -20,6 +20,8 @@ from halfstep.kernels.cpu.bits import (
     i32,
     join_bf16,
     join_fp16,
+    lacking_bf16,
+    lacking_fp16,
     mix,
     peek_f32,
     peek_i16,
@@ -34,8 +36,6 @@ from halfstep.kernels.cpu.bits import (
     poke_u16,
     read_signed,
     read_unsigned,
-    residual_bf16,
-    residual_fp16,
     u32,
     write_signed,
     write_unsigned,
@@ -197,7 +197,7 @@ def plain_out(w, random, key):
 @compiled()
 def bf16_exact_out(w, random, key):
     h = bf16_away(w)
-    return h, residual_bf16(w, h), i32(0)
+    return h, lacking_bf16(w, h), i32(0)
 
 
 @compiled()
@@ -220,7 +220,7 @@ def fp16_exact_out(w, random, key):
     h = fp16_even(w)
     over = (i32(i32(h) & i32(0x7FFF)) == i32(0x7C00)) & (i32(bits_of(w) & MASK) < INF_BITS)
     kept = i16(pick(over, i32(i32(h) - i32(1)), i32(h)))
-    return kept, i16(pick(over, i32(0), i32(residual_fp16(w, h)))), pick(over, i32(1), i32(0))
+    return kept, i16(pick(over, i32(0), i32(lacking_fp16(w, h)))), pick(over, i32(1), i32(0))
 
 
 @compiled()
