@@ -27,7 +27,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "tests" / "laws" / "breakages"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "numba", "hypothesis", "pytest"])
 
 
 def load(paths: list[Path]) -> list[dict]:
@@ -97,6 +96,7 @@ def run_broken(row: dict, folder: Path) -> str:
 
 def run_all(rows: list[dict], jobs: int) -> Iterator[str]:
     """`run_broken` of each row in order, several at a time."""
+    CONTEXT.set_forkserver_preload(["torch._dynamo", "numba", "hypothesis", "pytest"])
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for job in range(jobs):
