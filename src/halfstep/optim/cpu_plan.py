@@ -35,13 +35,16 @@ class _Part:
         self.group, self.algorithm, self.slots, self.number = group, algorithm, slots, number
         self.table = Table(algorithm, variant, slots)
         self._random = any(slot.rounds_randomly for slot in slots)
+        self._rows: list[tuple[float, ...]] = []
 
     def update(self, factor: float, steps: list[float], same: bool, look: bool) -> bool:
         """Run the step of which these are the numbers; true where a weight left the range of its master."""
         hyper, table = numbers_of(self.group), self.table
         factor = -factor if hyper["maximize"] else factor
         rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
-        table.scalars[:] = rows  # one row serves all
+        if rows != self._rows:
+            table.scalars[:] = rows  # one row serves all
+            self._rows = rows
         if self._random:
             table.keys[:] = [slot.key(int(n)) for slot, n in zip(self.slots, steps)]
         return table.update(look)
@@ -75,6 +78,8 @@ class HostPlan:
         slots_of_all = [slot for part in self._parts for slot in part.slots]
         self._params = [slot.param for slot in slots_of_all]
         self._gradients = source.watched(self._params)
+        noted = np.split(self._gradients.addresses, np.cumsum([len(part.slots) for part in self._parts])[:-1])
+        self._columns = [(part.table.addresses[:, 2], own) for part, own in zip(self._parts, noted)]
         self._counts = np.array([slot.step.data_ptr() for slot in slots_of_all], np.int64)
         self._steps = np.zeros(len(slots_of_all))
         self._versions = versions_of(t for slot in slots_of_all for t in slot.held)
@@ -93,11 +98,8 @@ class HostPlan:
         """Whether the gradients are such as they were when the plan was made; notes where they are."""
         if not self._gradients.alike():
             return False
-        first = 0
-        for part in self._parts:
-            last = first + len(part.slots)
-            part.table.addresses[:, 2] = self._gradients.addresses[first:last]
-            first = last
+        for column, addresses in self._columns:
+            column[:] = addresses
         return not self._bare or all(grad is None for grad in self._source.of_all(self._bare))
 
     def measure(self, inv_scale: float) -> HostStats:

@@ -114,7 +114,8 @@ class Remembering(torch.optim.Optimizer):
         self._slots.clear()
 
     def _options(self) -> list[tuple[Any, ...]]:
-        return [self._options_of(group) for group in self.param_groups]
+        algorithm = self.algorithm
+        return [(algorithm(g), g["master"], g["state_dtype"]) for g in self.param_groups]
 
     def _options_of(self, group: Group) -> tuple[Any, ...]:
         return self.algorithm(group), group["master"], group["state_dtype"]

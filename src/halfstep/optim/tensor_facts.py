@@ -36,7 +36,7 @@ class Gradients(Protocol):
     """The gradients of some parameters, which are others at every step."""
 
     addresses: Any
-    """int64 array: where the gradients of the last `alike` lie."""
+    """int64 array, one and the same for good: where the gradients of the last `alike` lie."""
 
     def alike(self) -> bool:
         """Whether every parameter has a gradient such as it had when this was made."""
