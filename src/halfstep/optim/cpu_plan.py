@@ -35,7 +35,7 @@ class _Part:
         self.group, self.algorithm, self.slots, self.number = group, algorithm, slots, number
         self.table = Table(algorithm, variant, slots)
         self._random = any(slot.rounds_randomly for slot in slots)
-        self._rows: list[tuple[float, ...]] = []
+        self._rows: list[Any] = []
 
     def update(self, factor: float, steps: list[float], same: bool, look: bool) -> bool:
         """Run the step of which these are the numbers; true where a weight left the range of its master."""
