@@ -132,3 +132,38 @@ def test_the_three_states_of_a_session_load_as_before(kind):
     for x, state in zip((other.model, other.optimizers[0], other), states):
         x.load_state_dict(state)
     assert same(masters(other), wanted)
+
+
+@each_dtype
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("kind", ["torch", "exact", "fp32"])
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_checkpoint_of_plain_torch_keeps_every_bit_in_either_order(kind, dtype, before, order):
+    plain = net(1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(X).square().mean().backward()
+    theirs.step()
+    amp = trained(kind, dtype, before)
+    weights = plain.state_dict()
+    if dtype == "fp16":  # exact from 2^-16 up
+        weights = {name: torch.where(value.abs() < 2**-14, 0, value) for name, value in weights.items()}
+    parts = [(amp.model, weights), (amp.optimizers[0], theirs.state_dict())]
+    for part, state in parts if order == "model first" else reversed(parts):
+        part.load_state_dict(state)
+    assert same(masters(amp), weights)
+
+
+@pytest.mark.parametrize("kind", ["exact", "fp32"])
+def test_a_weight_set_by_hand_before_an_optimizer_is_loaded_is_what_counts(kind):
+    amp, plain = trained(kind), net(1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(X).square().mean().backward()
+    theirs.step()
+    with torch.no_grad():
+        for p, q in zip(amp.model.parameters(), plain.parameters()):
+            p.copy_(q)
+    amp.optimizers[0].load_state_dict(theirs.state_dict())
+    for (name, value), p in zip(masters(amp).items(), amp.model.parameters()):
+        assert torch.equal(value.to(p.dtype), p), name
+        if kind == "exact" and p.dtype == torch.bfloat16:
+            assert torch.equal(value, p.float()), name

@@ -218,6 +218,15 @@ def test_groups_added_later_are_adopted():
     assert all(m.dtype == torch.float32 for m in masters.params())
 
 
+def test_a_parameter_of_another_size_is_refused_with_the_way_out():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    MasterWeights(optimizer, model)
+    model[0].weight.data = model[0].weight.data[:2].clone()
+    with pytest.raises(UnsupportedError, match=r"shape \[2, .*revert\(\), change the model"):
+        optimizer.step()
+
+
 def test_frozen_and_fp32_parameters_are_left_alone():
     model = small_model()
     model[0].requires_grad_(False)

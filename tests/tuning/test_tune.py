@@ -117,20 +117,31 @@ def test_the_layout_alone_can_be_measured() -> None:
     assert [t.choice.label for t in amp.tuning.trials] == ["O1 bf16", "O1 bf16 channels_last"]
 
 
-def test_a_choice_that_cannot_be_prepared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = network()
-    optimizer = torch.optim.LBFGS(model.parameters())
+class Holding(torch.optim.SGD):
+    """Keeps references of its own, which masters cannot take the place of."""
 
-    def step(amp: hs.Session, x: Tensor, y: Tensor) -> Tensor:
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.held = [p for group in self.param_groups for p in group["params"]]
+
+
+def test_a_choice_that_cannot_be_prepared_is_named() -> None:
+    model = network()
+    found = hs.tune(model, Holding(model.parameters()), step_of(model), *BATCH, seconds=1.0, layout="keep")
+    assert "Holding" in str(next(t.failed for t in found.trials if t.choice.level == "O2"))
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_step_that_takes_none_is_refused(returned: bool) -> None:
+    model = network()
+
+    def step(amp: hs.Session, x: Tensor, y: Tensor) -> Tensor | None:
         with amp.autocast():
             loss = F.cross_entropy(model(x), y)
-        amp.backward(loss)
-        for p in model.parameters():
-            p.grad = None
-        return loss.detach()
+        return loss.detach() if returned else None
 
-    found = hs.tune(model, optimizer, step, *BATCH, seconds=1.0, layout="keep")
-    assert "LBFGS" in str(next(t.failed for t in found.trials if t.choice.level == "O2"))
+    with pytest.raises(hs.ConfigError, match=r"no step can be taken at O0: it ends without amp\.step"):
+        hs.tune(model, KINDS["torch SGD"](model), step, *BATCH, seconds=1.0, layout="keep")
 
 
 def test_a_step_that_always_fails_is_an_error_and_leaves_the_model() -> None:

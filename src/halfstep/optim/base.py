@@ -25,7 +25,7 @@ from halfstep.optim import arguments, backends, checkpoints, cuda, state_dicts, 
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.release import GradientRelease
-from halfstep.optim.remembered import Group, Place, Remembering
+from halfstep.optim.remembered import MASTER_KEYS, Group, Place, Remembering
 from halfstep.optim.sharded import Shards, any_shard
 from halfstep.optim.source import OwnGradients, Source, dense_grad
 from halfstep.optim.state import State
@@ -398,6 +398,14 @@ class OnePassOptimizer(Remembering):
         out = torch.empty_like(p, dtype=torch.float32)
         return out.copy_(storage.read_weight(kind, storage.local_tensor(p).detach(), extra))
 
+    def settled_master(self, p: Tensor) -> Tensor | None:
+        """`master_of(p)`; None where it has no master yet, or was set by hand since the last step."""
+        entry = cast("dict[str, Any]", self.state.get(p, {}))
+        known = {**entry, **self._lost_master(p, entry)}
+        if self._edits.is_set(p) or not any(key in known for key in MASTER_KEYS):
+            return None
+        return self.master_of(p)
+
     def awaits(self, p: Tensor) -> bool:
         """Whether the bits that `p` lacks were loaded since the last step: its own may come after."""
         if self._shards is not None:
@@ -433,6 +441,7 @@ class OnePassOptimizer(Remembering):
         """Load a state of any master and state format, torch's own included; ours stay as they are.
 
         Parameters are matched by the groups' `param_names` where both sides have them, else by position.
+        Masters are the checkpoint's; where it has none, as torch's have, they stay what they are.
         Load the model's weights first. CheckpointError where groups, names or shapes do not fit, or where
         the lacking bits are of other weights than the model's; nothing is changed then.
         """
@@ -449,12 +458,13 @@ class OnePassOptimizer(Remembering):
         for group, options in zip(self.param_groups, loaded.groups):
             group.update(options)
         self.state.clear()
-        for p, (entry, weight) in loaded.entries.items():
+        for p, entry in loaded.entries.items():
             self._kept_dtype[p] = p.dtype
-            if weight is not None:
-                p.copy_(weight)
-            self.state[p].update(entry)
-            self._edits.loaded(p, entry.get("lacking"))
+            if entry.weight is not None:
+                p.copy_(entry.weight)
+            self.state[p].update(entry.state)
+            settle = self._edits.know if entry.kept else self._edits.loaded
+            settle(p, entry.state.get("lacking"))
         self._forget()
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:

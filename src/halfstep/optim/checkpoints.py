@@ -91,6 +91,12 @@ def restore(
     return state, weight
 
 
+def has_master(saved: Mapping[str, Any]) -> bool:
+    """Whether a saved entry says which fp32 weight it belongs to."""
+    lacking = saved.get("lacking")
+    return "master" in saved or (lacking is not None and lacking.dtype == torch.int16)
+
+
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
     known = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
     if not algorithm.states:

@@ -57,6 +57,11 @@ class HandEdits:
         self.know(p, bits)
         self.awaiting.add(p)
 
+    def is_set(self, p: Tensor) -> bool:
+        """Whether `p` was set by hand since the last step."""
+        bits = self._bits.get(p)
+        return bits is not None and self._ahead_of(p, bits) > self._ahead[p]
+
     def take(self) -> None:
         """Clear the bits of what was set by hand since the last step."""
         if not self._bits:
@@ -81,9 +86,9 @@ class HandEdits:
 
     def take_one(self, p: Tensor) -> None:
         """`take` for one weight."""
-        bits = self._bits.get(p)
-        if bits is None or self._ahead_of(p, bits) <= self._ahead[p]:
+        if not self.is_set(p):
             return
+        bits = self._bits[p]
         if p.dtype not in LOW_DTYPES or p.shape != bits.shape or p.device != bits.device:
             return  # the next step makes new bits
         if p.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -281,6 +281,12 @@ class Link:
     def sync(self, everything: bool = False) -> None:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
         for w, m, seen in zip(self.weights, self.masters, self._versions):
+            if w.shape != m.shape:
+                raise UnsupportedError(
+                    f"a parameter has shape {list(w.shape)}, its master {list(m.shape)}: it was given another "
+                    "size after prepare(); call revert(), change the model and prepare it again, or train by "
+                    "an optimizer of hs.optim, which follows"
+                )
             if everything or w._version != seen:
                 low = m.to(w.dtype)
                 if _on_host(w):

@@ -17,11 +17,23 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class LoadedEntry:
+    """The state of a parameter and, where a master says so, its weight.
+
+    `kept`: the checkpoint has no master, as torch's have none, and the parameter keeps its own.
+    """
+
+    state: Group
+    weight: Tensor | None
+    kept: bool
+
+
+@dataclass(frozen=True)
 class LoadedState:
-    """The options of each group, and by parameter its entry and, where a master says so, the weight."""
+    """The options of each group, and what each parameter is given."""
 
     groups: list[Group]
-    entries: dict[Tensor, tuple[Group, Tensor | None]]
+    entries: dict[Tensor, LoadedEntry]
 
 
 def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedState:
@@ -31,12 +43,14 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
     for group, saved in zip(optimizer.param_groups, saved_groups):
         checkpoints.check_kind(saved, optimizer.algorithm(group).name)
     groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
-    found: dict[Tensor, tuple[Group, Tensor | None]] = {}
+    found: dict[Tensor, LoadedEntry] = {}
     for p, _, place in optimizer.places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         if saved is not None:
-            name = optimizer.name_of(group, place)
-            found[p] = checkpoints.restore(name, saved, p, *optimizer.formats(p, group))
+            name, formats = optimizer.name_of(group, place), optimizer.formats(p, group)
+            own = None if checkpoints.has_master(saved) else optimizer.settled_master(p)
+            given = saved if own is None else {**saved, "master": own}
+            found[p] = LoadedEntry(*checkpoints.restore(name, given, p, *formats), kept=own is not None)
     return LoadedState([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.autocast.kernel_probes import measurements
 from halfstep.distributed import gather
-from halfstep.errors import HalfstepError, HalfstepWarning
+from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
@@ -156,6 +156,8 @@ class Bench:
                     break
         finally:
             run.session.early_listeners.remove(listen)
+        if not run.session.history:
+            raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
         scalars = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
         seen.loss = float(scalars[0].detach()) if scalars else None
         return seen
