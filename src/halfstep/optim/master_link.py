@@ -123,6 +123,14 @@ class LoadHook:
         return LoadHook, ()
 
 
+def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"a parameter has shape {list(weight.shape)}, its master {list(master.shape)}: it was given another size "
+        "after prepare(); call revert(), change the model and prepare it again, or train by an optimizer of "
+        "hs.optim, which follows"
+    )
+
+
 def _on_host(weight: Tensor) -> bool:
     """Whether looking at a weight's values costs no waiting."""
     return weight.is_cpu and not is_traceable_wrapper_subclass(weight)
@@ -282,11 +290,7 @@ class Link:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
         for w, m, seen in zip(self.weights, self.masters, self._versions):
             if w.shape != m.shape:
-                raise UnsupportedError(
-                    f"a parameter has shape {list(w.shape)}, its master {list(m.shape)}: it was given another "
-                    "size after prepare(); call revert(), change the model and prepare it again, or train by "
-                    "an optimizer of hs.optim, which follows"
-                )
+                raise _other_size(w, m)
             if everything or w._version != seen:
                 low = m.to(w.dtype)
                 if _on_host(w):
