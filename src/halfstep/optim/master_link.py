@@ -125,9 +125,9 @@ class LoadHook:
 
 def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
     return UnsupportedError(
-        f"a parameter has shape {list(weight.shape)}, its master {list(master.shape)}: it was given another size "
-        "after prepare(); call revert(), change the model and prepare it again, or train by an optimizer of "
-        "hs.optim, which follows"
+        f"a parameter has shape {list(weight.shape)}, its master {list(master.shape)}: it was given another "
+        "size after prepare(); call revert(), change the model and prepare again, or train by an optimizer "
+        "of hs.optim, which follows"
     )
 
 
