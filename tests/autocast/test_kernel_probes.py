@@ -1,5 +1,6 @@
-"""Measuring: from a race to a table on disk, without the caller's data, generators or modes."""
+"""Measuring: from a probe to a table on disk, without the caller's data, generators or modes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.autocast import kernel_layers
+from halfstep.autocast import kernel_layers, kernel_race
 from halfstep.autocast import kernel_probes as probes
 from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, Choice, KernelTable, OpClass
 from halfstep.autocast.kernel_names import KINDS, geometries
@@ -18,58 +19,11 @@ from halfstep.autocast.kernel_names import KINDS, geometries
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 
 
-class Clock:
-    """Time that passes only as candidates say."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.runs: dict[str, int] = {}
-
-    def candidate(self, name: str, *seconds: float):
-        def call() -> None:
-            count = self.runs[name] = self.runs.get(name, 0) + 1
-            self.now += seconds[min(count, len(seconds)) - 1]
-
-        return call
-
-    def race(self, **candidates: tuple[float, ...]) -> dict[str, float]:
-        calls = {name: self.candidate(name, *seconds) for name, seconds in candidates.items()}
-        return probes.race(calls, lambda: self.now)
-
-
-def test_a_hopeless_candidate_is_run_once() -> None:
-    clock = Clock()
-    found = clock.race(rounded=(1.0,), native=(100.0,))
-    assert found == {"rounded": 1.0, "native": pytest.approx(100.0)}
-    assert clock.runs["native"] == 1
-
-
-def test_a_slow_first_run_is_the_kernels_preparation() -> None:
-    clock = Clock()
-    found = clock.race(rounded=(1e-4,), native=(5e-3, 5e-5))
-    assert found["native"] == pytest.approx(5e-5)
-
-
-def test_channels_last_is_not_tried_where_the_same_kernel_lost() -> None:
-    assert "channels_last" not in Clock().race(rounded=(1.0,), native=(9.0,), channels_last=(0.1,))
-
-
-def test_channels_last_is_not_tried_where_native_was_left_out() -> None:
-    assert Clock().race(rounded=(1.0,), channels_last=(0.1,)) == {"rounded": 1.0}
-
-
-def test_a_kernel_that_torch_lacks_has_no_time() -> None:
-    def absent() -> None:
-        raise RuntimeError("not implemented for 'Half'")
-
-    assert "native" not in probes.race({"rounded": lambda: None, "native": absent})
-
-
-def measured(file, times, log=None):
-    def run(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
+def measured(file, times, log=None, steady=True):
+    def run(cls: OpClass, direction: str, skip: frozenset[str]) -> probes.Taken:
         if log is not None:
             log.append((cls.size, direction, skip))
-        return {name: None if name in skip else t for name, t in times(cls).items()}
+        return probes.Taken({name: None if name in skip else t for name, t in times(cls).items()}, steady)
 
     return probes.Measurements(lambda: file, run)
 
@@ -103,6 +57,38 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path) -> None:
     found = measured(blocked / "kernels.json", lambda cls: {"native": 2.0, "rounded": 1.0})
     assert found.times(CLASS, "forward")["rounded"] == found.times(CLASS, "forward")["rounded"] == 1.0
     assert found.probes == 1
+
+
+def test_what_was_taken_on_a_busy_machine_serves_one_process(tmp_path) -> None:
+    file = tmp_path / "kernels.json"
+    busy = measured(file, lambda cls: {"native": 1.0, "rounded": 1.0}, steady=False)
+    assert busy.times(CLASS, "forward") == busy.times(CLASS, "forward") == {"native": 1.0, "rounded": 1.0}
+    busy.save()
+    quiet = measured(file, lambda cls: {"native": 2.0, "rounded": 1.0})
+    assert quiet.times(CLASS, "forward") == {"native": 2.0, "rounded": 1.0}
+    assert (busy.probes, quiet.probes) == (1, 1)
+
+
+def test_one_thread_stands_in_for_several_that_wait_for_a_core(monkeypatch) -> None:
+    """Others hold the cores: of two threads native seems far slower than it is."""
+    line = itertools.count()
+    monkeypatch.setattr(probes, "stood_in_line", lambda: float(next(line)))
+    monkeypatch.setattr(kernel_race, "_PATIENCE", 0.0)
+    threads: list[int] = []
+
+    def native() -> None:
+        threads.append(torch.get_num_threads())
+        spends(1e-3 if threads[-1] == 1 else 2e-2, 0.0)()
+
+    before = torch.get_num_threads()
+    times, steady = probes.take({"native": native, "rounded": spends(4e-3, 0.0)}, 2)
+    assert (threads[0], threads[-1], steady) == (before, 1, False)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+    native_time, rounded = times["native"], times["rounded"]
+    assert native_time is not None
+    assert rounded is not None
+    assert native_time < rounded
 
 
 def test_two_processes_keep_each_others_rows(tmp_path) -> None:
@@ -206,7 +192,7 @@ LAYERS = [
 @pytest.mark.parametrize("needs", ["", "w", "iw"])
 @pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.op)
 def test_a_layer_is_timed_both_ways(cls: OpClass, needs: str) -> None:
-    times = kernel_layers.time_layer(cls, needs, Choice("rounded", "rounded", "rounded"))
+    times, _ = kernel_layers.time_layer(cls, needs, Choice("rounded", "rounded", "rounded"))
     assert set(times) == {"native", "rounded"}
     assert all(t is not None and t > 0 for t in times.values())
 
@@ -215,9 +201,9 @@ def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None
     rows = {"linear": {"native": 1.0, "rounded": 0.95}, "bmm": {"native": 1.0, "rounded": 0.5}}
     asked: list[str] = []
 
-    def time_layer(cls: OpClass, needs: str, choice: Choice) -> dict[str, float | None]:
+    def time_layer(cls: OpClass, needs: str, choice: Choice) -> probes.Taken:
         asked.append(cls.op)
-        return {**rows.get(cls.op, {"native": 1.0, "rounded": None})}
+        return probes.Taken({**rows.get(cls.op, {"native": 1.0, "rounded": None})}, steady=True)
 
     monkeypatch.setattr(kernel_layers, "time_layer", time_layer)
     found = probes.Measurements(lambda: tmp_path / "k")

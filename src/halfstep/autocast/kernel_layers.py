@@ -15,7 +15,14 @@ from torch import Tensor
 
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import NATIVE, Choice, KernelTable, OpClass, Row
-from halfstep.autocast.kernel_probes import BATCHES, CLOCK, convolution_probe, matrix_of, race, values_of
+from halfstep.autocast.kernel_probes import (
+    BATCHES,
+    Taken,
+    convolution_probe,
+    matrix_of,
+    take,
+    values_of,
+)
 from halfstep.formats import parse_dtype
 
 
@@ -34,7 +41,7 @@ def _layer(cls: OpClass) -> tuple[Callable[..., Tensor], list[Tensor]]:
     return torch.nn.functional.linear if cls.op == "linear" else torch.matmul, leaves
 
 
-def time_layer(cls: OpClass, needs: str, choice: Choice) -> dict[str, float | None]:
+def time_layer(cls: OpClass, needs: str, choice: Choice) -> Taken:
     """A layer's forward and backward in a region: by torch's own kernels, and as chosen (`rounded`)."""
     op, leaves = _layer(cls)
     wanted = [t.requires_grad_() for t, need in zip(leaves, "iww") if need in needs]
@@ -47,5 +54,5 @@ def time_layer(cls: OpClass, needs: str, choice: Choice) -> dict[str, float | No
 
     tables = {"native": KernelTable([Row(NATIVE)]), "rounded": KernelTable([Row(choice)])}
     regions = {name: autocast("cpu", dtype, kernels=table) for name, table in tables.items()}
-    found = race({name: functools.partial(run, region) for name, region in regions.items()}, CLOCK)
-    return {name: found.get(name) for name in tables}
+    layers = {name: functools.partial(run, region) for name, region in regions.items()}
+    return take(layers, cls.threads)

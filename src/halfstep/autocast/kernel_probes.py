@@ -34,23 +34,16 @@ from halfstep.autocast.kernel_choice import (
 )
 from halfstep.autocast.kernel_functions import Geometry
 from halfstep.autocast.kernel_names import SIZES, geometries, sizes
+from halfstep.autocast.kernel_race import HOPELESS, Call, race, stood_in_line
 from halfstep.devices.kept import read_rows, write_rows
 from halfstep.formats import dtype_name, parse_dtype
 
-#: A candidate is given up where it takes this many times the best so far.
-HOPELESS = 3.0
 #: Lost by so much at one size, a way is not tried at larger ones.
 HOPELESS_AT_ANY_SIZE = 25.0
 #: What a choice for a small product may take of native's time in a layer.
 PAYS = 0.9
-_ROUNDS = 4
 #: Goes up where a probe changes what it measures: times of other probes are then not read.
-_PROBES_VERSION = 2
-_SHORTEST = 1e-4
-_LONGEST_FIRST = 0.01
-_LONGEST = 0.008
-
-Call = Callable[[], object]
+_PROBES_VERSION = 3
 
 
 # --- shapes ------------------------------------------------------------------------------------------------
@@ -247,61 +240,41 @@ def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
     return table.rows
 
 
-# --- timing ------------------------------------------------------------------------------------------------
+# --- measuring ---------------------------------------------------------------------------------------------
 
 
-def race(candidates: Mapping[str, Call], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Shortest time of each candidate in seconds, runs interleaved.
+class Taken(NamedTuple):
+    """Seconds by implementation, None for what cannot run; `steady` where they are worth keeping."""
 
-    The likely fast ones come first. One that cannot run has no time. One that is far slower than the best so
-    far is run once, or twice where its first run was short enough to have been spent on preparing the kernel.
+    times: dict[str, float | None]
+    steady: bool
+
+
+def take(candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()) -> Taken:
+    """A race of ops on so many threads; None for those skipped too.
+
+    Where other programs hold the cores, several threads cannot be timed: those of one thread stand in.
     """
-
-    def timed(call: Call, repeats: int = 1) -> float:
-        start = clock()
-        for _ in range(repeats):
-            call()
-        return max(1e-8, (clock() - start) / repeats)
-
-    found: dict[str, float] = {}
-    for name, call in candidates.items():
-        best = min(found.values(), default=math.inf)
-        if name == "channels_last" and found.get("native", math.inf) > HOPELESS * best:
-            continue  # the same kernels
+    alive = {name: call for name, call in candidates.items() if name not in skip}
+    found, steady = race(alive, in_line=stood_in_line if threads > 1 else None)
+    if not steady:
+        torch.set_num_threads(1)
         try:
-            first = timed(call)
-        except RuntimeError:  # this torch has no such kernel
-            continue
-        if first < _LONGEST_FIRST or first <= HOPELESS * best:
-            first = min(first, timed(call))
-        found[name] = first
-    alive = [name for name, t in found.items() if t <= HOPELESS * min(found.values())]
-    begun = clock()
-    for _ in range(_ROUNDS if len(alive) > 1 or len(found) == 1 else 0):
-        if clock() - begun > _LONGEST:
-            break
-        for name in alive:
-            repeats = max(1, min(50, int(_SHORTEST / found[name])))
-            found[name] = min(found[name], timed(candidates[name], repeats))
-    return found
+            found = race(alive).times
+        finally:
+            torch.set_num_threads(threads)
+    return Taken({name: found.get(name) for name in candidates}, steady)
 
 
-#: The caller's own processor time does not count while other processes hold the core. Of an op on several
-#: threads the caller does its share and then waits actively, so that it stands for the whole.
-CLOCK = time.thread_time
-
-
-def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> dict[str, float | None]:
+def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> Taken:
     with torch.no_grad():
         candidates = PROBES[cls.op](cls, direction)
         if cls.dtype == "fp32":  # what others are compared with
             candidates = {"native": candidates["native"]}
-        alive = {name: call for name, call in candidates.items() if name not in skip}
-        found = race(alive, CLOCK)
-    return {name: found.get(name) for name in candidates}
+        return take(candidates, cls.threads, skip)
 
 
-def _run_overhead() -> float:
+def _run_overhead() -> Taken:
     """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
     x, weight = (values_of((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
     ones = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -312,8 +285,8 @@ def _run_overhead() -> float:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
 
-    found = race({"torch": torchs, "ours": ours}, CLOCK)
-    return max(1e-6, found["ours"] - found["torch"])
+    found, steady = race({"torch": torchs, "ours": ours})
+    return Taken({"native": max(1e-6, found["ours"] - found["torch"])}, steady)
 
 
 # --- remembering -------------------------------------------------------------------------------------------
@@ -328,15 +301,14 @@ class Measurements:
     """Times by class and direction of this machine: asked of the disk first, then measured and kept there.
 
     `probes` counts what was measured in this process. The file is written at most twice a second, and
-    when the process ends.
+    when the process ends; what was measured while other programs held the cores serves this process alone.
     """
 
-    def __init__(
-        self, file: Callable[[], Path], run: Callable[..., dict[str, float | None]] = _run_probe
-    ) -> None:
+    def __init__(self, file: Callable[[], Path], run: Callable[..., Taken] = _run_probe) -> None:
         self._file, self._run = file, run
         self._rows: dict[str, dict[str, float | None]] | None = None
         self._lock = threading.RLock()
+        self._passing: set[str] = set()
         self._saved = 0.0
         self._unsaved = False
         self.probes = 0
@@ -364,7 +336,7 @@ class Measurements:
         with self._lock:
             found = self._load().get("overhead")
             if found is None:
-                found = self._keep("overhead", {"native": self._in_fresh_thread(_run_overhead)})
+                found = self._keep("overhead", self._in_fresh_thread(_run_overhead))
             return found.get("native") or 0.0
 
     def pays(self, cls: OpClass, needs: str, choice: Choice) -> bool:
@@ -396,7 +368,7 @@ class Measurements:
         }
         return frozenset(grows | {n for n in last if last[n] > HOPELESS_AT_ANY_SIZE})
 
-    def _in_fresh_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _in_fresh_thread(self, call: Callable[..., Taken], *args: Any) -> Taken:
         self.probes += 1
         with ThreadPoolExecutor(1) as fresh:
             return fresh.submit(call, *args).result()
@@ -406,20 +378,23 @@ class Measurements:
             self._rows = read_rows(self._file(), _sound)
         return self._rows
 
-    def _keep(self, key: str, row: dict[str, float | None]) -> dict[str, float | None]:
-        self._rows = {**(self._rows or {}), key: row}
+    def _keep(self, key: str, taken: Taken) -> dict[str, float | None]:
+        self._rows = {**(self._rows or {}), key: taken.times}
+        if not taken.steady:
+            self._passing.add(key)
         if not self._unsaved:
             self._unsaved = True
             atexit.register(self.save)
         if time.monotonic() - self._saved > 0.5:
             self.save()
-        return row
+        return taken.times
 
     def save(self) -> None:
         """Write what was measured since the last time, beside what other processes wrote."""
         with self._lock:
             if self._unsaved and self._rows is not None:
-                write_rows(self._file(), {**read_rows(self._file(), _sound), **self._rows})
+                rows = {key: row for key, row in self._rows.items() if key not in self._passing}
+                write_rows(self._file(), {**read_rows(self._file(), _sound), **rows})
             self._saved, self._unsaved = time.monotonic(), False
             atexit.unregister(self.save)
 
