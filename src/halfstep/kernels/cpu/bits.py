@@ -64,6 +64,17 @@ def widest_vectors(typingctx):
 
 
 @intrinsic
+def always_inline(typingctx):
+    """Compile the calling function into its callers, however long it is: a call keeps a loop scalar."""
+
+    def codegen(context, builder, signature, args):
+        builder.function.attributes.add("alwaysinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def pick(typingctx, condition, x, y):
     """`x` where the condition holds, else `y`; both are computed, since a branch may keep loops scalar."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.bits import (
     MASK,
+    always_inline,
     bits_of,
     compiled,
     exponent_for,
@@ -34,6 +35,7 @@ from halfstep.kernels.cpu.bits import (
     read_unsigned,
     u8,
     u32,
+    widest_vectors,
 )
 from halfstep.kernels.cpu.streams import (
     GET,
@@ -135,6 +137,7 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
     advance = ALGORITHMS[algorithm]
 
     def one(h, x, g, m, v, s, tops, counter, key):
+        always_inline()
         w, m, v = advance(
             weight_in(h, x), grad_in(g) * s[0], m_in(m, tops[0]), v_in(v, tops[1]), s
         )  # fmt: skip
@@ -188,6 +191,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
     def run(n, w, x, g, m, v, s, tops, key, start, status):
+        widest_vectors()
         bad = i32(0)
         counter = u32(u32(u32(start) * u32(WEYL)) + key)
         whole = n - n % (2 * PAIRS)
@@ -203,7 +207,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 counter = u32(counter + u32(WEYL))
                 h1, x1, m1, v1, bad1 = one(h1, x1, g1, m1, v1, s, tops, counter, key)
                 counter = u32(counter + u32(WEYL))
-                bad |= bad0 | bad1
+                bad = i32(bad | i32(bad0 | bad1))
                 put_w(w, i, h0, h1)
                 put_x(x, i, x0, x1)
                 put_m(m, i, m0, m1)
@@ -213,7 +217,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, tops, counter, key
             )
             counter = u32(counter + u32(WEYL))
-            bad |= bad0
+            bad = i32(bad | bad0)
             set_w(w, i, h0)
             set_x(x, i, x0)
             set_m(m, i, m0)
