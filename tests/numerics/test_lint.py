@@ -4,6 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.numerics.lint import lint, lint_source
+from halfstep.policy.plan import Plan, PlanRule
 from halfstep.recipes import RECIPES
 from halfstep.scaling import NoLossScale
 from halfstep.session import prepare
@@ -110,6 +111,34 @@ def test_buffers():
     half = Rotary()
     half.norm.half()
     assert {f.where for f in lint(model=half)} == {"norm.running_mean", "norm.running_var"}
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.line(x * self.table)
+
+
+@pytest.mark.parametrize("plan", [None, Plan([PlanRule("seen", dtype="fp32")])])
+def test_a_low_buffer_that_the_step_changes(plan):
+    model = Counting()
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16", plan=plan)
+
+    def step(x):
+        with amp.autocast():
+            loss = model(x).float().mean()
+        amp.backward(loss)
+        amp.step()
+
+    found = [f.where for f in lint(step, torch.ones(2, 4), session=amp) if f.rule == "low buffer"]
+    assert found == ([] if plan else ["seen"])
+    assert not model.seen
 
 
 def test_optimizer_over_half_weights():

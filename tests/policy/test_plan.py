@@ -238,3 +238,31 @@ def test_toml_round_trips(rules: list[PlanRule]) -> None:
 def test_from_toml_names_what_it_cannot_read(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_toml(text)
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        self.register_buffer("center", torch.zeros(2))
+
+
+def test_a_path_may_name_a_buffer_and_gives_it_its_dtype_alone():
+    model = nn.ModuleDict({"a": Holder(), "b": Holder()})
+    far, near = PlanRule("**.center", dtype=torch.float32), PlanRule("b.center", dtype=torch.bfloat16)
+    resolved = Plan((far, near)).resolve(model)
+    assert dict(resolved) == {"a.center": far, "b.center": near}
+    assert Plan.from_toml(Plan((far, near)).to_toml()).resolve(model) == resolved
+    with pytest.raises(PlanError, match="matches no module"):
+        Plan((PlanRule("a.center", rule=Rule.FULL),)).resolve(model)
+    with pytest.raises(PlanError, match="matches no module"):
+        Plan((PlanRule("a.*", dtype=torch.float32), PlanRule("a.cent*", dtype=torch.float32))).resolve(model)
+
+
+def test_a_shared_buffer_takes_a_rule_under_any_path_and_one_only():
+    shared = Holder()
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    rule = PlanRule("b.center", dtype=torch.float32)
+    assert dict(Plan((rule,)).resolve(model)) == {"a.center": rule}
+    with pytest.raises(PlanError, match="give both the same rule"):
+        Plan((rule, PlanRule("a.center", dtype=torch.bfloat16))).resolve(model)

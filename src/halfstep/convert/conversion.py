@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
+from halfstep.convert.buffers import LowBuffers
 from halfstep.convert.copies import Exact, widen_copies
 from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32, set_flat_weights
 from halfstep.convert.sharded import (
@@ -72,6 +73,7 @@ class Conversion:
     """The record of one `convert`: what changed and why, and how to take it back.
 
     changes: every tensor and every cast, in the model's order.
+    buffers: the model's own that became 16-bit, which have no masters.
     originals: fp32 weights before rounding, by parameter, kept where a level has masters: hand them to
         `MasterWeights(initial=...)`, which takes the memory over, then call `forget_originals()`.
     """
@@ -83,7 +85,7 @@ class Conversion:
         self._power = Power()
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
-        self._buffers: dict[Tensor, Tensor] = {}
+        self.buffers = LowBuffers()
         self._policies: list[tuple[Any, Any]] = []
         self._active = True
 
@@ -119,7 +121,7 @@ class Conversion:
             group.mp_policy = policy
         for tensor, dtype in self._before:
             low, wide = tensor.data, tensor.data.to(dtype)
-            original = self.originals.get(tensor, self._buffers.get(tensor))
+            original = self.originals.get(tensor, self.buffers.originals.get(tensor))
             if original is not None and original.shape == low.shape:
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
@@ -128,7 +130,7 @@ class Conversion:
         for module in self.model.modules():
             _CONVERTED.pop(module, None)
         self.forget_originals()
-        self._handles, self._before, self._buffers, self._active = [], [], {}, False
+        self._handles, self._before, self.buffers, self._active = [], [], LowBuffers(), False
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -290,6 +292,7 @@ class _Casting:
         """Decide everything first, so that an error leaves the model as it was; then change it."""
         wanted = self._wanted()
         self._cast_tensors(wanted)
+        self.record.buffers.watch(self.names, self.paths)
         for path, module in self.paths.items():
             self._edges(path, module)
         self.record.changes = tuple(self.changes)
@@ -306,7 +309,8 @@ class _Casting:
         for path, module in self.paths.items():
             rule = self.resolved.get(path)
             for what, key, tensor in _own_tensors(module):
-                target = _Target(rule.dtype, rule.reason) if rule and rule.dtype else None
+                named = self.resolved.get(f"{path}.{key}".lstrip("."), rule) if what == "buffer" else rule
+                target = _Target(named.dtype, named.reason) if named and named.dtype else None
                 if own_dtype(module) is not None:
                     target = _Target(tensor.dtype, "to_float casts it in use")
                 if target is None:
@@ -332,7 +336,7 @@ class _Casting:
         for tensor, _ in changing:
             self.record._before.append((tensor, tensor.dtype))
             if not isinstance(tensor, nn.Parameter):
-                self.record._buffers[tensor] = tensor.data
+                self.record.buffers.originals[tensor] = tensor.data
             elif self.keep and tensor.requires_grad and not tensor.is_meta:
                 self.record.originals[tensor] = tensor.data
         for tensor, data in _cast_together(changing):

@@ -80,6 +80,7 @@ def lint(
     found += _missing_scale(parts)
     if step is not None:
         probe = LintProbe()
+        own = [(name, buffer, buffer._version) for name, buffer in _own_buffers(parts, becomes)]
         try:
             trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
                        try_cures=False, observers=[probe.look])  # fmt: skip
@@ -88,6 +89,7 @@ def lint(
         except RuntimeError as error:
             found += _from_error(error)
         found += probe.findings
+        found += [_changed(name) for name, buffer, version in own if buffer._version != version]
     return list(dict.fromkeys(found))
 
 
@@ -195,6 +197,22 @@ def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iter
                         yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
                 elif becomes is not None or buffer.dtype in _LOW:
                     yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
+
+
+def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
+    """Floating buffers that are stored in 16 bits, or going to be, but for statistics of norms."""
+    for model in parts.models:
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False) if not isinstance(module, _NORMS) else ():
+                low = buffer.dtype in _LOW or (becomes is not None and buffer.is_floating_point())
+                if low and not buffer.is_inference():
+                    yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _changed(name: str) -> Finding:
+    text = "the model changes it in training, and 16 bits round small changes away"
+    cure = f"keep it in fp32 by a plan rule, PlanRule({name!r}, dtype='fp32'), or make a count an integer"
+    return Finding("low buffer", name, text, cure)
 
 
 def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:

@@ -1,7 +1,8 @@
 """A plan: which module gets which precision, and why, as a list of rules that reads and writes TOML.
 
-A rule names modules by a glob over their path or by class. Rules are ranked, so that their order in the file
-does not matter; a rule that matches nothing and two of equal rank are errors. `convert/` applies plans.
+A rule names modules by a glob over their path or by class, or buffers by path. Rules are ranked, so that
+their order in the file does not matter; a rule that matches nothing and two of equal rank are errors.
+`convert/` applies plans.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class PlanRule:
 
     pattern: a module path in which `*`, `?` and `[...]` match within one component and `**` any number of
     components ("encoder", "blocks.*.attn", "**.head", "**"); or "type:" and a class name or glob, compared
-    with the module's class and its bases ("type:LayerNorm", "type:*Norm").
+    with the module's class and its bases ("type:LayerNorm", "type:*Norm"). A path whose last component is
+    written out may also be a buffer's ("head.center", "**.center"); the rule's dtype is then the buffer's.
     dtype: parameters and floating buffers are stored in it; None leaves them.
     rule: what the module's ops do: FULL runs them in fp32, LOW in the compute dtype, KEEP as given.
     ops: edits to the op table inside the module.
@@ -104,6 +106,12 @@ class PlanRule:
             return (4, 0, literal, self.required)
         components = path.split(".") if path else []
         return (3, 0, literal, self.required) if _globs(self.pattern.split("."), components) else None
+
+    def names(self, buffer: str) -> bool:
+        """Whether the pattern is a path that ends in the name of this buffer, and gives it a dtype."""
+        *above, last = self.pattern.split(".")
+        path = buffer.split(".")
+        return self.dtype is not None and last == path[-1] and _globs(above, path[:-1])
 
 
 def _globs(pattern: list[str], path: list[str]) -> bool:
@@ -175,9 +183,10 @@ class Plan:
     def resolve(self, model: nn.Module) -> Mapping[str, PlanRule]:
         """Return the rule that holds for each module, by module path; modules without one are absent.
 
-        The root's path is "". Wrappers of DDP and torch.compile do not count in patterns. Raises PlanError
-        for a required rule that matches no module, for two rules of equal rank on one module, and for one
-        shared under two paths whose rules differ.
+        The same for buffers that a rule names; others are their module's. The root's path is "". Wrappers
+        of DDP and torch.compile do not count in patterns. Raises PlanError for a required rule that matches
+        nothing, for two rules of equal rank on one module, and for one shared under two paths whose rules
+        differ.
         """
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is resolved for a torch.nn.Module, got {type(model).__name__}")
@@ -198,10 +207,35 @@ class Plan:
                     f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} "
                     f"holds for the first and {_shown(chosen)} for the second: give both the same rule"
                 )
+        resolved.update(self._of_buffers(modules, owner, public, matched))
         for rule in self.rules:
             if rule.required and rule not in matched:
                 raise PlanError(_no_match(rule, public.values(), modules.values()))
         return MappingProxyType(resolved)
+
+    def _of_buffers(
+        self,
+        modules: Mapping[str, nn.Module],
+        owner: Mapping[int, str],
+        public: Mapping[str, str],
+        matched: set[PlanRule],
+    ) -> dict[str, PlanRule]:
+        """The rules that name buffers, by the path under which a buffer's module is found first."""
+        found: dict[str, PlanRule] = {}
+        candidates = [rule for rule in self.rules if rule.dtype is not None and rule.required]
+        for path, module in modules.items() if candidates else ():
+            for key in module._buffers:
+                shown = f"{public[path]}.{key}".lstrip(".")
+                own = [(_rank_of_name(rule), rule) for rule in candidates if rule.names(shown)]
+                matched.update(rule for _, rule in own)
+                chosen = _closest(sorted(own, key=lambda pair: pair[0], reverse=True), shown, None)
+                place = f"{owner[id(module)]}.{key}".lstrip(".")
+                if chosen is not None and found.setdefault(place, chosen) is not chosen:
+                    raise PlanError(
+                        f"buffer {place!r} is shared as {shown!r}, and {_shown(found[place])} holds for the "
+                        f"first, {_shown(chosen)} for the second: give both the same rule"
+                    )
+        return found
 
     def _ranked(self, path: str, module: nn.Module) -> list[tuple[Rank, PlanRule]]:
         ranks = [(rule.rank(path, module), rule) for rule in self.rules]
@@ -245,6 +279,12 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
 
+def _rank_of_name(rule: PlanRule) -> Rank:
+    """How closely a rule names a buffer: a path written out first, then more literal characters."""
+    literal = len(re.sub(r"\[[^\]]*\]|[*?]", "", rule.pattern))
+    return (4 if literal == len(rule.pattern) else 3, 0, literal, rule.required)
+
+
 def _nearest_above(path: str, resolved: Mapping[str, PlanRule]) -> str:
     while path:
         path = path.rpartition(".")[0]
@@ -258,7 +298,7 @@ def _closest(own: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None
     if len(own) > 1 and own[0][0] == own[1][0]:
         first, second = own[0][1].pattern, own[1][1].pattern
         raise PlanError(
-            f"plan rules {first!r} and {second!r} match module {path!r} equally closely: "
+            f"plan rules {first!r} and {second!r} match {path!r} equally closely: "
             f"write one of them more closely, or add a rule for {path!r} itself"
         )
     if own and (own[0][0][0] > 1 or above is None):

@@ -296,6 +296,7 @@ class Session(OfSetup):
         self.state = losses.adjusted(self.state, shares).stepped(index, left)
         if zero_grad:
             stepper.clear()
+        self._setup.look_at_buffers()
         partly = found is True and self._setup.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)

@@ -61,6 +61,11 @@ class Setup:
             for conversion in self.conversions:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
 
+    def look_at_buffers(self) -> None:
+        """After each step: warn of 16-bit buffers that the model changes in training, once each."""
+        for conversion in self.conversions:
+            conversion.buffers.look()
+
     def follow_loads(self) -> list[RemovableHandle]:
         """From now on, fp32 checkpoints reach the masters of `halfstep.optim` unrounded; returns hooks."""
         if not self.level.masters:
