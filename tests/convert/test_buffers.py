@@ -77,6 +77,17 @@ def test_tables_and_full_precision_say_nothing():
     assert trained(in_place, 6, level="O1")[1] == []
 
 
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_vectors_that_spectral_norm_finds_anew_say_nothing(norm):
+    model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), level="O2", dtype="bf16")
+    for _ in range(6):
+        with amp.autocast():
+            loss = model(torch.ones(2, 4)).float().mean()
+        amp.backward(loss)
+        assert amp.step().taken
+
+
 def test_a_buffer_that_is_changed_once_says_nothing():
     def once(model, mean):
         if model.line.weight.grad is None and not model.center.any():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep.errors import HalfstepWarning
 from halfstep.formats import dtype_name
@@ -20,6 +21,14 @@ _LOW = (torch.float16, torch.bfloat16)
 _OFTEN, _SELDOM = 20, 64
 #: Steps in which values are compared, since changes through `.data` count no version.
 _COMPARED = 3
+
+
+def recomputed(module: nn.Module, key: str) -> bool:
+    """Whether a buffer is found anew from the weight again and again: spectral norm's vectors."""
+    hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm))
+    return type(module).__name__ == "_SpectralNorm" or any(
+        key in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks
+    )
 
 
 class _Seen:
@@ -68,6 +77,7 @@ class LowBuffers:
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype in _LOW and buffer in self.originals
+            if not recomputed(module, key)
         ]
 
     def look(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.numerics.locations import is_users
@@ -205,7 +206,7 @@ def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> 
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False) if not isinstance(module, _NORMS) else ():
                 low = buffer.dtype in _LOW or (becomes is not None and buffer.is_floating_point())
-                if low and not buffer.is_inference():
+                if low and not buffer.is_inference() and not recomputed(module, name):
                     yield f"{path}.{name}".lstrip("."), buffer
 
 
