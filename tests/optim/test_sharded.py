@@ -1,6 +1,7 @@
 """Every way in which torch cuts a model up trains as one process does, or is refused; four gloo ranks."""
 
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -246,6 +247,76 @@ def set_from_outside(rank):
     return given, loaded, whole(optimizer.master_of(first)).unique().tolist()
 
 
+class OneOutput(nn.Module):
+    """A head with fewer rows than there are ranks, and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head, self.spare = nn.Linear(16, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def headed(kind="shards", **options):
+    model = OneOutput()
+    if kind == "shards":
+        hs.distributed.shard(model)
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.01, **options)
+    return model, optimizer, hs.prepare(model, optimizer, **BF16)
+
+
+def head_steps(model, amp, rank, first, count):
+    for step in range(first, first + count):
+        with amp.autocast():
+            loss = model(batch(step, rank)[0]).square().mean()
+        amp.backward(loss)
+        amp.step()
+    model = getattr(model, "module", model)
+    return {n: whole(p) for n, p in hs.optim.fp32_state_dict(model, amp.optimizers).items()}
+
+
+def counts_of(optimizer):
+    return [int(entry["step"]) for entry in optimizer.state.values()]
+
+
+def counts_without_rows(rank):
+    """Step counts on this rank, trained and resumed, and weights of both; from an older file as well."""
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    model, optimizer, amp = headed()
+    head_steps(model, amp, rank, 0, 3)
+    assert optimizer.planned
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step(found_inf=True)
+    optimizer.zero_grad()
+    trained = counts_of(optimizer)
+    amp.save(f"{folder[0]}/new")
+    for p, entry in optimizer.state.items():
+        if not p.to_local().numel():
+            entry["step"].fill_(0)
+    amp.save(f"{folder[0]}/old")
+    for p, entry in optimizer.state.items():
+        entry["step"].fill_(0 if "spare" in p_name(model, p) else 3)
+    undisturbed = head_steps(model, amp, rank, 3, 2)
+    resumed = []
+    for name in ("new", "old"):
+        model, optimizer, amp = headed()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            amp.load(f"{folder[0]}/{name}")
+        said = [str(one.message) for one in told if "0 steps" in str(one.message)]
+        resumed.append((counts_of(optimizer), said, head_steps(model, amp, rank, 3, 2)))
+    torch.distributed.barrier()
+    return trained, undisturbed, resumed
+
+
+def p_name(model, wanted):
+    return next(name for name, p in model.named_parameters() if p is wanted)
+
+
 def everything(rank):
     exact = {case.__name__: case(rank) for case in EXACT}
     return (
@@ -255,6 +326,7 @@ def everything(rank):
         set_from_outside(rank),
         saved_by_torch(rank),
         is_watched(rank),
+        counts_without_rows(rank),
     )
 
 
@@ -307,13 +379,24 @@ def test_masters_of_shards_take_what_is_loaded_and_set_by_hand(ranks):
 
 
 def test_torch_s_own_checkpoint_functions_lose_no_bit_of_8_bit_shards(ranks):
-    for *_, (without, after), _ in ranks:
+    for *_, (without, after), _, _ in ranks:
         assert all(torch.equal(a, b) for a, b in zip(without, after, strict=True))
 
 
 def test_watched_shards_train_the_same_and_a_bad_step_is_replayed(ranks):
-    for number, (*_, (plain, masters, keys, told)) in enumerate(ranks):
+    for number, (*_, (plain, masters, keys, told), _) in enumerate(ranks):
         assert all(torch.equal(a, b) for a, b in zip(plain, masters, strict=True))
         assert {("activation", "0"), ("gradient", "0.weight"), ("weight", "0.weight")} <= keys
         assert [at for at, *_ in told] == [2]
         assert (told[0][1] == "forward") == (number == 1), told
+
+
+def test_shards_without_rows_count_as_the_others_and_resume_to_the_bit(ranks):
+    for *_, (trained, undisturbed, resumed) in ranks:
+        assert trained == [3, 3, 3, 3, 0, 0]  # the spare head never had a gradient
+        for counts, _, after in resumed:
+            assert counts == [3, 3, 3, 3, 0, 0]
+            assert all(torch.equal(after[name], value) for name, value in undisturbed.items())
+    assert not any(said for *_, (_, _, ((_, said, _), _)) in ranks)
+    told = [said for *_, (_, _, (_, (_, said, _))) in ranks]
+    assert any("parameter 2 of group 0, parameter 3 of group 0" in one for said in told for one in said), told

@@ -256,6 +256,7 @@ class OnePassOptimizer(Remembering):
             twin = self._shards.enter()
             first = not self.state
             twin._checked_step(None, inv_scale, clip_coef, found_inf, look)
+            self._shards.count(found_inf)
             self.looked = twin.looked if look else None
             if first:
                 self._shards.show()

@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats, measure_shards
 from halfstep.kernels import codes as L
-from halfstep.optim import backends, storage
+from halfstep.optim import backends, counts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
@@ -70,6 +70,7 @@ class Shards:
         self._outer = outer
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._locals = Locals([])
+        self._empty: list[tuple[Any, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}
         self._whole: dict[Tensor, Tensor] = {}
         self._orders: dict[int, _Order] = {}
@@ -103,7 +104,7 @@ class Shards:
 
     def _settle(self, twin: OnePassOptimizer) -> None:
         """Note what the parameters hold now; the twin's own lists of them change here alone."""
-        self._locals = Locals([p for p, _ in self._pairs])
+        self._look()
         for group in twin.param_groups:
             group["params"] = tuple(group["params"])
 
@@ -141,7 +142,25 @@ class Shards:
             now = local_of(p)
             if now is not seen:
                 local.data = now.detach()
+        self._look()
+
+    def _look(self) -> None:
         self._locals = Locals([p for p, _ in self._pairs])
+        self._empty = [pair for pair in self._pairs if pair[1].numel() == 0]
+
+    def count(self, found_inf: bool | Tensor | None) -> None:
+        """Count the step that was made in shards without elements whose parameter has a gradient."""
+        if not self._empty:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            had = [local for p, local in self._empty if p.grad is not None]
+        if had:
+            counts.advance([self._count_of(local) for local in had], found_inf)
+
+    def _count_of(self, local: Tensor) -> Tensor:
+        entry = self.twin.state.get(local) or {}
+        step = entry.get("step")
+        return step if isinstance(step, Tensor) else self.twin._slot(local, *self.twin._find(local)).step
 
     # ---- gradients, as the twin asks for them (`Source`) -----------------------------------------------
 
@@ -267,16 +286,26 @@ class Shards:
         """Load a state dict of DTensors or of whole tensors; every rank must call it with the same."""
         numbers = [key for group in state["param_groups"] for key in group["params"]]
         params = [p for group in self._outer.param_groups for p in group["params"]]
-        entries = {
-            key: {k: _cut(k, v, p) for k, v in state["state"][key].items()}
-            for key, p in zip(numbers, params)
-            if key in state["state"]
-        }
-        self.enter().load_state_dict({**state, "state": entries})
+        try:
+            entries = {
+                key: {k: _cut(k, v, p) for k, v in state["state"][key].items()}
+                for key, p in zip(numbers, params)
+                if key in state["state"]
+            }
+            self.enter().load_state_dict({**state, "state": entries})
+        finally:
+            self._agree_on_counts()
         for group, local in zip(self._outer.param_groups, self.twin.param_groups):
             group.update({k: v for k, v in local.items() if k != "params"})
         self._outer.state.clear()
         self.show()
+
+    def _agree_on_counts(self) -> None:
+        """Give shards without elements the count that other ranks loaded; even where a load failed."""
+        for groups in self._groups:
+            pairs = [pair for pair in self._pairs if shard_groups(pair[0]) == groups]
+            steps = [self.twin.state.get(local, {}).get("step") for _, local in pairs]
+            counts.agree(groups, steps, [local.numel() > 0 for _, local in pairs])
 
 
 def _same_options(group: Mapping[str, Any], local: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from halfstep.optim import arguments, checkpoints
+from halfstep.optim import arguments, checkpoints, counts
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -51,7 +51,20 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
             own = None if checkpoints.has_master(saved) else optimizer.settled_master(p)
             given = saved if own is None else {**saved, "master": own}
             found[p] = LoadedEntry(*checkpoints.restore(name, given, p, *formats), kept=own is not None)
+    _mend_counts(optimizer, groups, found)
     return LoadedState([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
+
+
+def _mend_counts(
+    optimizer: OnePassOptimizer, groups: list[Group], found: Mapping[Tensor, LoadedEntry]
+) -> None:
+    by_group: dict[int, list[tuple[str, Group]]] = {}
+    for p, _, place in optimizer.places():
+        if p in found:
+            name = optimizer.name_of(groups[place[0]], place)
+            by_group.setdefault(place[0], []).append((name, found[p].state))
+    for number, entries in by_group.items():
+        counts.mend(entries, optimizer.algorithm(groups[number]).states)
 
 
 def _options(group: Group, saved: Mapping[str, Any]) -> Group:
