@@ -1,4 +1,4 @@
-"""The end of a pass over ranks: told to stop then, no rank trains a step more."""
+"""Trainers over ranks: where they end, who is told what, and means over the samples of all."""
 
 import pytest
 import torch
@@ -41,3 +41,107 @@ def test_a_stop_at_the_end_of_a_pass_without_length_trains_no_step_more(counts, 
     (step, stopped, served), (other, why, _) = run(trained, 2, counts, trace)
     assert (step, other, served) == (3, 3, 3)
     assert {stopped, why} <= {"one pass", "another rank stopped"}
+
+
+X, Y = torch.randn(30, 3, generator=torch.Generator().manual_seed(1)), torch.arange(30).remainder(4)
+SHARES = [[slice(0, 8), slice(8, 16), slice(16, 20)], [slice(20, 25), slice(25, 30)], []]
+
+
+def classifier(**options):
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4)
+    options = {"metrics": {"accuracy": hs.trainer.accuracy}, "progress": False, "kernels": "native"} | options
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return hs.Trainer(model, optimizer, nn.functional.cross_entropy, dtype="bf16", **options)
+
+
+class Noted:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, step, values):
+        self.logged.append(values)
+
+
+def evaluated(rank):
+    noted = Noted()
+    trainer = classifier(wrap=DDP, loggers=[noted])
+    values = trainer.evaluate([(X[own], Y[own]) for own in SHARES[rank]])
+    part = trainer.evaluate([(X[own], Y[own]) for own in SHARES[2 * rank]])
+    with pytest.raises(hs.DataError, match="the loader gave no batches"):
+        trainer.evaluate([])
+    return values, part, noted.logged[0]
+
+
+def stopped_early(rank):
+    stopping = hs.trainer.EarlyStopping([(X[own], Y[own]) for own in SHARES[rank]], patience=1, least=0.05)
+    trainer = classifier(wrap=DDP, callbacks=[stopping])
+    history = trainer.fit([(X[:4], Y[:4])], epochs=20)
+    return trainer.step, stopping.best, history.stopped
+
+
+def uneven(rank):
+    trainer = classifier(wrap=DDP)
+    batches = [(X[:2], Y[:2])] * (4 - 2 * rank)
+    with pytest.raises(hs.DataError) as by_epochs:
+        trainer.fit(batches, epochs=2)
+    trainer.callbacks = (hs.trainer.EarlyStopping([(X, Y)]),)
+    with pytest.raises(hs.ConfigError) as stopping:
+        trainer.fit(batches, steps=3)
+    trainer.callbacks = ()
+    history = trainer.fit(batches, steps=5)
+    return str(by_epochs.value), str(stopping.value), history.stopped, trainer.step
+
+
+def everything(rank):
+    return evaluated(rank), stopped_early(rank), uneven(rank)
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    return list(zip(*run(everything, 2)))
+
+
+def test_evaluate_gives_every_rank_the_mean_over_the_samples_of_all(on_ranks):
+    first, second = on_ranks[0]
+    assert first == second
+    whole, part, logged = first
+    alone = classifier().evaluate([(X[own], Y[own]) for share in SHARES for own in share])
+    assert whole == pytest.approx(alone, rel=1e-12)
+    assert logged == {"test loss": whole["loss"], "test accuracy": whole["accuracy"]}
+    assert part == classifier().evaluate([(X[own], Y[own]) for own in SHARES[0]])
+
+
+def test_early_stopping_decides_alike_on_every_rank(on_ranks):
+    first, second = on_ranks[1]
+    assert first == second
+    assert first[0] < 20
+    assert "has not improved" in first[2]
+
+
+def test_uneven_loaders_are_refused_on_every_rank_before_the_first_step(on_ranks):
+    first, second = on_ranks[2]
+    assert first == second
+    assert "different steps (rank 0 after 8, rank 1 after 4)" in first[0]
+    assert "whose lengths on the ranks are 4, 2" in first[1]
+    assert first[2:] == ("", 5)
+
+
+def left_early(rank):
+    model = DDP(nn.Linear(3, 1))
+    done = []
+    try:
+        with hs.distributed.watchdog(lambda: len(done)):
+            for _ in range(4 - 2 * rank):
+                model(torch.ones(2, 3)).sum().backward()
+                done.append(1)
+    except hs.RankError as error:
+        return str(error)
+    return "ended"
+
+
+def test_a_rank_that_ended_before_the_others_is_named_and_not_called_killed():
+    first, second = run(left_early, 2)
+    assert second == "ended"
+    assert "rank 1 had ended (at step 2)" in first
+    assert "out of batches" in first

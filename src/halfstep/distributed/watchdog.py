@@ -2,7 +2,7 @@
 
 While all goes well this costs nothing. A rank whose collective breaks off or runs out of time writes so into
 the store of the process group and looks who else did: a rank that failed has written its error there, one
-that was killed or hangs has written nothing.
+that ended has written that, one that was killed or hangs has written nothing.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def watchdog(step: Callable[[], int], seconds: float | None = None) -> Generator
     board = _Board(next(_NUMBERS), seconds)
     try:
         yield
+        board.write({"step": step(), "done": True})
     except Exception as error:
         if not _is_broken(error):
             board.write({"step": step(), "error": _in_one_line(error)})
@@ -64,7 +65,7 @@ def watchdog(step: Callable[[], int], seconds: float | None = None) -> Generator
 
 
 class _Board:
-    """The store of the process group as a place where each rank says once what happened to it."""
+    """The store of the process group as a place where each rank says once how it ended."""
 
     def __init__(self, number: int, seconds: float | None) -> None:
         from torch.distributed import distributed_c10d
@@ -85,9 +86,13 @@ class _Board:
         others = [number for number in range(world_size()) if number != rank()]
         told = self._read(others)
         failed = [n for n in others if "error" in told.get(n, {})]
+        done = [n for n in others if "done" in told.get(n, {})]
         silent = [n for n in others if n not in told]
         if failed:
             said = "; ".join(f"rank {n} failed at step {told[n]['step']}: {told[n]['error']}" for n in failed)
+        elif done:
+            steps = ", ".join(str(told[n]["step"]) for n in done)
+            said = f"{_ranks(done)} had ended (at step {steps}) and was not waited for: out of batches?"
         elif silent:
             why = "it hangs" if late else "it was killed, or its machine is gone"
             waited = f" within {self._seconds:g} s" if late and self._seconds is not None else ""

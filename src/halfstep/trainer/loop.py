@@ -28,10 +28,10 @@ from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare
-from halfstep.trainer import saving
+from halfstep.trainer import ranks, saving
 from halfstep.trainer.position import MicroBatches, Position
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
-from halfstep.trainer.stopping import Terminated
+from halfstep.trainer.stopping import EarlyStopping, Terminated
 
 _PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
 
@@ -72,9 +72,10 @@ class Trainer:
     end. A progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
 
     Over ranks: `wrap` (DistributedDataParallel, say) is called with the prepared model, and each rank brings
-    a loader of its own share. Rank 0 writes and cleans the folder. SIGTERM during `fit` with a folder ends
-    the step under way, saves and exits with status 0. A rank that fails, is killed, or does not answer for
-    `rank_timeout` seconds is named by the others in a RankError. `on_nonfinite` is `hs.prepare`'s.
+    a loader of its own share; `history` has its own losses, `evaluate` gives the means of all. Rank 0 writes
+    and cleans the folder. SIGTERM during `fit` with a folder ends the step under way, saves and exits with
+    status 0. A rank that fails, is killed, or does not answer for `rank_timeout` seconds is named by the
+    others in a RankError. `on_nonfinite` is `hs.prepare`'s.
 
     With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
     told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
@@ -169,10 +170,14 @@ class Trainer:
     ) -> History:
         """Train until step number `steps`, or for `epochs` passes of a loader with a length.
 
-        Raises DataError for a batch with inf or NaN (before it touches the weights) or an empty loader, and
+        Raises DataError for a batch with inf or NaN (before it touches the weights), an empty loader, or (on
+        every rank, before the first step) ranks with batches for different numbers of steps; and
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
         last = self._last_step(loader, steps, epochs)
+        ranks.check_even(last)
+        if any(isinstance(one, EarlyStopping) and one.every is None for one in self.callbacks):
+            ranks.check_passes(loader)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
         unsized = saving.agreed(0 if hasattr(loader, "__len__") else 1)
@@ -239,7 +244,18 @@ class Trainer:
         return True
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once."""
+        """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once.
+
+        Over ranks the mean over the samples of all, the same on each: every rank calls it, at the same step,
+        with a loader of its own share (of any length, empty too).
+        """
+        with watchdog(lambda: self.step, self.rank_timeout):
+            means = ranks.means(*self._sums(loader))
+        self._log(means, prefix="test ")
+        return means
+
+    def _sums(self, loader: Iterable[Any]) -> tuple[dict[str, float], int]:
+        """Sums of loss and metrics over this rank's samples, and how many they are."""
         sums: dict[str, Tensor] = {}
         count = 0
         modes = [(module, module.training) for module in self.model.modules()]
@@ -257,11 +273,7 @@ class Trainer:
         finally:
             for module, training in modes:
                 module.training = training
-        if not count:
-            raise DataError("the loader gave no batches; evaluate needs at least one")
-        means = dict(zip(sums, (torch.stack(list(sums.values())) / count).tolist()))
-        self._log(means, prefix="test ")
-        return means
+        return (dict(zip(sums, torch.stack(list(sums.values())).tolist())) if sums else {}), count
 
     def save(self) -> Path:
         """Write a checkpoint of this moment into the folder; returns its path."""

@@ -44,7 +44,7 @@ class History:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step."""
+        """The training loss of every step; over ranks that of this rank's own share of the batch."""
         return [log.loss for log in self.steps]
 
     @property

@@ -41,7 +41,7 @@ class Terminated:
 
 
 class EarlyStopping(Callback):
-    """Stops a training whose metric has not improved for `patience` evaluations.
+    """Stops a training whose metric has not improved for `patience` evaluations; over ranks all decide alike.
 
     Args:
         loader: what `Trainer.evaluate` is called with, after every pass over the training data or, with
@@ -50,7 +50,8 @@ class EarlyStopping(Callback):
         patience: evaluations in a row without improvement that end the training.
         higher_is_better: what improvement means; None takes lower for "loss" and higher for any other.
         least: an improvement smaller than this is none.
-        every: steps between evaluations; None evaluates at the end of each pass.
+        every: steps between evaluations; None evaluates at the end of each pass, which over ranks needs
+            loaders of one length.
     """
 
     def __init__(
