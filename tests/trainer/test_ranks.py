@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfstep as hs
+from halfstep.trainer import saving
 from tests.ranks import run
 
 
@@ -145,3 +146,47 @@ def test_a_rank_that_ended_before_the_others_is_named_and_not_called_killed():
     assert second == "ended"
     assert "rank 1 had ended (at step 2)" in first
     assert "out of batches" in first
+
+
+def one_process(folder=None):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return hs.Trainer(
+        model, optimizer, nn.functional.mse_loss, level="O2", dtype="bf16", scheduler=scheduler,
+        checkpoints=folder, progress=False, trace=False,
+    )  # fmt: skip
+
+
+def weights(trainer):
+    return hs.optim.fp32_state_dict(trainer.model, trainer.optimizer)
+
+
+def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path, monkeypatch):
+    whole = one_process()
+    whole.fit(Stream(2), steps=6)
+    trainer = one_process(tmp_path)
+    trainer.fit(Stream(2), steps=3)  # within a pass
+    state = trainer.state_dict()
+    own = {name: state[name] for name in ("random", "position")}
+    trainer.folder.save(3, {**state, "ranks": [own, own]})
+    resumed = one_process(tmp_path)
+    with pytest.warns(
+        hs.errors.HalfstepWarning, match="written by 2 ranks and is read by 1: model, optimizer"
+    ):
+        resumed.fit(Stream(2), steps=6, resume=True)
+    assert resumed.step == 6
+    assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+    assert resumed.state_dict()["position"]["served"] == 1  # its passes began anew at step 3
+    monkeypatch.setattr(saving, "world_size", lambda: 2)
+    with pytest.warns(hs.errors.HalfstepWarning, match="written by 1 ranks and is read by 2"):
+        assert saving.mine_of(state)["position"] is None
+
+
+def test_session_load_says_what_a_trainer_s_file_is(tmp_path):
+    trainer = one_process(tmp_path)
+    trainer.fit(Stream(2), steps=1)
+    with pytest.raises(hs.errors.CheckpointError, match=r"is one file.*resume=True"):
+        trainer.amp.load(trainer.save())

@@ -315,6 +315,11 @@ def _checked(path: Path) -> dict[str, Any]:
                 told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
             elif number % world_size() == rank() and shardfiles.checksum(path / name) != known["sha256"]:
                 told = told or f"{path / name} is corrupt: its checksum is not the manifest's"
+    except NotADirectoryError:
+        told = (
+            f"{path} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
+            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks"
+        )
     except FileNotFoundError:
         told = f"no checkpoint at {path}: it has no {MANIFEST}"
     except CheckpointError as error:

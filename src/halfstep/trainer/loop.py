@@ -323,7 +323,8 @@ class Trainer:
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         if self._position is not None and state["position"] is not None:
             self._position.load_state_dict(state["position"])
-        rng.load_random_state(state["random"])
+        if state["random"] is not None:
+            rng.load_random_state(state["random"])
 
     def _resume(self) -> None:
         if self.folder is None:

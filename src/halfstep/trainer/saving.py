@@ -6,6 +6,7 @@ A rank's own part is its random generators and its place in its loader; all else
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from halfstep.background import Background
 from halfstep.checkpoint import CheckpointFolder
 from halfstep.distributed import gather, global_max, is_sharded, rank, started_by_torchrun, world_size
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 
 OWN = ("random", "position")
 
@@ -49,13 +50,18 @@ def everyones(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mine_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's view of a state; CheckpointError where it was saved by another number of ranks."""
+    """This rank's view of a state; of another number of ranks' without what each had of its own."""
     saved = state.get("ranks")
-    if (1 if saved is None else len(saved)) != world_size():
-        raise CheckpointError(
-            f"the checkpoint was written by {1 if saved is None else len(saved)} ranks, here are "
-            f"{world_size()}: a Trainer resumes with as many; hs.prepare's Session.load takes any number"
+    count = 1 if saved is None else len(saved)
+    if count != world_size():
+        warnings.warn(
+            f"the checkpoint was written by {count} ranks and is read by {world_size()}: model, optimizer, "
+            "scheduler and counts are exact; random generators, and the pass over the data that was under "
+            "way, begin anew",
+            HalfstepWarning,
+            stacklevel=4,
         )
+        return {**state, **dict.fromkeys(OWN)}
     return dict(state) if saved is None else {**state, **saved[rank()]}
 
 
