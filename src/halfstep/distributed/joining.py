@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 _ANSWERED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+class Following(Protocol):
+    """The fp32 masters behind the weights of a DDP."""
+
+    def expect_broadcast(self) -> None:
+        """Know that DDP is about to write every weight."""
+        ...
+
+    def take_from(self, rank: int) -> None:
+        """Set them to those of one rank of DDP's group."""
+        ...
+
+
 class Answering(Protocol):
     """A session as `join` sees it."""
 
@@ -27,6 +39,10 @@ class Answering(Protocol):
         """Take part in the collectives of a step of the other ranks."""
         ...
 
+    def replica(self, ddp: Any) -> Following:
+        """The masters behind the weights of `ddp`."""
+        ...
+
 
 @contextmanager
 def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
@@ -34,8 +50,9 @@ def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
 
     torch's `ddp.join()` answers DDP's collectives for ranks that have run out, and knows nothing of the
     session's own (whether any rank found inf); here those are answered too, and the loss scale follows, so
-    that scale and counts are the same on all ranks afterwards. The weights are those of the last rank with a
-    batch; states of optimizers on ranks that ran out stay behind, so build them anew or end the run here.
+    that scale and counts are the same on all ranks afterwards. Weights and fp32 masters are then
+    those of the last rank with a batch; states of optimizers on ranks that ran out stay behind, so build them
+    anew or end the run here.
     `options` go to `torch.distributed.algorithms.Join` (`throw_on_early_termination`,
     `divide_by_initial_world_size`). One optimizer and no gradient accumulation within.
     """
@@ -49,6 +66,9 @@ def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
     class Hook(JoinHook):
         def main_hook(self) -> None:
             session.step_without_batch()
+
+        def post_hook(self, is_last_joiner: bool) -> None:
+            session.replica(ddp).take_from(cast(Any, ddp)._authoritative_rank)
 
     class Shadow(Joinable):
         def __init__(self) -> None:
@@ -69,6 +89,7 @@ def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
         _ANSWERED.add(ddp)
         try:
             yield
+            session.replica(ddp).expect_broadcast()
         finally:
             _ANSWERED.discard(ddp)
 

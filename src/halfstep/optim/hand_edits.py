@@ -8,7 +8,7 @@ first change on, a copy of the weight as the step left it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,6 +56,13 @@ class HandEdits:
         self._left.pop(p, None)
         self.know(p, bits)
         self.awaiting.add(p)
+
+    def expect(self, weights: Iterable[Tensor]) -> None:
+        """The next change of each of these writes the values that are there."""
+        for p in weights:
+            if p in self._bits:
+                self._ahead[p] += 1
+        self._expected = None
 
     def is_set(self, p: Tensor) -> bool:
         """Whether `p` was set by hand since the last step."""

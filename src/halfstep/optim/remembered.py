@@ -6,7 +6,7 @@ the user sees in `param_groups` and `state`; the plan check says at every step w
 
 import zlib
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -153,6 +153,10 @@ class Remembering(torch.optim.Optimizer):
         if plan is not None and not plan.ready():
             plan = self._plan = None
         return plan is not None
+
+    def expect_writes(self, weights: Iterable[Tensor]) -> None:
+        """Each of these is about to be written once, with the values that it has: no edit by hand."""
+        self._edits.expect(weights)
 
     @contextmanager
     def _without_strangers(self) -> Generator[None]:

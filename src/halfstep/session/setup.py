@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from halfstep.optim.loading import LoadedMasters
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
+from halfstep.session.replicas import Replica, follow_wraps
 from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
 from halfstep.tuning.search import Tuning
 
@@ -72,6 +74,11 @@ class Setup:
             return []
         own = [o for o in self.optimizers if isinstance(o, OnePassOptimizer)]
         return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
+
+    def follow_wraps(self) -> None:
+        """From now on, a DDP around the models gives all ranks rank 0's masters too."""
+        if self.level.masters:
+            follow_wraps(self)
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
@@ -191,6 +198,10 @@ class OfSetup:
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
         return self._setup.region(enabled)
+
+    def replica(self, ddp: Any) -> Replica:
+        """The weights with masters that `ddp` keeps the same on all ranks."""
+        return Replica(ddp, ddp.module, [self._setup])
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""

@@ -1,0 +1,134 @@
+"""DDP makes ranks agree on the 16-bit weights; here the fp32 masters behind those go along.
+
+When it wraps a model, DDP writes rank 0's weights over those of the other ranks. Each rank would keep its own
+masters, and train these. Wrapping is a collective, so the masters are sent right there, and no step asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from halfstep.distributed import local_of
+from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.masters import MasterWeights
+from halfstep.optim.remembered import MASTER_KEYS
+from halfstep.policy.levels import LOW_DTYPES
+
+if TYPE_CHECKING:
+    from halfstep.session.setup import Setup
+
+_SETUPS: weakref.WeakSet[Setup] = weakref.WeakSet()
+_AT_ONCE = 1 << 26
+"""How many masters are sent before they are put in their places: 256 MiB of memory in between."""
+
+
+class Replica:
+    """What one DDP keeps the same on all ranks, as far as fp32 masters stand behind it here."""
+
+    def __init__(self, ddp: Any, module: nn.Module, setups: Sequence[Setup]) -> None:
+        self._group: Any = ddp.process_group
+        low = {
+            p
+            for name, p in module.named_parameters()
+            if name not in ddp.parameters_to_ignore and p.dtype in LOW_DTYPES and local_of(p) is p
+        }
+        self._own = [o for s in setups for o in s.optimizers if isinstance(o, OnePassOptimizer)]
+        self._kept: list[MasterWeights] = [m for s in setups for m in s.masters.values()]
+        self._masters = {w: m for kept in self._kept for w, m in kept.pairs() if w in low}
+        self._holders = {p: o for o in self._own for p in _with_master(o) if p in low}
+        held = self._masters.keys() | self._holders.keys()
+        self.weights = [p for p in module.parameters() if p in held]
+        """In the module's order, which is that of all ranks."""
+
+    def expect_broadcast(self) -> None:
+        """DDP is about to write every weight once: nobody's edit by hand, here or on the rank it sends."""
+        for optimizer in self._own:
+            optimizer.expect_writes(self.weights)
+
+    @torch.no_grad()
+    def take_from(self, rank: int) -> None:
+        """Set the masters of all ranks to those of `rank` of DDP's group, a collective; weights follow."""
+        if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
+            return
+        for kept in self._kept:
+            kept.refresh()
+        sends = torch.distributed.get_rank(self._group) == rank
+        for part in _parts(self.weights):
+            values = {p: self._value(p) if sends else _like(p) for p in part}
+            for value in values.values():
+                torch.distributed.broadcast(value, group=self._group, group_src=rank)
+            self._put(values)
+        for kept in self._kept:
+            kept.write_back()
+
+    def _value(self, p: Tensor) -> Tensor:
+        exact = self._masters[p] if p in self._masters else self._holders[p].master_of(p)
+        return _like(p).copy_(exact)
+
+    def _put(self, values: Mapping[Tensor, Tensor]) -> None:
+        for optimizer in self._own:
+            optimizer.seed_masters(values)
+        for p, value in values.items():
+            if p in self._masters:
+                self._masters[p].copy_(value)
+
+
+def _with_master(optimizer: OnePassOptimizer) -> list[Tensor]:
+    known = optimizer.state
+    return [p for p, _, _ in optimizer.places() if any(key in known.get(p, ()) for key in MASTER_KEYS)]
+
+
+def _like(p: Tensor) -> Tensor:
+    return torch.empty(p.shape, dtype=torch.float32, device=p.device)
+
+
+def _parts(weights: Sequence[Tensor]) -> Generator[list[Tensor]]:
+    part: list[Tensor] = []
+    for p in weights:
+        if part and sum(q.numel() for q in part) + p.numel() > _AT_ONCE:
+            yield part
+            part = []
+        part.append(p)
+    yield part
+
+
+def follow_wraps(setup: Setup) -> None:
+    """From now on, a DDP made around weights of this training gives all ranks rank 0's masters."""
+    if torch.distributed.is_available():
+        _SETUPS.add(setup)
+        _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    register_module_module_registration_hook(_on_registration)
+
+
+def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Called for every module that becomes part of another; acts where DDP's constructor takes its own."""
+    if isinstance(parent, nn.parallel.DistributedDataParallel) and module is not None and _broadcasts():
+        replica = Replica(parent, module, list(_SETUPS))
+        if replica.weights:
+            check_shapes = getattr(torch.distributed, "_verify_param_shape_across_processes", None)
+            if check_shapes is not None:  # DDP's own first question: other models on other ranks
+                check_shapes(parent.process_group, replica.weights)
+            replica.take_from(0)
+            replica.expect_broadcast()
+
+
+def _broadcasts() -> bool:
+    """Whether a DDP is under construction and will send the weights: `init_sync`, which it does not keep."""
+    code = nn.parallel.DistributedDataParallel.__init__.__code__
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get("init_sync", True))
