@@ -7,7 +7,7 @@ right. What the ops inside compute in is `autocast/`'s affair; a converted model
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -174,7 +174,7 @@ def convert(
     dtype: str | torch.dtype | None = None,
     *,
     plan: Plan | None = None,
-    keep_originals: bool | None = None,
+    keep_originals: bool | Collection[Tensor] | None = None,
     keep_shards: bool = False,
 ) -> Conversion:
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
@@ -191,8 +191,8 @@ def convert(
         plan_or_level: a `Plan`, a `Level`, or the name of a level.
         dtype: fp16 or bf16; None takes the level's word or asks the device.
         plan: rules on top of the level or plan.
-        keep_originals: keep the fp32 weights in `Conversion.originals`; None does where the level has
-        masters.
+        keep_originals: keep the fp32 weights that train in `Conversion.originals`; None does where the level
+        has masters, and so does a collection of parameters, those of frozen ones included.
         keep_shards: leave fp32 shards of `fully_shard` as they are, as masters, and have it gather them in
         the level's dtype.
 
@@ -214,8 +214,10 @@ def convert(
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
-    keep = keep_originals if keep_originals is not None else level is not None and level.masters
+    told = isinstance(keep_originals, bool)
+    keep = keep_originals if told else level is not None and level.masters
     job = _Casting(inner, record, resolved, low, level, keep, keep_shards)
+    job.held = set() if told or keep_originals is None else {*keep_originals}
     job.run()
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
@@ -284,6 +286,8 @@ class _Casting:
     ) -> None:
         self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
         self.keep, self.keep_shards = keep, keep_shards
+        self.held: set[Tensor] = set()
+        """Parameters whose fp32 values are kept even where they are frozen."""
         self.changes: list[Change] = []
         self.paths = dict(model.named_modules())
         self.names = fqns(self.paths)
@@ -337,7 +341,7 @@ class _Casting:
             self.record._before.append((tensor, tensor.dtype))
             if not isinstance(tensor, nn.Parameter):
                 self.record.buffers.originals[tensor] = tensor.data
-            elif self.keep and tensor.requires_grad and not tensor.is_meta:
+            elif self.keep and (tensor.requires_grad or tensor in self.held) and not tensor.is_meta:
                 self.record.originals[tensor] = tensor.data
         for tensor, data in _cast_together(changing):
             _replace_data(tensor, data)

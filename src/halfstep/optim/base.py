@@ -374,7 +374,7 @@ class OnePassOptimizer(Remembering):
             return
         for p, group, place in self.places():
             if p in values:
-                self._slot(p, group, place, values[p].detach())
+                self._seed(p, group, place, values[p].detach())
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:

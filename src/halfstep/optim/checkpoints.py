@@ -85,7 +85,11 @@ def restore(
         value = _master_value(name, saved, p)
     weight = None if value is None else p.detach().clone()
     try:
-        entries.settle(state, p if weight is None else weight, algorithm, kind, state_kind, name, value)
+        own = p if weight is None else weight
+        if p.requires_grad or any(saved.get(key) is not None for key in ("step", *algorithm.states)):
+            entries.settle(state, own, algorithm, kind, state_kind, name, value)
+        else:
+            entries.settle_master(state, own, kind, value)
     except ConfigError as error:
         raise CheckpointError(f"the checkpoint does not fit: {error}") from error
     return state, weight

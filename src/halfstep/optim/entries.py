@@ -30,7 +30,7 @@ def settle(
     _settle_step(entry, p, algorithm, name)
     for index, key in enumerate(algorithm.states):
         _settle_moment(entry, key, index, p, state_kind, name)
-    _settle_master(entry, p, kind, value)
+    settle_master(entry, p, kind, value)
 
 
 def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
@@ -144,7 +144,8 @@ def moment(
     return {key: target, key + "_exponents": exponents.to(torch.uint8)}
 
 
-def _settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
+def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
+    """`settle` of the master alone: all that a weight needs before it trains."""
     wanted = "master" if kind in storage.WITH_MASTER else "lacking" if kind in storage.EXACT else None
     if value is None:
         if wanted and _fits_master(entry.get(wanted), wanted, p):

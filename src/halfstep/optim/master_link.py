@@ -131,6 +131,11 @@ def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
     )
 
 
+def _is_free(weight: Tensor) -> bool:
+    owner = OWNERS.get(weight)
+    return owner is None or owner() is None
+
+
 def _on_host(weight: Tensor) -> bool:
     """Whether looking at a weight's values costs no waiting."""
     return weight.is_cpu and not is_traceable_wrapper_subclass(weight)
@@ -186,7 +191,7 @@ class Link:
         self._versions: list[int] = []
         self._models = [weakref.ref(model) for model in models]
         self._given = names
-        self._pending: list[Tensor] | None = None
+        self._pending: list[Tensor | None] | None = None
         self._steps = 0
         self._edits_data = False
         self._samples: Samples | None = None
@@ -194,8 +199,11 @@ class Link:
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
     def adopt(self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]) -> None:
-        """Give each 16-bit parameter in the groups that has no master one, in its place, with its state."""
-        found = list(self._newcomers(optimizer))
+        """Give each 16-bit parameter in the groups that has no master one, in its place, with its state.
+
+        A frozen one gets it where `initial` has its value, and else when it is to train.
+        """
+        found = list(self._newcomers(optimizer, initial))
         if not found:
             return
         names = self._known()
@@ -214,13 +222,15 @@ class Link:
             self._named.append(names.get(weight))
             self._versions.append(weight._version)
 
-    def _newcomers(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Tensor], int, Tensor]]:
+    def _newcomers(
+        self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]
+    ) -> Iterator[tuple[list[Tensor], int, Tensor]]:
         for group in optimizer.param_groups:
             for index, p in enumerate(group["params"]):
                 dtype = p.dtype
                 if dtype is torch.float32 or dtype is torch.float64 or dtype.is_complex:
                     continue
-                if p.requires_grad:
+                if p.requires_grad or (p in initial and _is_free(p)):
                     yield group["params"], index, p
 
     def _known(self) -> dict[Tensor, str]:
@@ -245,8 +255,7 @@ class Link:
             raise UnsupportedError(f"{what} has no values yet (meta or lazy); materialise the model first")
         if self._models and not self.masters and weight not in names:
             raise ConfigError(f"{what} in the optimizer is not a parameter of the model that was given")
-        owner = OWNERS.get(weight)
-        if owner is not None and owner() is not None:
+        if not _is_free(weight):
             raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -334,12 +343,17 @@ class Link:
             if value is not None and value.shape == m.shape and value.dtype not in LOW:
                 m.copy_(value)
 
-    def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """The saved masters in our order; CheckpointError where names or shapes do not fit."""
+    def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The saved masters in our order; CheckpointError where names or shapes do not fit.
+
+        None for a frozen weight that was saved without one: it keeps its own.
+        """
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
-        names = self.names(optimizer)
+        own = self.names(optimizer)
+        names = [name for name, w in zip(own, self.weights) if w.requires_grad or name in state]
         if set(names) != set(state):
+            names = own if len(own) == len(state) else names
             by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)
             if not (by_place and len(names) == len(state)):
                 missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
@@ -347,19 +361,22 @@ class Link:
                     f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
                 )
             state = dict(zip(names, state.values()))
-        for name, master in zip(names, self.masters):
-            if state[name].shape != master.shape:
+        for name, master in zip(own, self.masters):
+            if name in state and state[name].shape != master.shape:
                 given, own = list(state[name].shape), list(master.shape)
                 raise CheckpointError(
                     f"the saved master of {name!r} has shape {given}, the parameter has {own}"
                 )
-        return [state[name] for name in names]
+        return [state.get(name) for name in own]
 
     @torch.no_grad()
-    def load(self, values: Sequence[Tensor]) -> None:
-        """Set the masters, in our order, and round them into the weights."""
+    def load(self, values: Sequence[Tensor | None]) -> None:
+        """Set the masters that have a value, in our order, and round all into the weights."""
+        if any(value is None for value in values):
+            self.sync(everything=True)
         for master, value in zip(self.masters, values):
-            master.copy_(value)
+            if value is not None:
+                master.copy_(value)
         self.write_back()
 
     @torch.no_grad()
@@ -401,10 +418,18 @@ class Link:
 
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
-        self.adopt(optimizer, {})
         saved = state.get("masters")
+        self.adopt(optimizer, self._frozen_among(optimizer, saved) if isinstance(saved, Mapping) else {})
         self._pending = None if saved is None else self.matched(optimizer, saved)
         return {key: value for key, value in state.items() if key != "masters"}
+
+    def _frozen_among(
+        self, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
+    ) -> dict[Tensor, Tensor]:
+        """Frozen 16-bit weights without a master of which the checkpoint has one."""
+        names = self._known()
+        params = (p for group in optimizer.param_groups for p in group["params"] if p.dtype in LOW)
+        return {p: p.detach() for p in params if not p.requires_grad and names.get(p) in saved}
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the masters that `before_load` found."""

@@ -46,7 +46,8 @@ class MasterWeights:
         model: one module or several, for names, `swap()` and exact loading of fp32 checkpoints.
         names: `(name, parameter)` pairs, where there is no model.
         initial: exact fp32 values by parameter, e.g. `Conversion.originals`, whose memory they take
-            over; otherwise the masters start as the 16-bit weights.
+            over; otherwise the masters start as the 16-bit weights. A frozen weight has a master from the
+            beginning where its value is given here, else from when it trains.
         accumulate: "fp32" adds up the gradients of micro-batches in fp32 (4 bytes a parameter instead of 2
             until the step); None in the weights' own dtype, where 256 + 1 is 256 in bf16.
 
@@ -185,7 +186,7 @@ class MasterWeights:
         if not self._models:
             raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
         places = self.link.places(self._models)
-        stand_ins = {m: nn.Parameter(m.detach(), requires_grad=m.requires_grad) for _, _, _, m in places}
+        stand_ins = {m: nn.Parameter(m.detach(), requires_grad=w.requires_grad) for _, _, w, m in places}
         try:
             for module, key, _, master in places:
                 _put(module, key, stand_ins[master])
@@ -210,7 +211,9 @@ class MasterWeights:
         self.link.sync(everything=True)
         places = self.link.places(self._models)
         try:
-            for module, key, _, master in places:
+            for module, key, weight, master in places:
+                if weight.requires_grad:
+                    master.requires_grad_(True)  # one that was frozen when it got its master
                 _put(module, key, master)
             yield
         finally:

@@ -86,6 +86,20 @@ class Remembering(torch.optim.Optimizer):
         self._slots[p] = slot
         return slot
 
+    def _seed(self, p: Tensor, group: Group, place: Place, value: Tensor) -> None:
+        """Set master and weight from `value` (fp32); a frozen weight gets no other state before it trains."""
+        known = cast("Group", self.state.get(p, {}))
+        if p.requires_grad or p in self._slots or any(key not in MASTER_KEYS for key in known):
+            self._slot(p, group, place, value)
+            return
+        weight, entry = storage.local_tensor(p), self._entry(p)
+        with torch.inference_mode(False), torch.no_grad():
+            entries.settle_master(entry, weight, self.formats(weight, group)[1], value)
+        self._edits.know(p, entry.get("lacking"))
+        self._kept_masters[p], self._kept_dtype[p] = dict(entry), weight.dtype
+        if not entry:
+            del self.state[p]
+
     def _lost_master(self, p: Tensor, entry: Mapping[str, Any]) -> Group:
         """The master that was there before `entry` was cleared; nothing where `entry` has one."""
         return {} if any(key in entry for key in MASTER_KEYS) else self._kept_masters.get(p, {})

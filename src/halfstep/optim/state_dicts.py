@@ -46,9 +46,12 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
     found: dict[Tensor, LoadedEntry] = {}
     for p, _, place in optimizer.places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
-        if saved is not None:
+        frozen = saved is None and not p.requires_grad  # which has no state but its master
+        own = optimizer.settled_master(p) if frozen else None
+        if saved is not None or own is not None:
+            saved = {} if saved is None else saved
             name, formats = optimizer.name_of(group, place), optimizer.formats(p, group)
-            own = None if checkpoints.has_master(saved) else optimizer.settled_master(p)
+            own = own if frozen or checkpoints.has_master(saved) else optimizer.settled_master(p)
             given = saved if own is None else {**saved, "master": own}
             found[p] = LoadedEntry(*checkpoints.restore(name, given, p, *formats), kept=own is not None)
     _mend_counts(optimizer, groups, found)

@@ -263,12 +263,12 @@ def apply_level(
     accumulate: str | None = None,
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
-    conversions: list[Conversion] = []
-    masters: dict[int, MasterWeights] = {}
+    conversions, masters = list[Conversion](), dict[int, MasterWeights]()
+    held = {p for o in optimizers for p in parameters_of(o)}
     try:
         for model in models:
-            keep = level.masters and any(_is_torchs(o, model) for o in optimizers)
-            conversions.append(convert(model, level, compute, plan=plan, keep_shards=keep))
+            own = level.masters and any(_is_torchs(o, model) for o in optimizers)
+            conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
         if level.masters:
             originals = {p: value for c in conversions for p, value in c.originals.items()}
             for index, optimizer in enumerate(optimizers):
@@ -326,8 +326,8 @@ def warn_of_lost_masters(
 
 def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether this is a torch optimizer of that model: fp32 shards are its masters then."""
-    mine = set(model.parameters())
-    return not isinstance(optimizer, OnePassOptimizer) and any(p in mine for p in parameters_of(optimizer))
+    theirs = set[Any]() if isinstance(optimizer, OnePassOptimizer) else {*parameters_of(optimizer)}
+    return not theirs.isdisjoint(model.parameters())
 
 
 def prepare(
