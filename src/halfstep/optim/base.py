@@ -391,6 +391,9 @@ class OnePassOptimizer(Remembering):
         group, _ = self._find(p)
         self._edits.take_one(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
+        exact = self._before_widening(p, state)
+        if exact is not None:
+            return exact
         state = {**state, **self._lost_master(p, state)}
         kind = storage.kind_of(p.dtype, group["master"])
         extra = state.get("master" if kind in storage.WITH_MASTER else "lacking")
@@ -432,7 +435,7 @@ class OnePassOptimizer(Remembering):
         entries = cast("dict[Any, Group]", packed["state"])
         for index, (p, _, _) in enumerate(self.places()):
             entry = entries.get(index, {})
-            whole = {**entry, **self._lost_master(p, entry)}
+            whole = self._whole_entry(p, entry)
             if whole or index in entries:
                 entries[index] = checkpoints.pack(whole, p)
         return packed

@@ -4,6 +4,7 @@ What has the right shape is kept, cast or laid out anew; what has not is refused
 optimizers would stop there too. Nothing here is remembered: the entry is the truth.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         if wanted and _fits_master(entry.get(wanted), wanted, p):
             entry.pop("lacking" if wanted == "master" else "master", None)
             return
-        value = _known_value(entry, p) if wanted else None
+        value = known_value(entry, p) if wanted else None
     entry.pop("master", None)
     entry.pop("lacking", None)
     if wanted == "master":
@@ -168,7 +169,7 @@ def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
     return isinstance(given, Tensor) and given.dtype == dtype and given.shape == p.shape and _placed(given, p)
 
 
-def _known_value(entry: Entry, p: Tensor) -> Tensor | None:
+def known_value(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
     """The fp32 weight by an entry that keeps it in another form or layout; the weight wins where it differs.
 
     None where the entry says nothing of this weight: no master, one of another shape, or bits that were cast.

@@ -108,6 +108,15 @@ class HandEdits:
             self._left[p] = p.detach().clone()
         self._ahead[p] = self._ahead_of(p, bits)
 
+    def untouched(self, p: Tensor, low: Tensor) -> Tensor:
+        """Where `p`, widened since the last step and now `low` in 16 bits, is what that step left: bool."""
+        if not self.is_set(p):
+            return torch.ones((), dtype=torch.bool, device=p.device)
+        left = self._left.get(p)
+        if left is None or p in self.awaiting or left.dtype != low.dtype or left.shape != low.shape:
+            return torch.zeros((), dtype=torch.bool, device=p.device)
+        return left.view(torch.int16) == low.view(torch.int16)
+
     def after_plan(self) -> None:
         """`after_step` of the CPU plan, which counts one change of each weight that it updates."""
         expected = self._expected

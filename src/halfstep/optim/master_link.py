@@ -189,6 +189,7 @@ class Link:
         self.masters: list[Master] = []
         self._named: list[str | None] = []
         self._versions: list[int] = []
+        self._stored: list[torch.dtype] = []
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
@@ -221,6 +222,7 @@ class Link:
             self.masters.append(master)
             self._named.append(names.get(weight))
             self._versions.append(weight._version)
+            self._stored.append(weight.dtype)
 
     def _newcomers(
         self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]
@@ -297,10 +299,15 @@ class Link:
     @torch.no_grad()
     def sync(self, everything: bool = False) -> None:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
-        for w, m, seen in zip(self.weights, self.masters, self._versions):
+        for index, (w, m, seen) in enumerate(zip(self.weights, self.masters, self._versions)):
             if w.shape != m.shape:
                 raise _other_size(w, m)
             if everything or w._version != seen:
+                stored, self._stored[index] = self._stored[index], w.dtype
+                if w.dtype not in LOW:  # widened, which changes no value, so the master still is the weight's
+                    m.copy_(torch.where(m.to(stored).to(w.dtype) == w, m, w.to(torch.float32)))
+                    w.copy_(m)
+                    continue
                 low = m.to(w.dtype)
                 if _on_host(w):
                     if torch.equal(low.view(torch.int16), w.view(torch.int16)):

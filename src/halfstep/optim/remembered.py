@@ -72,6 +72,7 @@ class Remembering(torch.optim.Optimizer):
         entry = self._entry(p)
         formats = self.formats(weight, group)
         if self._kept_dtype.setdefault(p, weight.dtype) != weight.dtype:
+            value = self._before_widening(p, entry) if value is None else value
             entry.pop("lacking", None)  # the bits of a weight of another dtype
             self._kept_masters.pop(p, None)
             self._kept_dtype[p] = weight.dtype
@@ -103,6 +104,32 @@ class Remembering(torch.optim.Optimizer):
     def _lost_master(self, p: Tensor, entry: Mapping[str, Any]) -> Group:
         """The master that was there before `entry` was cleared; nothing where `entry` has one."""
         return {} if any(key in entry for key in MASTER_KEYS) else self._kept_masters.get(p, {})
+
+    @torch.no_grad()
+    def _before_widening(self, p: Tensor, entry: Mapping[str, Any]) -> Tensor | None:
+        """The exact value of a 16-bit weight that was made fp32 since the last step (`model.float()`).
+
+        Its master where the weight is what it was, wider, else the weight; None for any other.
+        """
+        kept = self._kept_dtype.get(p)
+        if p.dtype != torch.float32 or kept not in storage.LOW_DTYPES:
+            return None
+        weight = storage.local_tensor(p).detach()
+        low = weight.to(kept)
+        exact = entries.known_value({**entry, **self._lost_master(p, entry)}, low)
+        if exact is None:
+            return None
+        same = (low.to(torch.float32) == weight) & self._edits.untouched(p, low)
+        return torch.where(same, exact, weight)
+
+    def _whole_entry(self, p: Tensor, entry: Mapping[str, Any]) -> Group:
+        """`entry` and the master that belongs to it, in fp32 where the weight was widened."""
+        whole = {**entry, **self._lost_master(p, entry)}
+        exact = self._before_widening(p, entry)
+        if exact is not None:
+            whole = {key: value for key, value in whole.items() if key not in MASTER_KEYS}
+            whole["master"] = exact
+        return whole
 
     def _entry(self, p: Tensor) -> dict[str, Any]:
         return self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
