@@ -399,3 +399,35 @@ def test_preparing_twice_at_o2_is_refused_by_the_words_in_troubleshooting(kind):
         hs.prepare(model, amp.optimizers[0], level="O2", dtype="bf16")
     known = ["this model was already converted", "optimizer 0 (AdamW) already has master weights"]
     assert sum(words in str(refused.value) and f"`{words}`" in rows for words in known) == 1
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_model_loaded_whole_can_be_reverted_and_prepared_again(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.GRU(4, 3))
+    hs.prepare(model, hs.optim.AdamW(model.parameters()), level=level, dtype="bf16")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied = torch.load(file, weights_only=False)
+    with pytest.raises(ConfigError, match=r"a copy of a converted .*hs\.revert\(model\) makes it fp32"):
+        hs.prepare(copied, torch.optim.SGD(copied.parameters(), lr=0.1), level="O2", dtype="bf16")
+    with pytest.warns(hs.HalfstepWarning, match="masters stay with the original"):
+        hs.revert(copied)
+    wanted = {name: value.float() for name, value in model.state_dict().items()}
+    assert all(torch.equal(value, wanted[name]) for name, value in copied.state_dict().items())
+    assert copied(torch.ones(2, 5, 8))[0].dtype == torch.float32
+    with pytest.raises(ConfigError, match="not prepared"):
+        hs.revert(copied)
+    amp = hs.prepare(copied, torch.optim.SGD(copied.parameters(), lr=0.1), level="O2", dtype="bf16")
+    assert copied[0].weight.dtype == torch.bfloat16
+    amp.revert()
+
+
+def test_what_a_conversion_holds_is_its_own_to_revert():
+    model = nn.Linear(8, 3)
+    conversion = hs.convert(model, "O2", "bf16")
+    with pytest.raises(ConfigError, match="not prepared"):
+        hs.revert(model)
+    conversion.revert()
+    assert model.weight.dtype == torch.float32

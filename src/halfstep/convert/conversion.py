@@ -28,6 +28,7 @@ from halfstep.convert.sharded import (
     is_shard,
     replace_shard,
 )
+from halfstep.convert.strays import powers_of
 from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -253,11 +254,16 @@ def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
             raise ConfigError(
                 f"{type(module).__name__} at {path or 'the root'}: convert the model, then wrap it"
             )
-        if module in _CONVERTED or _has_casts(module):
-            what = _CONVERTED.get(module, "another precision, as a copy of a converted model")
+        if module in _CONVERTED:
             raise ConfigError(
-                f"{path or 'this model'} was already converted to {what}: revert() that first "
+                f"{path or 'this model'} was already converted to {_CONVERTED[module]}: revert() that first "
                 "(hs.revert(model) finds what prepared it)"
+            )
+        if any(power.on for power in powers_of(module)):
+            raise ConfigError(
+                f"{path or 'this model'} was already converted to another precision, as a copy of a "
+                "converted model (torch.load of a whole one?): hs.revert(model) makes it fp32 with the "
+                "values that it has; masters stayed with the original, whose fp32 state_dict can be loaded"
             )
     parameters = dict(model.named_parameters())
     if not parameters and stores:
@@ -429,9 +435,9 @@ def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None
         )
 
 
-def _has_casts(module: nn.Module) -> bool:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(isinstance(hook, CastInputs | CastOutputs) and hook.power.on for hook in hooks)
+def is_converted(model: nn.Module) -> bool:
+    """Whether a record knows the model, or a module in it, and can take its conversion back."""
+    return any(module in _CONVERTED for module in model.modules())
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:

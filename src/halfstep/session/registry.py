@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfstep.errors import ConfigError
+from halfstep.convert.conversion import is_converted
+from halfstep.convert.strays import undo_copy
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.names import unwrap
 
 if TYPE_CHECKING:
@@ -74,11 +77,22 @@ def forget(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimiz
 def revert(model: nn.Module) -> None:
     """Undo `prepare` for a model whose session is not at hand: weights, optimizers and hooks as before.
 
-    ConfigError for a model that was not prepared, or that nothing is left to undo for.
+    A copy with casts of its own (`torch.load` of a whole model) becomes fp32, with the 16-bit values that it
+    has and a HalfstepWarning. ConfigError for a model that was not prepared, or that nothing is left to undo
+    for.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"revert takes the model that was prepared, not {type(model).__name__}")
     session = session_of(model)
+    if session is None and not is_converted(unwrap(model)) and undo_copy(unwrap(model)):
+        warnings.warn(
+            f"this {type(model).__name__} was a copy of a prepared one: it is fp32 again, with the 16-bit "
+            "values that it had, since masters stay with the original. Where they matter load the "
+            "original's: hs.optim.fp32_state_dict(model, optimizer), or what Session.save wrote",
+            HalfstepWarning,
+            stacklevel=2,
+        )
+        return
     if session is None:
         raise ConfigError(
             f"this {type(model).__name__} is not prepared: revert takes the model that was given to prepare()"
