@@ -43,6 +43,7 @@ class Master(nn.Parameter):
 
     _source: Tensor
     _owner: "weakref.ref[Link]"
+    _stored: torch.dtype
 
     @property
     def grad(self) -> Tensor | None:
@@ -90,7 +91,7 @@ _choose_foreach_for(Master)
 
 def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
     master = Master(value, requires_grad=weight.requires_grad)
-    master._source = weight
+    master._source, master._stored = weight, weight.dtype
     master._owner = weakref.ref(owner) if owner is not None else cast(Any, lambda: None)
     # The weight may carry an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told to.
     weight.grad_dtype = torch.float32 if owner is not None and owner.wide else None
@@ -189,7 +190,6 @@ class Link:
         self.masters: list[Master] = []
         self._named: list[str | None] = []
         self._versions: list[int] = []
-        self._stored: list[torch.dtype] = []
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
@@ -222,7 +222,6 @@ class Link:
             self.masters.append(master)
             self._named.append(names.get(weight))
             self._versions.append(weight._version)
-            self._stored.append(weight.dtype)
 
     def _newcomers(
         self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]
@@ -299,11 +298,11 @@ class Link:
     @torch.no_grad()
     def sync(self, everything: bool = False) -> None:
         """Take in weights changed in place since the last write-back, where they differ from the masters."""
-        for index, (w, m, seen) in enumerate(zip(self.weights, self.masters, self._versions)):
+        for w, m, seen in zip(self.weights, self.masters, self._versions):
             if w.shape != m.shape:
                 raise _other_size(w, m)
             if everything or w._version != seen:
-                stored, self._stored[index] = self._stored[index], w.dtype
+                stored, m._stored = m._stored, w.dtype
                 if w.dtype not in LOW:  # widened, which changes no value, so the master still is the weight's
                     m.copy_(torch.where(m.to(stored).to(w.dtype) == w, m, w.to(torch.float32)))
                     w.copy_(m)
@@ -351,30 +350,8 @@ class Link:
                 m.copy_(value)
 
     def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """The saved masters in our order; CheckpointError where names or shapes do not fit.
-
-        None for a frozen weight that was saved without one: it keeps its own.
-        """
-        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
-        own = self.names(optimizer)
-        names = [name for name, w in zip(own, self.weights) if w.requires_grad or name in state]
-        if set(names) != set(state):
-            names = own if len(own) == len(state) else names
-            by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)
-            if not (by_place and len(names) == len(state)):
-                missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
-                raise CheckpointError(
-                    f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
-                )
-            state = dict(zip(names, state.values()))
-        for name, master in zip(own, self.masters):
-            if name in state and state[name].shape != master.shape:
-                given, own = list(state[name].shape), list(master.shape)
-                raise CheckpointError(
-                    f"the saved master of {name!r} has shape {given}, the parameter has {own}"
-                )
-        return [state.get(name) for name in own]
+        """The saved masters in our order, by `matched`."""
+        return matched(self.names(optimizer), self.weights, state)
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor | None]) -> None:
@@ -426,17 +403,11 @@ class Link:
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
         saved = state.get("masters")
-        self.adopt(optimizer, self._frozen_among(optimizer, saved) if isinstance(saved, Mapping) else {})
+        self.adopt(
+            optimizer, _frozen_among(optimizer, self._known(), saved) if isinstance(saved, Mapping) else {}
+        )
         self._pending = None if saved is None else self.matched(optimizer, saved)
         return {key: value for key, value in state.items() if key != "masters"}
-
-    def _frozen_among(
-        self, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
-    ) -> dict[Tensor, Tensor]:
-        """Frozen 16-bit weights without a master of which the checkpoint has one."""
-        names = self._known()
-        params = (p for group in optimizer.param_groups for p in group["params"] if p.dtype in LOW)
-        return {p: p.detach() for p in params if not p.requires_grad and names.get(p) in saved}
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the masters that `before_load` found."""
@@ -454,6 +425,42 @@ class Link:
             for key, p in module._parameters.items()
             if p is not None and id(getattr(p, "_stands_for", p)) in mine
         ]
+
+
+def matched(
+    own: Sequence[str], weights: Sequence[Tensor], state: Mapping[str, Tensor]
+) -> list[Tensor | None]:
+    """The saved masters in our order; CheckpointError where names or shapes do not fit.
+
+    None for a frozen weight that was saved without one: it keeps its own.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
+    names = [name for name, w in zip(own, weights) if w.requires_grad or name in state]
+    if set(names) != set(state):
+        names = own if len(own) == len(state) else names
+        by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)
+        if not (by_place and len(names) == len(state)):
+            missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
+            raise CheckpointError(
+                f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
+            )
+        state = dict(zip(names, state.values()))
+    for name, weight in zip(own, weights):
+        if name in state and state[name].shape != weight.shape:
+            given, wanted = list(state[name].shape), list(weight.shape)
+            raise CheckpointError(
+                f"the saved master of {name!r} has shape {given}, the parameter has {wanted}"
+            )
+    return [state.get(name) for name in own]
+
+
+def _frozen_among(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[Any, Any]
+) -> dict[Tensor, Tensor]:
+    """Frozen 16-bit weights without a master of which the checkpoint has one."""
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.dtype in LOW)
+    return {p: p.detach() for p in params if not p.requires_grad and names.get(p) in saved}
 
 
 def _is_place(name: str) -> bool:

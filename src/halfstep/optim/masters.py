@@ -46,8 +46,7 @@ class MasterWeights:
         model: one module or several, for names, `swap()` and exact loading of fp32 checkpoints.
         names: `(name, parameter)` pairs, where there is no model.
         initial: exact fp32 values by parameter, e.g. `Conversion.originals`, whose memory they take
-            over; otherwise the masters start as the 16-bit weights. A frozen weight has a master from the
-            beginning where its value is given here, else from when it trains.
+            over; otherwise the masters start as the 16-bit weights, those of frozen ones when these train.
         accumulate: "fp32" adds up the gradients of micro-batches in fp32 (4 bytes a parameter instead of 2
             until the step); None in the weights' own dtype, where 256 + 1 is 256 in bf16.
 
