@@ -63,7 +63,7 @@ def _mend_counts(
 ) -> None:
     by_group: dict[int, list[tuple[str, Group]]] = {}
     for p, _, place in optimizer.places():
-        if p in found:
+        if p in found and "step" in found[p].state:  # a frozen weight has none
             name = optimizer.name_of(groups[place[0]], place)
             by_group.setdefault(place[0], []).append((name, found[p].state))
     for number, entries in by_group.items():
