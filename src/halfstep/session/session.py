@@ -95,7 +95,6 @@ class Session(OfSetup):
     def settle(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         self._setup.serve_copies()
-        self._setup.follow_wraps()
         self._handles = [*self._handles, *self._setup.follow_loads(), *registry.remember(self)]
 
     def stop_watching(self) -> None:

@@ -57,8 +57,9 @@ class Setup:
         return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
     def serve_copies(self) -> None:
-        """From now on, copies of the models are made of the masters' values."""
+        """From now on, copies of the models are made of the masters' values, and DDP sends these too."""
         if self.level.masters:
+            follow_wraps(self)
             exact = weakref.WeakMethod(self._exact)
             for conversion in self.conversions:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
@@ -74,11 +75,6 @@ class Setup:
             return []
         own = [o for o in self.optimizers if isinstance(o, OnePassOptimizer)]
         return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
-
-    def follow_wraps(self) -> None:
-        """From now on, a DDP around the models gives all ranks rank 0's masters too."""
-        if self.level.masters:
-            follow_wraps(self)
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
