@@ -449,3 +449,16 @@ def test_linear_by_onednn_rounds_as_by_torch(bias: bool) -> None:
         torch.testing.assert_close(again, theirs, rtol=2e-3, atol=1e-2)
     (twice,) = torch.autograd.grad(got[0].square().sum(), layer.weight)
     assert twice.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "rounded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_padded_transformer_evaluates_in_a_region_as_outside(dtype, kernels):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[7], [4], [6]])
+    expected = model(x, src_key_padding_mask=padding)  # with gradients, which torch's fused path is not for
+    with torch.no_grad(), autocast("cpu", dtype, kernels=kernels):
+        got = model(x, src_key_padding_mask=padding)
+    assert got.dtype == dtype
+    assert (got.float() - expected)[~padding].abs().max() < 0.1

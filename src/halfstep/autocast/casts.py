@@ -92,6 +92,12 @@ class OpOnDevice:
         return self.native.call_boxed(keyset, *args, **kwargs)
 
 
+def keep_padding(keyset: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a padded batch can become a nested tensor: no, as under torch.autocast on CUDA."""
+    del keyset, args, kwargs
+    return False
+
+
 @functools.cache
 def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that the schema declares as single tensors."""

@@ -47,6 +47,9 @@ _C: Any = torch._C
 # Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
 # them.
 CARRIERS = ("maia", "ipu")
+# What torch's TransformerEncoder asks in eval before it makes nested tensors of padded ones, which no op of
+# its layers takes in 16 bits.
+_ASKS_TO_NEST = "_nested_tensor_from_mask_left_aligned"
 _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -146,6 +149,7 @@ def _runners(
             runs[op] = run
             if row is not None and row.rule is Rule.LOW:
                 low.add(op.name())
+    runs.update(dict.fromkeys(_overloads(_ASKS_TO_NEST), casts.keep_padding))
     return runs, frozenset(low)
 
 
