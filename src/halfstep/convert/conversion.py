@@ -28,7 +28,7 @@ from halfstep.convert.sharded import (
     is_shard,
     replace_shard,
 )
-from halfstep.convert.strays import powers_of
+from halfstep.convert.strays import powers_of, widen_newcomers
 from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -86,6 +86,7 @@ class Conversion:
         self._power = Power()
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
+        self._known: list[Tensor] = []
         self.buffers = LowBuffers()
         self._policies: list[tuple[Any, Any]] = []
         self._active = True
@@ -128,10 +129,12 @@ class Conversion:
                 wide = torch.where(same, original.to(wide), wide)
             _replace_data(tensor, wide)
         announce(self.model)
+        widen_newcomers(self.model, _CONVERTED, self._known)
         for module in self.model.modules():
             _CONVERTED.pop(module, None)
         self.forget_originals()
-        self._handles, self._before, self.buffers, self._active = [], [], LowBuffers(), False
+        self._handles, self._before, self._known, self._active = [], [], [], False
+        self.buffers = LowBuffers()
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -220,6 +223,7 @@ def convert(
     job = _Casting(inner, record, resolved, low, level, keep, keep_shards)
     job.held = set() if told or keep_originals is None else {*keep_originals}
     job.run()
+    record._known = list(inner.parameters())
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
     return record

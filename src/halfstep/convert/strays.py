@@ -1,13 +1,20 @@
-"""Copies of a converted model that no record knows: loaded whole by `torch.load`, or copied at a level
-without masters. Their casts came along, what would take them back did not.
+"""What no record of a conversion knows: copies of a converted model, and weights that came after.
+
+A model that `torch.load` reads whole, or one that was copied at a level without masters, has casts, and
+nothing that would take them back. A weight that `remove_parametrizations` makes of 16-bit ones is 16-bit.
 """
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.convert.hooks import CastInputs, CastOutputs, Power, set_flat_weights
+from halfstep.convert.sharded import is_shard
+from halfstep.errors import HalfstepWarning
 from halfstep.policy.levels import LOW_DTYPES
 
 
@@ -26,6 +33,28 @@ def undo_copy(model: nn.Module) -> bool:
             if isinstance(module, nn.RNNBase):
                 set_flat_weights(module, [getattr(module, name, None) for name in module._flat_weights_names])
     return bool(powers)
+
+
+def widen_newcomers(model: nn.Module, converted: Container[nn.Module], known: Iterable[Tensor]) -> None:
+    """Make 16-bit parameters of converted modules fp32 that are none of those `known`, and say so.
+
+    No master held what they lack. Modules that were appended later keep their dtype.
+    """
+    seen, found = {id(p) for p in known}, dict[str, Tensor]()
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items() if module in converted else ():
+            if p is not None and p.dtype in LOW_DTYPES and id(p) not in seen and not is_shard(p):
+                found[f"{path}.{key}".lstrip(".")] = p
+    for p in found.values():
+        _widen(p)
+    if found:
+        warnings.warn(
+            f"{', '.join(list(found)[:3])} came after the conversion, in 16 bits (remove_parametrizations, "
+            "an assignment): fp32 now, with the 16-bit values, for no master is theirs. Call revert() first "
+            "to make such a change in fp32",
+            HalfstepWarning,
+            stacklevel=4,
+        )
 
 
 def powers_of(module: nn.Module) -> list[Power]:
