@@ -104,7 +104,7 @@ def check_groups(rank):
 
 def check_masters(rank):
     """Their tests/distributed/amp_master_params: masters equal over ranks, fp16 weights their rounding."""
-    model = net(0)
+    model = net(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     wrapped = parallel.DistributedDataParallel(model)

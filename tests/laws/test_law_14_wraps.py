@@ -107,6 +107,11 @@ def odd_wraps(rank):
     ddp.module = model
     told["init_sync=False"] = masters_of(model, optimizer)
 
+    model, optimizer, amp = prepared(1 + rank, "torch", "bf16")
+    amp.masters[0].revert()
+    DDP(model)
+    told["reverted"] = model.state_dict()
+
     first, second = net(1 + rank), net(11 + rank)
     optimizers = [hs.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
     amp = hs.prepare([first, second], optimizers, level="O2", dtype="bf16", kernels="native")
@@ -119,6 +124,7 @@ def test_every_wrap_sends_what_its_ddp_sends():
     first, second = run(odd_wraps, 2)
     assert same(first["again"], second["again"])
     assert same(first["after"], second["after"])
+    assert same(first["reverted"], second["reverted"])
     assert same(first["second"], second["second"])
     assert not torch.equal(first["ignoring"].pop("0.weight"), second["ignoring"].pop("0.weight"))
     assert same(first["ignoring"], second["ignoring"])

@@ -18,9 +18,9 @@ from halfstep.convert.layout import Relayout
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.loading import LoadedMasters
 from halfstep.optim.masters import MasterWeights
+from halfstep.optim.replicas import Replica, follow_wraps
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-from halfstep.session.replicas import Replica, follow_wraps
 from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
 from halfstep.tuning.search import Tuning
 

@@ -33,6 +33,7 @@ from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
 from halfstep.errors import HalfstepWarning
 from halfstep.optim import MasterWeights
+from halfstep.optim.replicas import follow_wraps
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
@@ -71,6 +72,17 @@ class AmpState:
         self.handles: list[Any] = []
         self.region: autocast | None = None
         self.told: set[str] = set()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that passed through `initialize`."""
+        return list(self.ledgers)
+
+    @property
+    def masters(self) -> dict[int, MasterWeights]:
+        """Their fp32 masters, by the optimizer's number."""
+        kept = (ledger.masters for ledger in self.ledgers.values())
+        return {index: one for index, one in enumerate(kept) if one is not None}
 
     def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
@@ -252,6 +264,7 @@ def _apply(
         ledger = state.ledgers[optimizer] = Ledger(optimizer, state)
         if chosen.master_weights:
             ledger.masters = MasterWeights(optimizer, models, initial=originals)
+            follow_wraps(state)
         elif isinstance(dtype, torch.dtype):
             optimizer.load_state_dict(optimizer.state_dict())
     if dtype not in (None, False, torch.float32):

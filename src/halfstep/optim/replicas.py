@@ -11,22 +11,35 @@ import inspect
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
+from halfstep.errors import ConfigError
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import MasterWeights
 from halfstep.optim.remembered import MASTER_KEYS
 from halfstep.policy.levels import LOW_DTYPES
 
-if TYPE_CHECKING:
-    from halfstep.session.setup import Setup
 
-_SETUPS: weakref.WeakSet[Setup] = weakref.WeakSet()
+class Training(Protocol):
+    """Who was prepared with masters: a session's setup, or a front door's own record."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All of them; those of `halfstep.optim` hold masters themselves."""
+        ...
+
+    @property
+    def masters(self) -> Mapping[int, MasterWeights]:
+        """The masters of torch optimizers, by the optimizer's number."""
+        ...
+
+
+_TRAININGS: weakref.WeakSet[Training] = weakref.WeakSet()
 _AT_ONCE = 1 << 26
 """How many masters are sent before they are put in their places: 256 MiB of memory in between."""
 
@@ -34,15 +47,15 @@ _AT_ONCE = 1 << 26
 class Replica:
     """What one DDP keeps the same on all ranks, as far as fp32 masters stand behind it here."""
 
-    def __init__(self, ddp: Any, module: nn.Module, setups: Sequence[Setup]) -> None:
+    def __init__(self, ddp: Any, module: nn.Module, trainings: Sequence[Training]) -> None:
         self._group: Any = ddp.process_group
         low = {
             p
             for name, p in module.named_parameters()
             if name not in ddp.parameters_to_ignore and p.dtype in LOW_DTYPES and local_of(p) is p
         }
-        self._own = [o for s in setups for o in s.optimizers if isinstance(o, OnePassOptimizer)]
-        self._kept: list[MasterWeights] = [m for s in setups for m in s.masters.values()]
+        self._own = [o for t in trainings for o in t.optimizers if isinstance(o, OnePassOptimizer)]
+        self._kept: list[MasterWeights] = [m for t in trainings for m in t.masters.values() if _lives(m)]
         self._masters = {w: m for kept in self._kept for w, m in kept.pairs() if w in low}
         self._holders = {p: o for o in self._own for p in _with_master(o) if p in low}
         held = self._masters.keys() | self._holders.keys()
@@ -82,6 +95,14 @@ class Replica:
                 self._masters[p].copy_(value)
 
 
+def _lives(masters: MasterWeights) -> bool:
+    """Whether these were not reverted past their session."""
+    try:
+        return bool(masters.link)
+    except ConfigError:
+        return False
+
+
 def _with_master(optimizer: OnePassOptimizer) -> list[Tensor]:
     known = optimizer.state
     return [p for p, _, _ in optimizer.places() if any(key in known.get(p, ()) for key in MASTER_KEYS)]
@@ -101,10 +122,10 @@ def _parts(weights: Sequence[Tensor]) -> Generator[list[Tensor]]:
     yield part
 
 
-def follow_wraps(setup: Setup) -> None:
+def follow_wraps(training: Training) -> None:
     """From now on, a DDP made around weights of this training gives all ranks rank 0's masters."""
     if torch.distributed.is_available():
-        _SETUPS.add(setup)
+        _TRAININGS.add(training)
         _watch()
 
 
@@ -116,7 +137,7 @@ def _watch() -> None:
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called for every module that becomes part of another; acts where DDP's constructor takes its own."""
     if isinstance(parent, nn.parallel.DistributedDataParallel) and module is not None and _broadcasts():
-        replica = Replica(parent, module, list(_SETUPS))
+        replica = Replica(parent, module, list(_TRAININGS))
         if replica.weights:
             check_shapes = getattr(torch.distributed, "_verify_param_shape_across_processes", None)
             if check_shapes is not None:  # DDP's own first question: other models on other ranks
