@@ -314,7 +314,8 @@ def test_a_file_that_is_refused_in_part_changes_nothing(source: tuple[Any, str])
         copy.deepcopy(ours.state_dict()),
     )
     with torch.no_grad():
-        state["state"][0].get("master", torch.zeros(())).add_(1)
+        master = state["state"][0].get("master", torch.zeros(()))
+        master.copy_(torch.nextafter(master, torch.tensor(torch.inf)))
     state["state"][3]["exp_avg" if source[1] == "fp32" else "exp_avg_codes"] = torch.ones(
         2, dtype=torch.uint8
     )

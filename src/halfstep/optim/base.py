@@ -21,7 +21,7 @@ from halfstep.errors import ConfigError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, backends, checkpoints, cuda, state_dicts, storage
+from halfstep.optim import arguments, backends, checkpoints, cuda, saved_masters, state_dicts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.release import GradientRelease
@@ -446,13 +446,15 @@ class OnePassOptimizer(Remembering):
 
         Parameters are matched by the groups' `param_names` where both sides have them, else by position.
         Masters are the checkpoint's; where it has none, as torch's have, they stay what they are.
-        Load the model's weights first. CheckpointError where groups, names or shapes do not fit, or where
-        the lacking bits are of other weights than the model's; nothing is changed then.
+        Load the model's weights first, after `prepare` where they are of the other 16 bits. CheckpointError
+        where groups, names or shapes do not fit, or masters are of other weights than the model's; nothing is
+        changed then.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = saved_masters.into_entries(state_dict)
         if self._shards is not None:
             self._shards.load_state_dict(state_dict)
             for hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -23,6 +23,7 @@ CODES = "_codes"
 EXPONENTS = "_exponents"
 """Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
 _OF_ENTRIES = ("step", "master", "lacking", "weight")
+_EXACTLY = (L.PLAIN, *storage.EXACT, *storage.WITH_MASTER)
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 
@@ -59,9 +60,18 @@ def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore(
-    name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm, kind: int, state_kind: int
+    name: str,
+    saved: Mapping[str, Any],
+    p: Tensor,
+    formats: tuple[Algorithm, int, int],
+    present: Tensor | None = None,
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so."""
+    """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
+
+    `formats`: algorithm, format of the weight and of its states; `present`: the fp32 value of `p`, where the
+    optimizer that loads knows more of it than its 16 bits.
+    """
+    algorithm, kind, state_kind = formats
     if any(isinstance(saved.get(key), Mapping) for key in algorithm.states):
         raise CheckpointError(
             f"the saved 8-bit states of {name} lost their codes: torch's flattened form cannot carry them; "
@@ -79,10 +89,12 @@ def restore(
     lacking, value = saved.get("lacking"), None
     if lacking is not None and lacking.dtype != torch.int16:
         pass  # torch's optimizers cast these bits, and do not keep them in step with the weight
+    elif kind not in _EXACTLY and is_of_other_dtype(saved, p):
+        pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
     else:
-        value = _master_value(name, saved, p)
+        value = master_value(name, saved, p, present)
     weight = None if value is None else p.detach().clone()
     try:
         own = p if weight is None else weight
@@ -123,20 +135,41 @@ def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:
     return _DTYPES[known["format"]] if known else p.dtype
 
 
-def _master_value(name: str, saved: Mapping[str, Any], p: Tensor) -> Tensor | None:
-    """The fp32 weight the saved entry speaks of, or None where it holds none."""
+def is_of_other_dtype(saved: Mapping[str, Any], p: Tensor) -> bool:
+    """Whether a saved entry holds the bits that a 16-bit weight of another dtype than `p`'s lacked."""
+    return "master" not in saved and has_master(saved) and _dtype_of(saved, p) != p.dtype
+
+
+def master_value(
+    name: str, saved: Mapping[str, Any], p: Tensor, present: Tensor | None = None
+) -> Tensor | None:
+    """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`."""
     if "master" in saved:
         return cast(Tensor, saved["master"]).to(p.device)
-    if "lacking" not in saved:
+    if not has_master(saved):
         return None
-    half = p.detach().to(_dtype_of(saved, p))
-    known = saved.get("weight")
-    if known is not None and describe_weight(half) != known:
+    dtype, known = _dtype_of(saved, p), saved.get("weight")
+    halves = [own.detach().to(dtype) for own in (p, present) if own is not None]
+    fitting = [half for half in halves if known is None or describe_weight(half) == known]
+    if not fitting:
         raise CheckpointError(
-            f"the saved state of {name} holds the bits its 16-bit weight lacked, and that weight "
-            "is not in the model: load the model's weights before the optimizer's"
+            f"the saved state of {name} holds the bits its {_word(dtype)} weight lacked, and that weight "
+            "is not in the model: load the model's weights before the optimizer's" + _hint(dtype, p.dtype)
         )
-    return split.join(half, torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
+    return split.join(fitting[0], torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp16"
+
+
+def _hint(saved: torch.dtype, here: torch.dtype) -> str:
+    if here in (saved, torch.float32):
+        return ""
+    return (
+        f", both after prepare() at O2, where its master holds the {_word(saved)} values: a "
+        f"{_word(here)} parameter alone cannot"
+    )
 
 
 def check_kind(saved: Mapping[str, Any], name: str) -> None:

@@ -7,7 +7,7 @@ that the weights lack. Copies and pickles of a model keep empty ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.distributed import local_of
-from halfstep.optim import storage
+from halfstep.optim import saved_masters, storage
 from halfstep.optim.base import OnePassOptimizer
 
 
@@ -43,18 +43,25 @@ class LoadedMasters:
         ]
 
     @torch.no_grad()
-    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *about: Any) -> None:
         """Note what comes in for the module's own parameters, and their masters as they are."""
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None:
             return
-        came = {p: state.get(prefix + name) for name, p in module._parameters.items() if p is not None}
+        assigns = bool(about and about[0].get("assign_to_params_buffers"))
+        names = {p: prefix + name for name, p in module._parameters.items() if p is not None}
+        came = {p: state.get(name) for p, name in names.items()}
         held = {p for group in optimizer.param_groups for p in group["params"]} if came else set[Tensor]()
         for p, value in came.items():
             if p in held and p.dtype in storage.LOW_DTYPES and _fits(value, p):
-                if value.dtype in storage.LOW_DTYPES and optimizer.awaits(p):
+                awaits = value.dtype in storage.LOW_DTYPES and optimizer.awaits(p)
+                if awaits and value.dtype == p.dtype:
                     continue
-                self._came[p] = p._version, value.detach(), optimizer.master_of(p)
+                master = optimizer.master_of(p)
+                if saved_masters.is_of_other_bits(value, p) and not assigns:
+                    value = saved_masters.widened(value.detach().to(p.device), master if awaits else None)
+                    state[names[p]] = value
+                self._came[p] = p._version, value.detach(), master
 
     @torch.no_grad()
     def after(self, module: nn.Module, keys: Any) -> None:

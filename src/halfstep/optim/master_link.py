@@ -19,6 +19,7 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, Unsup
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.names import fqn, named_parameters
+from halfstep.optim import saved_masters
 from halfstep.optim.storage import is_dense
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
@@ -108,14 +109,16 @@ class LoadHook:
     def __init__(self, link: "Link | None" = None) -> None:
         self._link: weakref.ref[Link] | None = weakref.ref(link) if link is not None else None
 
-    def __call__(self, module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *about: Any) -> None:
         """Hand the checkpoint's values to the masters of this module's own parameters."""
         link = self._link() if self._link is not None else None
         if link is not None:
             own = {id(p): state.get(prefix + name) for name, p in module._parameters.items()}
             given = {key: value for key, value in own.items() if isinstance(value, Tensor)}
-            if given:
-                link.take(given)
+            taken = link.take(given) if given else {}
+            if not (about and about[0].get("assign_to_params_buffers")):
+                names = {id(p): name for name, p in module._parameters.items()}
+                state.update({prefix + names[key]: value for key, value in taken.items()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoadHook":
         return LoadHook()
@@ -341,13 +344,17 @@ class Link:
         return None
 
     @torch.no_grad()
-    def take(self, values: Mapping[int, Tensor]) -> None:
-        """Set masters from values by the id of their weight; a wrong shape is left for torch to refuse."""
+    def take(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Set masters from values by the id of their weight; returns what to load in the place of some."""
+        instead: dict[int, Tensor] = {}
         for w, m in zip(self.weights, self.masters):
             value = values.get(id(w))
             # 16-bit values say nothing new where they are the rounded master; `sync` takes the others.
             if value is not None and value.shape == m.shape and value.dtype not in LOW:
                 m.copy_(value)
+            elif value is not None and saved_masters.is_of_other_bits(value, w):
+                instead[id(w)] = m.copy_(saved_masters.widened(value.to(m.device), m)).detach()
+        return instead
 
     def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The saved masters in our order, by `matched`."""
@@ -398,7 +405,8 @@ class Link:
         """Add the masters by name."""
         self.sync()
         masters = (m.detach().clone() for m in self.masters)
-        return {**state, "masters": dict(zip(self.names(optimizer), masters))}
+        whose = saved_masters.places(optimizer, self.masters)
+        return {**state, "masters": dict(zip(self.names(optimizer), masters)), saved_masters.PLACES: whose}
 
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""

@@ -17,6 +17,7 @@ from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Link, LoadHook, Master, foreach_mul_, weight_of
+from halfstep.optim.saved_masters import SavedMasters
 
 __all__ = ["MasterWeights", "weight_of"]
 
@@ -93,6 +94,7 @@ class MasterWeights:
             optimizer.register_state_dict_post_hook(link.on_state_dict),
             optimizer.register_load_state_dict_pre_hook(link.before_load),
             optimizer.register_load_state_dict_post_hook(link.after_load),
+            *SavedMasters(link.sync, link.write_back).attach(optimizer),
         ]
         for module in dict.fromkeys(module for model in self._models for module in model.modules()):
             handles.append(module.register_load_state_dict_pre_hook(LoadHook(link)))

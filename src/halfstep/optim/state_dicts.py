@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from halfstep.optim import arguments, checkpoints, counts
+from halfstep.kernels import codes as L
+from halfstep.optim import arguments, checkpoints, counts, saved_masters, storage
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -53,7 +54,8 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
             name, formats = optimizer.name_of(group, place), optimizer.formats(p, group)
             own = own if frozen or checkpoints.has_master(saved) else optimizer.settled_master(p)
             given = saved if own is None else {**saved, "master": own}
-            found[p] = LoadedEntry(*checkpoints.restore(name, given, p, *formats), kept=own is not None)
+            known = None if own is not None else _known(optimizer, name, saved, p, formats[1])
+            found[p] = LoadedEntry(*checkpoints.restore(name, given, p, formats, known), kept=own is not None)
     _mend_counts(optimizer, groups, found)
     return LoadedState([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
 
@@ -68,6 +70,23 @@ def _mend_counts(
             by_group.setdefault(place[0], []).append((name, found[p].state))
     for number, entries in by_group.items():
         counts.mend(entries, optimizer.algorithm(groups[number]).states)
+
+
+def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind: int) -> Tensor | None:
+    """What the optimizer knows of `p` beyond its 16 bits, where the saved entry asks for it.
+
+    CheckpointError for a whole master whose weight is yet to come, where that weight would undo it: nothing
+    beside `p` keeps the master, or only the bits of another rounding.
+    """
+    if checkpoints.is_of_other_dtype(saved, p):
+        return optimizer.master_of(p) if p.dtype in storage.LOW_DTYPES else None
+    if not isinstance(saved.get("master"), Tensor) or kind not in (L.PLAIN, *storage.EXACT):
+        return None
+    value = saved["master"]
+    fits = value.shape == p.shape  # what does not is refused with its shape
+    if fits and not (saved_masters.agree(p, value) or saved_masters.agree(optimizer.master_of(p), value)):
+        raise saved_masters.other_weight(name)
+    return None
 
 
 def _options(group: Group, saved: Mapping[str, Any]) -> Group:

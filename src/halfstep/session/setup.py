@@ -19,6 +19,7 @@ from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.loading import LoadedMasters
 from halfstep.optim.masters import MasterWeights
 from halfstep.optim.replicas import Replica, follow_wraps
+from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
@@ -70,9 +71,10 @@ class Setup:
             conversion.buffers.look()
 
     def follow_loads(self) -> list[RemovableHandle]:
-        """From now on, fp32 checkpoints reach the masters of `halfstep.optim` unrounded; returns hooks."""
+        """From now on, checkpoints reach masters, and fp32 weights of torch, unrounded; returns hooks."""
         if not self.level.masters:
-            return []
+            torchs = [o for o in self.optimizers if not isinstance(o, OnePassOptimizer)]
+            return [handle for o in torchs for handle in SavedMasters().attach(o)]
         own = [o for o in self.optimizers if isinstance(o, OnePassOptimizer)]
         return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
 
