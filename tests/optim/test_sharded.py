@@ -1,5 +1,6 @@
 """Every way in which torch cuts a model up trains as one process does, or is refused; four gloo ranks."""
 
+import copy
 import tempfile
 import warnings
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
@@ -25,6 +27,7 @@ from tests.ranks import run
 
 WORLD, STEPS = 4, 3
 BF16 = {"level": "O2", "dtype": "bf16"}
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class Checkpointed(nn.Module):
@@ -313,6 +316,36 @@ def counts_without_rows(rank):
     return trained, undisturbed, resumed
 
 
+def between_wraps(rank):
+    """Weights two steps on: undisturbed, and from what torch's functions saved of shards or DDP."""
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    found = {}
+    ways = {"shards": (("ddp", "dcp"), ("ddp", "whole"), ("shards", "whole")), "ddp": (("shards", "dcp"),)}
+    for source in ways:
+        model, optimizer, amp = headed(source)
+        wrapped = DDP(model, find_unused_parameters=True) if source == "ddp" else model
+        head_steps(wrapped, amp, rank, 0, 3)
+        saved = get_state_dict(wrapped, optimizer)
+        dcp.save(dict(zip(("weights", "states"), saved)), checkpoint_id=f"{folder[0]}/{source}")
+        whole_dicts = copy.deepcopy(get_state_dict(wrapped, optimizer, options=WHOLE))
+        found[source] = head_steps(wrapped, amp, rank, 3, 2)
+        for target, way in ways[source]:
+            model, optimizer, amp = headed(target)
+            wrapped = DDP(model, find_unused_parameters=True) if target == "ddp" else model
+            head_steps(wrapped, amp, rank, 20, 1)
+            given, options = copy.deepcopy(whole_dicts), WHOLE
+            if way == "dcp":
+                given, options = get_state_dict(wrapped, optimizer), None
+                dcp.load(dict(zip(("weights", "states"), given)), checkpoint_id=f"{folder[0]}/{source}")
+            set_state_dict(
+                wrapped, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=options
+            )
+            found[source, target, way] = head_steps(wrapped, amp, rank, 3, 2)
+    torch.distributed.barrier()
+    return found
+
+
 def p_name(model, wanted):
     return next(name for name, p in model.named_parameters() if p is wanted)
 
@@ -327,6 +360,7 @@ def everything(rank):
         saved_by_torch(rank),
         is_watched(rank),
         counts_without_rows(rank),
+        between_wraps(rank),
     )
 
 
@@ -379,12 +413,12 @@ def test_masters_of_shards_take_what_is_loaded_and_set_by_hand(ranks):
 
 
 def test_torch_s_own_checkpoint_functions_lose_no_bit_of_8_bit_shards(ranks):
-    for *_, (without, after), _, _ in ranks:
+    for *_, (without, after), _, _, _ in ranks:
         assert all(torch.equal(a, b) for a, b in zip(without, after, strict=True))
 
 
 def test_watched_shards_train_the_same_and_a_bad_step_is_replayed(ranks):
-    for number, (*_, (plain, masters, keys, told), _) in enumerate(ranks):
+    for number, (*_, (plain, masters, keys, told), _, _) in enumerate(ranks):
         assert all(torch.equal(a, b) for a, b in zip(plain, masters, strict=True))
         assert {("activation", "0"), ("gradient", "0.weight"), ("weight", "0.weight")} <= keys
         assert [at for at, *_ in told] == [2]
@@ -392,11 +426,18 @@ def test_watched_shards_train_the_same_and_a_bad_step_is_replayed(ranks):
 
 
 def test_shards_without_rows_count_as_the_others_and_resume_to_the_bit(ranks):
-    for *_, (trained, undisturbed, resumed) in ranks:
+    for *_, (trained, undisturbed, resumed), _ in ranks:
         assert trained == [3, 3, 3, 3, 0, 0]  # the spare head never had a gradient
         for counts, _, after in resumed:
             assert counts == [3, 3, 3, 3, 0, 0]
             assert all(torch.equal(after[name], value) for name, value in undisturbed.items())
-    assert not any(said for *_, (_, _, ((_, said, _), _)) in ranks)
-    told = [said for *_, (_, _, (_, (_, said, _))) in ranks]
-    assert any("parameter 2 of group 0, parameter 3 of group 0" in one for said in told for one in said), told
+    assert not any(said for *_, (_, _, ((_, said, _), _)), _ in ranks)
+    told = [said for *_, (_, _, (_, (_, said, _))), _ in ranks]
+    assert any("3 is taken, the most of its parameter group" in one for said in told for one in said), told
+
+
+def test_torch_s_checkpoints_of_shards_load_into_ddp_and_back(ranks):
+    for *_, found in ranks:
+        for way, after in ((key, v) for key, v in found.items() if isinstance(key, tuple)):
+            for name, value in found[way[0]].items():
+                assert torch.equal(after[name], value), (way, name)

@@ -22,6 +22,10 @@ CODES = "_codes"
 """Ends the names of 8-bit moments in a file: whoever cannot read codes must not find moments there."""
 EXPONENTS = "_exponents"
 """Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
+UNSUMMED = 1 << 62
+"""In the place of a checksum: no rank knows that of a whole weight, of which each has a shard."""
+WIDE = torch.int32
+"""What lacking bits of shards are saved as: no backend gathers 16-bit integers."""
 _OF_ENTRIES = ("step", "master", "lacking", "weight")
 _EXACTLY = (L.PLAIN, *storage.EXACT, *storage.WITH_MASTER)
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
@@ -34,6 +38,18 @@ def describe_weight(p: Tensor) -> dict[str, Any]:
     """
     total = p.detach().view(torch.int16).sum(dtype=torch.int64)
     return {"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16, "sum": int(total)}
+
+
+def of_shards(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What `describe_weight` says of a shard or of a whole weight that is cut up, as all ranks can say it."""
+    return {**described, "sum": UNSUMMED}
+
+
+def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -> bool:
+    """Whether `known` describes the 16-bit weight `half`, as far as it says; `came_as`: the model's dtype."""
+    if known["sum"] == UNSUMMED:
+        return came_as in (half.dtype, torch.float32)
+    return describe_weight(half) == known
 
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
@@ -54,7 +70,7 @@ def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
                     "cast these 8-bit states; save with state_dtype='fp32' to go through it"
                 )
             key = key.removesuffix(CODES)
-        entry[key] = value
+        entry[key] = value.to(torch.int16) if key == "lacking" and value.dtype == WIDE else value
     return entry
 
 
@@ -110,7 +126,7 @@ def restore(
 def has_master(saved: Mapping[str, Any]) -> bool:
     """Whether a saved entry says which fp32 weight it belongs to."""
     lacking = saved.get("lacking")
-    return "master" in saved or (lacking is not None and lacking.dtype == torch.int16)
+    return "master" in saved or (lacking is not None and lacking.dtype in (torch.int16, WIDE))
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
@@ -150,7 +166,7 @@ def master_value(
         return None
     dtype, known = _dtype_of(saved, p), saved.get("weight")
     halves = [own.detach().to(dtype) for own in (p, present) if own is not None]
-    fitting = [half for half in halves if known is None or describe_weight(half) == known]
+    fitting = [half for half in halves if known is None or is_described(half, known, p.dtype)]
     if not fitting:
         raise CheckpointError(
             f"the saved state of {name} holds the bits its {_word(dtype)} weight lacked, and that weight "

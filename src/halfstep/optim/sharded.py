@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats, measure_shards
 from halfstep.kernels import codes as L
-from halfstep.optim import backends, counts, storage
+from halfstep.optim import backends, checkpoints, counts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
@@ -278,8 +278,7 @@ class Shards:
         by_number = [p for group in self._outer.param_groups for p in group["params"]]
         for number, entry in packed["state"].items():
             p = by_number[number]
-            kept = {k: v for k, v in entry.items() if k != "weight"}
-            packed["state"][number] = {k: _as_shard(k, v, self._known[p], p) for k, v in kept.items()}
+            packed["state"][number] = _as_shards(entry, self._known[p], p)
         return packed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,6 +352,17 @@ def _placed_rows(local: Tensor, p: Tensor) -> Tensor:
     )
 
 
+def _as_shards(entry: dict[str, Any], local: Tensor, p: Tensor) -> dict[str, Any]:
+    """A packed entry of a local tensor as a checkpoint of all ranks holds it."""
+    if local is p:
+        return entry
+    kept = {k: _as_shard(k, v, local, p) for k, v in entry.items() if k != "weight"}
+    if "lacking" in entry:
+        kept["lacking"] = _as_shard("lacking", entry["lacking"].to(checkpoints.WIDE), local, p)
+        kept["weight"] = checkpoints.of_shards(entry["weight"])
+    return kept
+
+
 def _as_shard(key: str, value: Any, local: Tensor, p: Tensor) -> Any:
     """A state of a local tensor as the user sees it: a DTensor where it is cut as the parameter is."""
     if local is p or not isinstance(value, Tensor) or value.dim() == 0:
@@ -383,6 +393,8 @@ def _check_blocks(group: Mapping[str, Any]) -> None:
 
 def _cut(key: str, value: Any, p: Tensor) -> Any:
     """This rank's part of a saved state: of a DTensor placed in any way, or of a whole tensor."""
+    if key == "weight" and local_of(p) is not p:
+        return checkpoints.of_shards(value)
     if not isinstance(value, Tensor) or local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
     own: Any = p
