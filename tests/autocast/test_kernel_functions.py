@@ -330,3 +330,19 @@ def test_a_boolean_mask_is_taken_as_torch_takes_it(how):
         got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         got.float().sum().backward()
     torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("kernels", ["native", "rounded"])
+def test_a_gradient_penalty_gives_no_gradient_where_fp32_gives_none(kernels):
+    torch.manual_seed(0)
+    parts = [torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh(), torch.nn.Conv2d(8, 8, 3, groups=8)]
+    model, found = torch.nn.Sequential(*parts, torch.nn.Conv2d(8, 1, 3)), []
+    for on in (False, True):
+        model.zero_grad()
+        z = seeded(4, 3, 9, 9).requires_grad_()
+        with autocast("cpu", "bf16", kernels=kernels, enabled=on):
+            out = model(z)
+        (grad,) = torch.autograd.grad(out.sum(), z, create_graph=True)
+        grad.flatten(1).norm(dim=1).square().mean().backward()
+        found.append({name for name, p in model.named_parameters() if p.grad is None})
+    assert found[0] == found[1] == {"2.bias", "3.bias"}

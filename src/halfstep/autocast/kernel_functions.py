@@ -166,7 +166,12 @@ def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry:
 def convolve_backward(
     how: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, mask: list[bool]
 ) -> Grads:
-    """The gradients that `mask` asks for (input, weight, bias), each rounded once."""
+    """The gradients that `mask` asks for (input, weight, bias), each rounded once.
+
+    That of the input is no function of the input, nor that of the weight one of the weight: detached, they
+    get no gradient of zeros where these are differentiated again.
+    """
+    x, weight = x if mask[1] else x.detach(), weight if mask[0] else weight.detach()
     dtype, given = x.dtype, x
     if how.startswith("rounded"):
         grad, x, weight = grad.to(_F32), x.to(_F32), weight.to(_F32)
@@ -201,7 +206,8 @@ class Convolution(torch.autograd.Function):
         common = (grad, x, weight, ctx.geometry)
         to_x = to_weight = to_bias = None
         with _no_autocast():
-            if choice.input == choice.weight or not needs[0]:
+            alike = choice.input == choice.weight and not torch.is_grad_enabled()
+            if alike or not needs[0]:
                 mask = list(needs[:3])
                 to_x, to_weight, to_bias = convolve_backward(choice.weight, *common, mask)
             else:
