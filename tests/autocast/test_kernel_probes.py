@@ -74,6 +74,7 @@ def test_one_thread_stands_in_for_several_that_wait_for_a_core(monkeypatch) -> N
     line = itertools.count()
     monkeypatch.setattr(probes, "stood_in_line", lambda: float(next(line)))
     monkeypatch.setattr(kernel_race, "_PATIENCE", 0.0)
+    monkeypatch.setattr(probes, "_SPOILED", [])
     threads: list[int] = []
 
     def native() -> None:
@@ -89,6 +90,14 @@ def test_one_thread_stands_in_for_several_that_wait_for_a_core(monkeypatch) -> N
     assert native_time is not None
     assert rounded is not None
     assert native_time < rounded
+
+
+def test_a_machine_that_stays_busy_is_timed_on_one_thread_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(probes, "_SPOILED", [2] * probes._TRIED)
+    before, threads = torch.get_num_threads(), set[int]()
+    assert not probes.take({"native": lambda: threads.add(torch.get_num_threads())}, 2).steady
+    torch.set_num_threads(before)
+    assert threads == {1}
 
 
 def test_two_processes_keep_each_others_rows(tmp_path) -> None:

@@ -243,6 +243,11 @@ def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
 # --- measuring ---------------------------------------------------------------------------------------------
 
 
+#: Races that other programs spoiled in this process, and how many of them it tries.
+_SPOILED: list[int] = []
+_TRIED = 10
+
+
 class Taken(NamedTuple):
     """Seconds by implementation, None for what cannot run; `steady` where they are worth keeping."""
 
@@ -253,11 +258,15 @@ class Taken(NamedTuple):
 def take(candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()) -> Taken:
     """A race of ops on so many threads; None for those skipped too.
 
-    Where other programs hold the cores, several threads cannot be timed: those of one thread stand in.
+    Where other programs hold the cores, several threads cannot be timed: those of one thread stand in, and
+    after `_TRIED` such races several threads are not tried again.
     """
     alive = {name: call for name, call in candidates.items() if name not in skip}
-    found, steady = race(alive, in_line=stood_in_line if threads > 1 else None)
+    found, steady = dict[str, float](), False
+    if threads == 1 or len(_SPOILED) < _TRIED:
+        found, steady = race(alive, in_line=stood_in_line if threads > 1 else None)
     if not steady:
+        _SPOILED.append(threads)
         torch.set_num_threads(1)
         try:
             found = race(alive).times
