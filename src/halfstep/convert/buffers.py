@@ -31,6 +31,10 @@ def recomputed(module: nn.Module, key: str) -> bool:
     )
 
 
+# Their statistics are 16-bit at O3 alone, where the level says so.
+_STATISTICS = (nn.modules.batchnorm._NormBase,)
+
+
 class _Seen:
     """A buffer's place in the model and how it was when looked at last."""
 
@@ -77,7 +81,7 @@ class LowBuffers:
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype in _LOW and buffer in self.originals
-            if not recomputed(module, key)
+            if not recomputed(module, key) and not isinstance(module, _STATISTICS)
         ]
 
     def look(self) -> None:
