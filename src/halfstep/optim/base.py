@@ -391,8 +391,7 @@ class OnePassOptimizer(Remembering):
         group, _ = self._find(p)
         self._edits.take_one(p)
         state = cast("dict[str, Any]", self.state.get(p, {}))
-        exact = self._before_widening(p, state)
-        if exact is not None:
+        if (exact := self._before_widening(p, state)) is not None:
             return exact
         state = {**state, **self._lost_master(p, state)}
         kind = storage.kind_of(p.dtype, group["master"])
@@ -434,8 +433,7 @@ class OnePassOptimizer(Remembering):
             group["algorithm"] = self.algorithm(own).name
         entries = cast("dict[Any, Group]", packed["state"])
         for index, (p, _, _) in enumerate(self.places()):
-            entry = entries.get(index, {})
-            whole = self._whole_entry(p, entry)
+            whole = self._whole_entry(p, entries.get(index, {}))
             if whole or index in entries:
                 entries[index] = checkpoints.pack(whole, p)
         return packed
