@@ -26,7 +26,7 @@ from halfstep.optim import backends, checkpoints, counts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
-from halfstep.optim.shard_facts import Locals, gradients_of_shards
+from halfstep.optim.shard_facts import Locals, ShardGradients, gradients_of_shards
 from halfstep.optim.source import Found
 from halfstep.optim.tensor_facts import Gradients
 
@@ -68,6 +68,7 @@ class Shards:
         for group in outer.param_groups:
             _check_blocks(group)
         self._outer = outer
+        self._watched: Gradients | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._locals = Locals([])
         self._empty: list[tuple[Any, Tensor]] = []
@@ -195,12 +196,15 @@ class Shards:
 
     def watched(self, params: Sequence[Tensor]) -> Gradients:
         """`of_all` of `params` at every step."""
-        return gradients_of_shards(self, [self._whole[p] for p in params], params)
+        self._watched = gradients_of_shards(self, [self._whole[p] for p in params], params)
+        return self._watched
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""
         for order in self._orders.values():
             order.sums.clear()
+        if isinstance(self._watched, ShardGradients):
+            self._watched.prefetch()
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._known:
                 p.grad = None
@@ -211,6 +215,8 @@ class Shards:
 
     def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
         """The answer over all ranks, by one collective for each set of process groups that split tensors."""
+        if not any(self._groups):  # nothing is split
+            return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
         totals: list[tuple[float, float]] = []
         for number, groups in enumerate(self._groups):
             own = [(squares, peak) for n, squares, peak in found if n == number]

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from halfstep.kernels.cpu import torch_functions as F
-from halfstep.kernels.cpu.bits import compiled, peek_f32, poke_f32
+from halfstep.kernels.cpu.bits import compiled, peek_f32, poke_f32, prefetch
 
 WORD = ir.IntType(64)
 HEAD = 4  # words of a tensor before its sizes and strides: address, rank, dtype and layout, device
@@ -81,6 +81,26 @@ def set_word(typingctx, address, i, value):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+AHEAD = 8  # tensors: some 0.2 us, as long as memory takes
+LINES = 3  # of a C++ tensor
+
+
+@compiled("void(int64)", "prefetch_tensor", nogil=False)
+def prefetch_tensor(tensor):
+    """Ask for the memory of a C++ tensor."""
+    for line in range(LINES):
+        prefetch(tensor + 64 * line)
+
+
+@compiled("void(int64,int64,int64)", "prefetch_ahead", nogil=False)
+def prefetch_ahead(tensors, i, count):
+    """Ask for what a pass over `count` tensors that is at the i-th will look at soon."""
+    if i + 2 * AHEAD < count:
+        prefetch(word(tensors, i + 2 * AHEAD))
+    if i + AHEAD < count:
+        prefetch_tensor(word(word(tensors, i + AHEAD), 0))
+
+
 @compiled("boolean(int64,int64,int64)", "look_at_tensor", nogil=False)
 def look(asked, tensor, scratch):
     """Write the facts of one tensor; false where it has no address or strides, or turns the sign of one."""
@@ -130,6 +150,7 @@ def comparer() -> Any:
     def same(asked, count, tensors, scratch, facts, addresses):
         k = 0
         for i in range(count):
+            prefetch_ahead(tensors, i, count)
             if not look(asked, word(tensors, i), scratch):
                 return False
             if addresses != 0:
@@ -184,15 +205,54 @@ def holders() -> Any:
     return compiled("int64(int64,int64,int64,int64)", "count_held", nogil=False)(count_held)
 
 
-@compiled("int64(int64,int64,int64)", "local_of_shard", nogil=False)
-def local_of(layout, shard, spec):
-    """The local tensor of a DTensor that has this spec, an object's address; 0 where it is another thing."""
-    if shard == 0 or word(shard + word(layout, KIND_OF), 0) != word(layout, SHARD):
-        return 0
-    local = word(shard + word(layout, LOCAL_OF), 0)
-    if word(shard + word(layout, SPEC_OF), 0) != spec or local == 0:
-        return 0
-    return local if word(local + word(layout, KIND_OF), 0) == word(layout, PLAIN) else 0
+OWNER, OWNER_TENSOR, PLACE, TENSOR, OBJECT, LOCAL, LOCAL_TENSOR, ROW = range(8)
+"""The words of a row, what the gradient of a DTensor is made of: the object and the C++ tensor of its owner,
+where that holds it, its own C++ tensor and object, its local tensor's object and C++ tensor; their number."""
+
+
+@compiled("boolean(int64,int64,int64,int64,int64,int64)", "find_gradient_objects", nogil=False)
+def find_objects(asked, layout, count, tensors, specs, rows):
+    """Note the objects of the gradients of tensors, 0 for one that is no DTensor; false where one is none.
+
+    A look at one waits for memory that the last look named: in passes, the waits of many overlap.
+    """
+    for i in range(count):
+        row, owner = rows + 8 * ROW * i, word(tensors, i)
+        tensor = word(owner + word(layout, INSIDE), 0)
+        place = number(word(asked, F.GRAD), tensor)
+        gradient = word(place, 0)
+        if gradient == word(asked, F.NOTHING):
+            return False
+        prefetch_tensor(gradient)
+        set_word(row, OWNER, owner)
+        set_word(row, OWNER_TENSOR, tensor)
+        set_word(row, PLACE, place)
+        set_word(row, TENSOR, gradient)
+    for i in range(count):
+        row, shard = rows + 8 * ROW * i, 0
+        if word(specs, 2 * i) != 0:
+            shard = number(word(layout, WRAP), word(row, PLACE))
+            if shard != 0:  # the gradient keeps its object, which keeps the local tensor
+                tell(word(layout, DROP), shard)
+        set_word(row, OBJECT, shard)
+    return True
+
+
+@compiled("boolean(int64,int64,int64,int64)", "find_local_objects", nogil=False)
+def find_locals(layout, count, specs, rows):
+    """Note the local tensors of gradients that are DTensors; false where one has not the spec that it had."""
+    for i in range(count):
+        row, local = rows + 8 * ROW * i, 0
+        if word(specs, 2 * i) != 0:
+            shard = word(row, OBJECT)
+            if shard == 0 or word(shard + word(layout, KIND_OF), 0) != word(layout, SHARD):
+                return False
+            local = word(shard + word(layout, LOCAL_OF), 0)
+            if local == 0 or word(shard + word(layout, SPEC_OF), 0) != word(specs, 2 * i + 1):
+                return False
+            prefetch(local)
+        set_word(row, LOCAL, local)
+    return True
 
 
 @cache
@@ -202,24 +262,45 @@ def shard_gradients() -> Any:
     `specs`: of each tensor and of its gradient; 0 of one that is no DTensor, whose own gradient is meant.
     """
 
-    def find(asked, layout, count, tensors, specs, found):
+    def find(asked, layout, count, tensors, specs, found, rows):
+        if not find_objects(asked, layout, count, tensors, specs, rows):
+            return False
+        if not find_locals(layout, count, specs, rows):
+            return False
         for i in range(count):
-            tensor, own, other = word(tensors, i), word(specs, 2 * i), word(specs, 2 * i + 1)
-            gradient = number(word(asked, F.GRAD), word(tensor + word(layout, INSIDE), 0))
-            if word(gradient, 0) == word(asked, F.NOTHING):
-                return False
-            set_word(found, i, gradient)
+            row, own = rows + 8 * ROW * i, word(specs, 2 * i)
+            place = word(row, PLACE)
             if own != 0:
-                shard = number(word(layout, WRAP), gradient)
-                local = local_of(layout, shard, other)
-                if shard != 0:  # the gradient keeps its object, which keeps the local tensor
-                    tell(word(layout, DROP), shard)
-                if local == 0 or word(tensor + word(layout, SPEC_OF), 0) != own:
+                local = word(row, LOCAL)
+                if word(local + word(layout, KIND_OF), 0) != word(layout, PLAIN):
                     return False
-                set_word(found, i, local + word(layout, INSIDE))
+                if word(word(row, OWNER) + word(layout, SPEC_OF), 0) != own:
+                    return False
+                place = local + word(layout, INSIDE)
+            prefetch_tensor(word(place, 0))
+            set_word(found, i, place)
+            set_word(row, LOCAL_TENSOR, word(place, 0))
         return True
 
-    return compiled(f"boolean({','.join(['int64'] * 6)})", "find_shard_gradients", nogil=False)(find)
+    return compiled(f"boolean({','.join(['int64'] * 7)})", "find_shard_gradients", nogil=False)(find)
+
+
+@cache
+def prefetch_rows() -> Any:
+    """Ask for the memory that dropping gradients will touch; nothing is read, for it may be gone by now."""
+
+    def ask_for(count, rows):
+        for i in range(count):
+            row = rows + 8 * ROW * i
+            prefetch(word(row, OWNER))
+            prefetch(word(row, PLACE))
+            for place in (OWNER_TENSOR, TENSOR, LOCAL_TENSOR):
+                prefetch_tensor(word(row, place))
+            for place in (OBJECT, LOCAL):
+                prefetch(word(row, place) - 32)  # what Python's collector keeps lies before an object
+                prefetch(word(row, place) + 32)
+
+    return compiled("void(int64,int64)", "prefetch_rows", nogil=False)(ask_for)
 
 
 @cache
@@ -229,6 +310,7 @@ def versions() -> Any:
     def add(asked, count, tensors):
         total = 0
         for i in range(count):
+            prefetch_ahead(tensors, i, count)
             if truth(word(asked, F.INFERENCE), word(tensors, i)) != 0:
                 return -1
             total += number(word(asked, F.VERSION), word(tensors, i))
@@ -243,6 +325,7 @@ def bumper() -> Any:
 
     def bump(asked, count, tensors):
         for i in range(count):
+            prefetch_ahead(tensors, i, count)
             if truth(word(asked, F.INFERENCE), word(tensors, i)) == 0:
                 tell(word(asked, F.BUMP), word(tensors, i))
 
