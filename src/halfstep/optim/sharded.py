@@ -215,15 +215,8 @@ class Shards:
 
     def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
         """The answer over all ranks, by one collective for each set of process groups that split tensors."""
-        if not any(self._groups):  # nothing is split
-            return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
-        totals: list[tuple[float, float]] = []
-        for number, groups in enumerate(self._groups):
-            own = [(squares, peak) for n, squares, peak in found if n == number]
-            squares, peaks = sum(a for a, _ in own), [b for _, b in own]
-            peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
-            totals.append(_over(groups, squares, peak))
-        return cpus_.combined(totals, inv_scale)
+        sets = [[two for n, *two in found if n == number] for number in range(len(self._groups))]
+        return cpus_.combined([_over(*one) for one in zip(self._groups, sets)], inv_scale)
 
     def show(self) -> None:
         """Make `optimizer.state` what the twin's is now, as DTensors."""
@@ -328,10 +321,13 @@ def _local_gradient(p: Tensor, grad: Tensor) -> Tensor:
     return local_of(shard)
 
 
-def _over(groups: tuple[Any, ...], squares: float, amax: float) -> tuple[float, float]:
+def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The sum of squares and the largest magnitude of this rank's sums and peaks and those of other ranks."""
+    squares, peaks = sum(a for a, _ in own), [b for _, b in own]
+    peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
     if not groups:
-        return squares, amax
-    wide = torch.tensor([squares, amax], dtype=torch.float64)
+        return squares, peak
+    wide = torch.tensor([squares, peak], dtype=torch.float64)
     total, top = sums_over(groups, wide[0], wide[1])
     return float(total), float(top)
 
