@@ -205,3 +205,49 @@ def test_the_norm_over_shards_is_the_whole_norm(kind):
         value = 1.0 if kind == "scaler" else 2.0
         assert norm == pytest.approx(value * math.sqrt(count), rel=1e-6)
         assert largest in (None, value)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.all = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, used):
+        return sum(self.all[number](x) for number in used)
+
+
+def of_experts(used, parts):
+    model, (rank, world) = Experts(), parts
+    if world > 1:
+        hs.distributed.shard(model, [])
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    for own in used[rank : rank + 1] if world > 1 else used:
+        with amp.autocast():
+            loss = model(batch(0), own).float().square().mean() / (1 if world > 1 else len(used))
+        amp.backward(loss)
+    return model, optimizer, amp
+
+
+def uses_experts(rank):
+    told = []
+    for used in ([(0,), (1,)], [(0, 2), (0, 2)]):
+        model, optimizer, amp = of_experts(used, (rank, 2))
+        told.append(error_of(amp.step))
+        fp32 = hs.optim.fp32_state_dict(model, optimizer)
+        told.append({name: value.full_tensor() for name, value in fp32.items()})
+    return told
+
+
+def test_gradients_of_different_parameters_are_not_mixed_in_silence():
+    initial = Experts().state_dict()
+    model, optimizer, amp = of_experts([(0, 2), (0, 2)], (0, 1))
+    amp.step()
+    alone = hs.optim.fp32_state_dict(model, optimizer)
+    for message, kept, fine, trained in run(uses_experts, 2):
+        assert message.startswith("ConfigError: all.0.weight has a gradient on ranks [0] of 2")
+        assert "set_reduce_scatter_unused_params(True)" in message
+        assert all(torch.equal(kept[name], value) for name, value in initial.items())
+        assert fine == "no error"
+        assert all(torch.equal(trained[name], value) for name, value in alone.items())

@@ -115,7 +115,8 @@ class Conversion:
         if (self._before or self._policies) and has_run(self.model):
             raise UnsupportedError(
                 "a sharded model that has run cannot go back to fp32 in place (fully_shard has fixed its "
-                "dtypes): save it with Session.save, whose file holds the fp32 weights, and load a new model"
+                "dtypes): take hs.optim.fp32_state_dict(model, optimizer), or Session.save it, and in one "
+                "process prepare a new model at this level, Session.load and revert() that"
             )
         for handle in self._handles:
             handle.remove()
@@ -146,7 +147,8 @@ class Conversion:
         if self._policies or any(is_shard(tensor) for tensor, _ in self._before):
             raise UnsupportedError(
                 "a sharded model cannot be evaluated with fp32 weights in place: evaluate it under "
-                "torch.no_grad() as it is, or load what Session.save writes into an fp32 model"
+                "torch.no_grad() as it is, or load hs.optim.fp32_state_dict(model, optimizer), each value's "
+                "full_tensor(), into an fp32 model"
             )
         dtypes = {id(tensor): dtype for tensor, dtype in self._before}
         stand_ins: dict[int, Tensor] = {}

@@ -274,7 +274,7 @@ class Session(OfSetup):
         index = index_of(self._setup.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
-        self._ranks.check(self._setup.skip_nonfinite)
+        self._ranks.check_step(self._setup.skip_nonfinite, self._setup.optimizers[index])
         stepper = self._steppers[index]
         pending = ours(self.state, self._steppers, index)
         if self._handles:
