@@ -59,7 +59,7 @@ def clip_and_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     optimizer.step()
 
 
-def contestants() -> list[optimizer_race.Entry]:
+def contestants() -> list[optimizer_race.Contestant]:
     """torch's fused AdamW in fp32 and bf16, ours in its modes and as plain torch, FlashOptim if installed."""
     bare = optimizer_race.update_only
     ours = [("exact", "fp32"), ("exact", "bf16"), ("exact", "8bit"), ("fp32", "fp32"), ("stochastic", "8bit")]
@@ -73,11 +73,11 @@ def contestants() -> list[optimizer_race.Entry]:
     reference = optimizer_race.ours()
     found = [
         optimizer_race.torch_adamw(fused=True),
-        optimizer_race.Entry(
+        optimizer_race.Contestant(
             "torch AdamW fused, bf16 without masters", torch.bfloat16, low, bare, clip_and_step
         ),
         *(optimizer_race.ours(master, state) for master, state in ours),
-        optimizer_race.Entry("hs.optim.AdamW reference", torch.bfloat16, plain, bare, reference.step),
+        optimizer_race.Contestant("hs.optim.AdamW reference", torch.bfloat16, plain, bare, reference.step),
     ]
     try:
         from flashoptim import FlashAdamW
@@ -88,13 +88,16 @@ def contestants() -> list[optimizer_race.Entry]:
     def flash(params: list[nn.Parameter]) -> Any:
         return FlashAdamW(params, lr=1e-3)
 
-    return [*found, optimizer_race.Entry("FlashOptim FlashAdamW", torch.bfloat16, flash, bare, clip_and_step)]
+    return [
+        *found,
+        optimizer_race.Contestant("FlashOptim FlashAdamW", torch.bfloat16, flash, bare, clip_and_step),
+    ]
 
 
 class Bench:
     """One contestant with GPT-2's weights and gradients on the device, warmed up."""
 
-    def __init__(self, entry: optimizer_race.Entry, device: torch.device) -> None:
+    def __init__(self, entry: optimizer_race.Contestant, device: torch.device) -> None:
         torch.manual_seed(0)
         self.entry = entry
         self.params = [
@@ -154,7 +157,7 @@ def launches(work: Work) -> int:
     return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
 
 
-def measure(entry: optimizer_race.Entry, first: Bench, rounds: int, device: torch.device) -> Row:
+def measure(entry: optimizer_race.Contestant, first: Bench, rounds: int, device: torch.device) -> Row:
     """Time `entry` in turn with the first contestant."""
     bench = first if entry is first.entry else Bench(entry, device)
     replay = bench.graph()

@@ -62,7 +62,7 @@ def clip_and_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     optimizer.step()
 
 
-def peers() -> list[optimizer_race.Entry]:
+def peers() -> list[optimizer_race.Contestant]:
     """Compressed optimizers of others, where installed."""
     found: list[tuple[str, Callable[[Any], Any]]] = []
     try:
@@ -81,7 +81,8 @@ def peers() -> list[optimizer_race.Entry]:
         print(f"left out: torchao ({error})", file=sys.stderr)
     bare: Any = optimizer_race.update_only
     made = [
-        optimizer_race.Entry(name, torch.bfloat16, make, bare, clip_and_step, value) for name, make in found
+        optimizer_race.Contestant(name, torch.bfloat16, make, bare, clip_and_step, value)
+        for name, make in found
     ]
     return [entry for entry in made if works(entry)]
 
@@ -92,10 +93,10 @@ def value(optimizer: Any, p: nn.Parameter) -> torch.Tensor:
     return p.detach().double() if rest is None else p.detach().double() + rest.double()
 
 
-def works(entry: optimizer_race.Entry) -> bool:
+def works(entry: optimizer_race.Contestant) -> bool:
     """Whether a peer takes a step on this machine at all; said where not."""
     try:
-        bench = optimizer_race.TimedEntry(entry, [4096], torch.device("cpu"))
+        bench = optimizer_race.TimedContestant(entry, [4096], torch.device("cpu"))
         bench.seconds("update")
     except Exception as error:
         print(f"left out: {entry.name} ({type(error).__name__}: {str(error)[:200]})", file=sys.stderr)
@@ -150,7 +151,7 @@ def fill_gb_s(count: int, rounds: int) -> float:
     return array.nbytes / statistics.median(times[1:]) / 1e9
 
 
-def movement(entry: optimizer_race.Entry, steps: int) -> dict[str, float]:
+def movement(entry: optimizer_race.Contestant, steps: int) -> dict[str, float]:
     """Movement of weights of 1.0 and 0.02 after unit gradients, as a share of fp32's.
 
     The mean of 2^18 weights that are rounded at random has a deviation of 0.3 % at (1.0, 1e-6), 1 % at 1e-7.
@@ -183,7 +184,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def run(
-    entry: optimizer_race.Entry, result: optimizer_race.Result, arguments: argparse.Namespace
+    entry: optimizer_race.Contestant, result: optimizer_race.Result, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One contestant's row: times, bytes, the time of its bytes alone, movement, what it missed."""
     try:
@@ -218,7 +219,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = arguments.out or result("optimizers")
-    first, *others = optimizer_race.entries()
+    first, *others = optimizer_race.contestants()
     others = [entry for entry in [*others, *peers()] if arguments.only in entry.name]
     contestants = [first, *others]
     sizes = [int(arguments.parameters) // 4] * 4

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from halfstep.autocast import kernel_race
-from halfstep.autocast.kernel_race import Found, race, stood_in_line
+from halfstep.autocast.kernel_race import RaceTimes, race, stood_in_line
 
 
 class Clock:
@@ -32,7 +32,7 @@ class Clock:
         calls = {name: self.candidate(name, *seconds) for name, seconds in candidates.items()}
         return race(calls, lambda: self.now).times
 
-    def disturbed(self, waits: Iterable[float], **candidates: tuple[float, ...]) -> Found:
+    def disturbed(self, waits: Iterable[float], **candidates: tuple[float, ...]) -> RaceTimes:
         """A race in whose runs a thread waits for so many seconds, and the caller for it."""
         line, waiting = [0.0], iter(waits)
 

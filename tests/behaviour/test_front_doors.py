@@ -80,7 +80,7 @@ def test_all_doors_are_looked_at():
     [
         ("import torch._dynamo", ["torch._dynamo"], []),
         ("from halfstep.autocast.casts import _tensors", ["halfstep.autocast.casts._tensors"], []),
-        ("from halfstep.compat.apex._ledger import Ledger", ["halfstep.compat.apex._ledger.Ledger"], []),
+        ("from halfstep.compat.apex._account import Account", ["halfstep.compat.apex._account.Account"], []),
         ("from halfstep.compat.mindspore._tensor import Tensor", [], []),
         ("class A(torch.autograd.Function): pass", [], ["Function"]),
         ("class A(torch.Tensor):\n    def __torch_function__(self): pass", [], ["__torch_function__"]),

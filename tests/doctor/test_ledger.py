@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.doctor.document import CauseFound, Fault
 from halfstep.doctor.ledger import Knobs, Ledger, Note
-from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
+from halfstep.doctor.quiet import RunNotes, quiet_faults, with_roots
 from halfstep.numerics.terms import PLAIN
 from halfstep.numerics.watch import LostUpdates
 
@@ -39,7 +39,7 @@ def overflow(step, kind="range"):
 
 
 def seen(ledger):
-    return Seen(ledger, [], [], PLAIN)
+    return RunNotes(ledger, [], [], PLAIN)
 
 
 def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
@@ -63,7 +63,7 @@ def test_updates_are_lost_from_the_first_step_on_if_that_one_moved_nothing(still
     ledger = run([1e-6] * 4, [1.0] * 4)
     ledger.notes[0].still = still
     lost = [LostUpdates(i, 0.96, "w", 1.0) for i in (1, 2, 3)]
-    (fault,) = quiet_faults(Seen(ledger, [], lost, PLAIN))
+    (fault,) = quiet_faults(RunNotes(ledger, [], lost, PLAIN))
     assert (fault.step, fault.cause.kind) == (step, "rounding")
 
 

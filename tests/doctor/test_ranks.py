@@ -4,7 +4,7 @@ import pytest
 
 from halfstep.doctor import ranks
 from halfstep.doctor.document import CauseFound, Document, Fault
-from halfstep.doctor.order import Found
+from halfstep.doctor.order import RunFindings
 from halfstep.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def fault(step=3, phase="forward", op="linear", origin=True):
 
 def found(*faults, error=None, steps=6, losses=(1.0, 2.0), bad=None):
     document = Document("train.py", steps, list(losses), error, bad=list(faults))
-    return Found(document, steps, bad, True, True, True, error)
+    return RunFindings(document, steps, bad, True, True, True, error)
 
 
 def agreed(monkeypatch, *everyone):

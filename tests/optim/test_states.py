@@ -12,7 +12,7 @@ MODES = [(m, s) for m in ("exact", "fp32", "stochastic") for s in ("fp32", "bf16
 
 
 def uniform(count: int, key: int) -> torch.Tensor:
-    return rounding.noise(count, key, torch.device("cpu"))
+    return rounding.random_bits(count, key, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -20,12 +20,12 @@ def test_codes_are_within_a_step_and_unbiased(signed: bool):
     g = torch.Generator().manual_seed(0)
     values = torch.randn(5000, generator=g) * 10 ** (-3 * torch.rand(5000, generator=g))
     values = values if signed else values**2
-    tops = rounding.exponents_for(rounding.peaks(values, len(values)))
+    exponents = rounding.exponents_for(rounding.peaks(values, len(values)))
     total = torch.zeros_like(values, dtype=torch.float64)
     for key in range(400):
-        codes = rounding.encode(values, tops, uniform(5000, key * 77777), signed, 5000)
-        back = rounding.decode(codes, tops, signed, 5000)
-        # 3 bits after the leading one, and even spacing of 2^-17 of the block's top below.
+        codes = rounding.encode(values, exponents, uniform(5000, key * 77777), signed, 5000)
+        back = rounding.decode(codes, exponents, signed, 5000)
+        # 3 bits after the leading one, and even spacing of 2^-17 of the block's largest below.
         assert bool(
             (
                 (back - values).abs()
@@ -41,12 +41,12 @@ def test_codes_are_within_a_step_and_unbiased(signed: bool):
 
 def test_no_second_moment_becomes_zero_and_zero_first_moments_stay():
     values = torch.tensor([1e20, 1e-20, 1e-38, 0.0, 1.0])
-    tops = rounding.exponents_for(rounding.peaks(values, len(values)))
+    exponents = rounding.exponents_for(rounding.peaks(values, len(values)))
     for key in range(50):
         random = uniform(5, key)
-        second, first = (rounding.encode(values, tops, random, signed, 5) for signed in (False, True))
-        assert bool((rounding.decode(second, tops, False, 5) > 0).all())
-        assert rounding.decode(first, tops, True, 5)[3] == 0
+        second, first = (rounding.encode(values, exponents, random, signed, 5) for signed in (False, True))
+        assert bool((rounding.decode(second, exponents, False, 5) > 0).all())
+        assert rounding.decode(first, exponents, True, 5)[3] == 0
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_bytes_are_those_of_the_tensors():
-    entries = optimizer_race.entries()
+    entries = optimizer_race.contestants()
     results = {r.name: r.bytes_per_param for r in optimizer_race.race(entries, [4096, 2048], 1, CPU)}
     assert results["torch AdamW fused"] == pytest.approx(16, abs=0.01)
     assert results["hs.optim.AdamW exact / fp32"] == pytest.approx(14, abs=0.01)
@@ -54,8 +54,8 @@ def test_an_optimizer_that_writes_into_gradients_moves_all_the_same():
 
 def test_both_sides_start_from_the_same_gradients():
     fused, ours = (
-        optimizer_race.TimedEntry(entry, [512], CPU)
-        for entry in (optimizer_race.entries()[0], optimizer_race.ours())
+        optimizer_race.TimedContestant(entry, [512], CPU)
+        for entry in (optimizer_race.contestants()[0], optimizer_race.ours())
     )
     for bench in (fused, ours):
         bench.seconds("step")

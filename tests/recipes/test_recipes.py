@@ -12,8 +12,8 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.recipes import RECIPES, data, measure, recipe_of
 from halfstep.recipes.runs import (
     RecipeReport,
-    Row,
     SeedRun,
+    SettingRuns,
     TimedSetting,
     TrainSetting,
     run_recipe,
@@ -326,7 +326,7 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
 
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
-    rows = [Row(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
+    rows = [SettingRuns(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
     made = RecipeReport(recipe, "digits", 1, 1, rows).summary().rows[0]
     assert made.mean is None
     assert made.difference is None
@@ -336,8 +336,8 @@ def test_summaries_of_rows_without_results():
 def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
     runs = [SeedRun(0, test={"loss": 1.0}), SeedRun(1, test={"loss": float("nan")}, diverged_at=3)]
     rows = [
-        Row(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
-        Row(TrainSetting("O3", "fp16"), runs),
+        SettingRuns(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
+        SettingRuns(TrainSetting("O3", "fp16"), runs),
     ]
     made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).summary().rows[1]
     assert made.diverged == 1

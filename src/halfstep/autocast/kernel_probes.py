@@ -413,14 +413,14 @@ def _sound(row: Mapping[str, Any]) -> bool:
     return "native" in row and set(row) <= set(IMPLEMENTATIONS) and times
 
 
-def cache_file() -> Path:
+def times_file() -> Path:
     """Where this machine's times are kept; another CPU, instruction set, torch or set of probes has its
     own."""
     found = devices.cache_file("cpu")
     return found.with_name(found.name.replace("devices-", f"kernel-times-{_PROBES_VERSION}-", 1))
 
 
-measurements = Measurements(cache_file)
+measurements = Measurements(times_file)
 
 
 def measured_table() -> KernelTable:

@@ -36,7 +36,7 @@ Clock = Callable[[], float]
 CLOCK: Clock = time.thread_time
 
 
-class Found(NamedTuple):
+class RaceTimes(NamedTuple):
     """Shortest time of each way that could run, in seconds; `steady` where these are surely the ways' own."""
 
     times: dict[str, float]
@@ -107,7 +107,7 @@ class _Race:
         return name in self._undisturbed or self._least[name] > HOPELESS * self.best
 
 
-def race(candidates: Mapping[str, Call], clock: Clock = CLOCK, in_line: Clock | None = None) -> Found:
+def race(candidates: Mapping[str, Call], clock: Clock = CLOCK, in_line: Clock | None = None) -> RaceTimes:
     """The shortest time of each candidate, runs interleaved.
 
     The likely fast ones come first. One that cannot run has no time. One that is far slower than the best so
@@ -118,8 +118,8 @@ def race(candidates: Mapping[str, Call], clock: Clock = CLOCK, in_line: Clock | 
     try:
         _run_all(state, candidates, clock)
     except _Disturbed:
-        return Found(state.times, steady=False)
-    return Found(state.times, all(map(state.is_steady, state.times)))
+        return RaceTimes(state.times, steady=False)
+    return RaceTimes(state.times, all(map(state.is_steady, state.times)))
 
 
 def _run_all(state: _Race, names: Iterable[str], clock: Clock) -> None:

@@ -47,7 +47,7 @@ def run(
     sizes = [int(parameters) // 4] * 4
     out, results = console(stderr=True), []
     with out.status("measuring") as status:
-        for result in optimizer_race.race(optimizer_race.entries(), sizes, rounds, place):
+        for result in optimizer_race.race(optimizer_race.contestants(), sizes, rounds, place):
             results.append(result)
             status.update(f"measured {result.name}")
         moved = _movement(optimizer_race) if movement else {}
@@ -65,7 +65,7 @@ def _memory() -> int:
 
 def _movement(optimizer_race: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for entry in optimizer_race.entries():
+    for entry in optimizer_race.contestants():
         row = found.setdefault(entry.name, {})
         for start in (1.0, 0.02):
             for lr in LEARNING_RATES:

@@ -35,7 +35,7 @@ def recomputed(module: nn.Module, key: str) -> bool:
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
 
 
-class _Seen:
+class _WatchedBuffer:
     """A buffer's place in the model and how it was when looked at last."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
@@ -71,13 +71,13 @@ class LowBuffers:
 
     def __init__(self) -> None:
         self.originals: dict[Tensor, Tensor] = {}
-        self._watched: list[_Seen] = []
+        self._watched: list[_WatchedBuffer] = []
         self._looks = 0
 
     def watch(self, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
         """From now on look at the buffers that became 16-bit; `names` gives the public name of each path."""
         self._watched = [
-            _Seen(f"{names[path]}.{key}".lstrip("."), module, key)
+            _WatchedBuffer(f"{names[path]}.{key}".lstrip("."), module, key)
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype in _LOW and buffer in self.originals
@@ -100,7 +100,7 @@ class LowBuffers:
             _warn(found)
 
 
-def _warn(found: list[_Seen]) -> None:
+def _warn(found: list[_WatchedBuffer]) -> None:
     first = found[0]
     shown = ", ".join(repr(one.name) for one in found[:4]) + (
         f" and {len(found) - 4} more" if len(found) > 4 else ""

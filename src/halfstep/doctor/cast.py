@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.doctor.doors import scale_of_a_door
-from halfstep.doctor.ledger import tops
+from halfstep.doctor.ledger import read_amaxes
 from halfstep.names import fqn
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import LOOPS, Terms, terms_of
@@ -46,7 +46,7 @@ class Cast:
             self.models = [m for m in self.models if id(m) not in inside] + [module]
             named = self.named()
             with _disable_current_modes():
-                self._born_ill |= self._ill(dict(zip(named, tops(list(named.values())))))
+                self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
         elif next(module.buffers(), None) is not None:
             self.helpers.append(module)
         if self._loop is None:
@@ -55,8 +55,8 @@ class Cast:
     def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
         """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
         buffers = self.buffers()
-        found = {**weights, **dict(zip(buffers, tops(list(buffers.values()))))}
-        return frozenset(name for name, top in found.items() if not math.isfinite(top))
+        found = {**weights, **dict(zip(buffers, read_amaxes(list(buffers.values()))))}
+        return frozenset(name for name, amax in found.items() if not math.isfinite(amax))
 
     def fell_ill(self, weights: Mapping[str, float]) -> bool:
         """Whether a parameter or buffer is not finite that was when its model was first called."""

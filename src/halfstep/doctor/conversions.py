@@ -32,7 +32,7 @@ class Flush:
     dtype: str
     count: int
     kept: int
-    top: float
+    amax: float
     file: str
     line: int
     overflow: bool = False
@@ -43,12 +43,12 @@ class Flush:
         lost = f"{self.count - self.kept} of the {self.count} values of {self.name}"
         if self.overflow:
             end = format_of(self.dtype).max
-            text = f"{lost} (up to {self.top:.3g}) became infinite in {self.dtype}"
+            text = f"{lost} (up to {self.amax:.3g}) became infinite in {self.dtype}"
             return f"range: {text}, which ends at {end:.5g}"
         smallest = format_of(self.dtype).smallest_subnormal
         return (
             f"precision: {lost} "
-            f"(up to {self.top:.3g}) became zero in {self.dtype}, whose smallest value is {smallest:.3g}"
+            f"(up to {self.amax:.3g}) became zero in {self.dtype}, whose smallest value is {smallest:.3g}"
         )
 
 
@@ -59,7 +59,7 @@ class _Size:
     dtype: torch.dtype
     other_than_zero: int
     infinite: int
-    top: float
+    amax: float
     owner: str
     kind: str
 
@@ -73,9 +73,9 @@ def _sizes(models: list[nn.Module]) -> dict[str, _Size]:
                 if p.is_floating_point() and not p.is_meta:
                     owner = name.rpartition(".")[0]
                     kind = type(modules[owner]).__name__ if owner in modules else ""
-                    top = float(amax(p)) if p.numel() else 0.0
-                    infinite = 0 if math.isfinite(top) else int(torch.isinf(p).sum())
-                    found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, top, owner, kind)
+                    largest = float(amax(p)) if p.numel() else 0.0
+                    infinite = 0 if math.isfinite(largest) else int(torch.isinf(p).sum())
+                    found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, largest, owner, kind)
     return found
 
 
@@ -119,13 +119,13 @@ class Conversions:
             old = before.get(name)
             if old is None or old.dtype == new.dtype or old.other_than_zero == 0:
                 continue
-            overflow = new.infinite > 0 and math.isfinite(old.top)
+            overflow = new.infinite > 0 and math.isfinite(old.amax)
             if not overflow and new.other_than_zero > _LOST * old.other_than_zero:
                 continue
             kept = new.other_than_zero - new.infinite
             self.flushes.append(
                 Flush(
                     fqn(name), fqn(new.owner), new.kind, dtype_name(new.dtype),
-                    old.other_than_zero, kept, old.top, file, line, overflow,
+                    old.other_than_zero, kept, old.amax, file, line, overflow,
                 )
             )  # fmt: skip

@@ -21,7 +21,7 @@ from halfstep.doctor.cast import Cast
 from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
 from halfstep.doctor.document import counts_of, fault_of
-from halfstep.doctor.ledger import Ledger, distance, knobs_of, length, tops, unmoved
+from halfstep.doctor.ledger import Ledger, knobs_of, length, read_amaxes, unmoved, update_length
 from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
@@ -133,12 +133,12 @@ class Examiner:
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
         floats = {n: t for n, t in names.items() if t.is_floating_point() and t.numel()}
-        for name, top in zip(floats, tops(list(floats.values()))):
+        for name, amax in zip(floats, read_amaxes(list(floats.values()))):
             now = self.ledger.now
-            if top > now.inputs.get(name, 0.0) and floats[name].dim():
+            if amax > now.inputs.get(name, 0.0) and floats[name].dim():
                 rows = floats[name].detach().abs().reshape(len(floats[name]), -1).amax(1)
                 now.rows[name] = int(rows.argmax())
-            now.inputs[name] = max(top, now.inputs.get(name, 0.0))
+            now.inputs[name] = max(amax, now.inputs.get(name, 0.0))
 
     def on_loss(self, loss: Tensor) -> None:
         """Backward begins."""
@@ -148,12 +148,12 @@ class Examiner:
         if not math.isfinite(value):
             self.ledger.blame("loss")
 
-    def on_output(self, module: nn.Module, top: float) -> None:
+    def on_output(self, module: nn.Module, amax: float) -> None:
         """A module without submodules gave a result."""
         name = self.cast.name_of(module)
         outputs = self.ledger.now.outputs
-        outputs[name] = _larger(top, outputs.get(name, 0.0))
-        if top == 0.0 or not math.isfinite(top):
+        outputs[name] = _larger(amax, outputs.get(name, 0.0))
+        if amax == 0.0 or not math.isfinite(amax):
             self.ledger.now.silent = self.ledger.now.silent or name
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,17 +173,17 @@ class Examiner:
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         found = self.on_found([p.grad for p in learning if p.grad is not None])
-        now.gradients |= {self.cast.name_of(p): top for p, top in zip(learning, found)}
+        now.gradients |= {self.cast.name_of(p): amax for p, amax in zip(learning, found)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
         """Gradients of this step; their largest magnitudes."""
         now = self.ledger.now
-        found = tops([g for g in gradients if isinstance(g, Tensor)])
+        found = read_amaxes([g for g in gradients if isinstance(g, Tensor)])
         now.gradient = max(now.gradient, max(found, default=0.0))
         if not all(map(math.isfinite, found)):
             now.gradient = math.inf
             self.ledger.blame("gradient")
-        if any(top == 0.0 for top in found):
+        if any(amax == 0.0 for amax in found):
             now.silent = now.silent or "a gradient"
         return found
 
@@ -192,7 +192,7 @@ class Examiner:
         now = self.ledger.now
         now.taken = True
         after = [p for g in optimizer.param_groups for p in g["params"]]
-        now.update += distance(self._before, after)
+        now.update += update_length(self._before, after)
         if self.seen is None and any(now.rates):
             now.still = unmoved(self._before, after)
         now.size += length(self._before)
@@ -202,9 +202,9 @@ class Examiner:
         """A step ends."""
         now = self.ledger.now
         named = self.cast.named()
-        weights = dict(zip(named, tops(list(named.values()))))
-        for name, top in weights.items():
-            self.ledger.weights.setdefault(name, []).append((self.done, top))
+        weights = dict(zip(named, read_amaxes(list(named.values()))))
+        for name, amax in weights.items():
+            self.ledger.weights.setdefault(name, []).append((self.done, amax))
         if self.cast.fell_ill(weights):
             self.ledger.blame("parameter")
             now.spoiled = True

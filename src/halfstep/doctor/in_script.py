@@ -25,8 +25,8 @@ from halfstep.autocast.context import autocast
 from halfstep.doctor.document import CureFound, Document, Fault, add_watched
 from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger, beside
-from halfstep.doctor.order import Found, Order
-from halfstep.doctor.quiet import Seen, quiet_faults, with_roots
+from halfstep.doctor.order import Order, RunFindings
+from halfstep.doctor.quiet import RunNotes, quiet_faults, with_roots
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import users_names
@@ -218,7 +218,7 @@ def _run(examiner: Examiner, script: str, args: tuple[str, ...]) -> str | None:
     return error
 
 
-def run_order(order: Order) -> Found:
+def run_order(order: Order) -> RunFindings:
     """Runs a script as the order says; everything that was hooked is as before afterwards."""
     random.seed(order.seed)
     torch.manual_seed(order.seed)
@@ -237,14 +237,14 @@ def run_order(order: Order) -> Found:
     return _found(order, examiner, error)
 
 
-def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
+def _found(order: Order, examiner: Examiner, error: str | None) -> RunFindings:
     ledger, traced = examiner.ledger, examiner.traced
     losses = [note.loss for note in ledger.notes if note.loss is not None]
     document = Document(Path(order.script).name, ledger.iterations, losses, error)
     if examiner.seen is not None:
         examiner.seen.collect()
     lost = [] if examiner.seen is None else list(examiner.seen.lost)
-    seen = Seen(ledger, examiner.conversions.flushes, lost, examiner.cast.terms)
+    seen = RunNotes(ledger, examiner.conversions.flushes, lost, examiner.cast.terms)
     sound = ledger.broken() is None
     document.bad = [*traced.faults, *quiet_faults(seen)] if sound else with_roots(seen, traced.faults)
     document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
@@ -258,7 +258,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
         _say_since(fault, ledger)
         _say_outlier(fault, ledger)
     was_traced = bool(traced.faults) or bad is None
-    return Found(
+    return RunFindings(
         document,
         ledger.iterations,
         bad,

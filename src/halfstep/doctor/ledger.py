@@ -86,13 +86,13 @@ class Note:
     where: tuple[str, int] = ("", 0)
 
 
-def tops(tensors: Sequence[Tensor]) -> list[float]:
+def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
     """The largest magnitude of each tensor, NaN or inf where one value is."""
     return [] if not tensors else [float(x) for x in amaxes(tensors).tolist()]
 
 
 @torch.no_grad()
-def distance(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
+def update_length(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
     """The Euclidean length of an update."""
     total = 0.0
     for old, new in zip(before, after):
@@ -174,13 +174,13 @@ class Ledger:
     def outlier(self, number: int) -> tuple[str, str]:
         """The input of a step that is far beyond what earlier batches held: its name, and that in words."""
         for note in (note for note in self.notes if note.number == number):
-            for name, top in note.inputs.items():
+            for name, amax in note.inputs.items():
                 before = [n.inputs[name] for n in self.notes if n.number < number and name in n.inputs]
                 most = max(before, default=0.0)
-                if len(before) >= _BATCHES and math.isfinite(top) and top > _OUTLYING * most > 0:
+                if len(before) >= _BATCHES and math.isfinite(amax) and amax > _OUTLYING * most > 0:
                     row = f" in row {note.rows[name]}" if name in note.rows else ""
                     text = (
-                        f"{name} of batch {number + 1} reaches {top:.3g}{row}, at most {most:.3g} before it"
+                        f"{name} of batch {number + 1} reaches {amax:.3g}{row}, at most {most:.3g} before it"
                     )
                     return name, text
         return "", ""
@@ -209,10 +209,10 @@ class Ledger:
 
     def since(self, name: str, step: int) -> int | None:
         """From which step on a parameter has been about as large as it was at `step`; None if always."""
-        history = [(index, top) for index, top in self.weights.get(name, []) if index < len(self.notes)]
-        history = [(self.notes[index].number, top) for index, top in history]
-        now = max((top for number, top in history if number <= step and math.isfinite(top)), default=0.0)
-        large = [number for number, top in history if top >= now / 2]
+        history = [(index, amax) for index, amax in self.weights.get(name, []) if index < len(self.notes)]
+        history = [(self.notes[index].number, amax) for index, amax in history]
+        now = max((amax for number, amax in history if number <= step and math.isfinite(amax)), default=0.0)
+        large = [number for number, amax in history if amax >= now / 2]
         return large[0] if now and large[0] != history[0][0] else None
 
     def until(self, stop: int | None) -> Ledger:

@@ -56,7 +56,7 @@ class Traced:
 
 
 @dataclass
-class Found:
+class RunFindings:
     """What a run found. `steps`: its iterations; `numbers`: the iteration of each optimizer's step.
 
     `first_bad`: the index of the first bad step; `traced`: whether one was taped.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from halfstep.distributed import world_size
-from halfstep.doctor.order import Found, Order
+from halfstep.doctor.order import Order, RunFindings
 
 
 def can_copy() -> bool:
@@ -30,7 +30,7 @@ def can_copy() -> bool:
     return hasattr(os, "fork") and sys.platform != "darwin" and alone and not torch.accelerator.is_available()
 
 
-def run_in_process(order: Order, environment: Mapping[str, str]) -> tuple[Found | None, str]:
+def run_in_process(order: Order, environment: Mapping[str, str]) -> tuple[RunFindings | None, str]:
     """What a run found (None: it ended without an answer), and what it said on standard error."""
     with tempfile.TemporaryDirectory() as folder:
         order = dataclasses.replace(order, result=str(Path(folder) / "found"))

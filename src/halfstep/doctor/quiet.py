@@ -39,7 +39,7 @@ def _fault(
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunNotes:
     """What was noted of a run: its steps, what conversions flushed, updates lost to rounding, its words."""
 
     ledger: Ledger
@@ -48,7 +48,7 @@ class Seen:
     terms: Terms
 
 
-def quiet_faults(seen: Seen) -> list[Fault]:
+def quiet_faults(seen: RunNotes) -> list[Fault]:
     """What the notes of a run without lasting damage tell, the earliest first."""
     ledger = seen.ledger
     found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
@@ -64,7 +64,7 @@ def quiet_faults(seen: Seen) -> list[Fault]:
     return found
 
 
-def with_roots(seen: Seen, faults: Sequence[Fault]) -> list[Fault]:
+def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
     """The faults of a run with lasting damage; what an update or a growing loss led to is told with that."""
     ledger = seen.ledger.until(seen.ledger.broken())
     found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
@@ -125,10 +125,10 @@ def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
     jumped = [place for place, old in enumerate(most) if note.rates[place] > 30 * old]
     if jumped:
         return _jump(note, jumped[0], most, usual[-1], tail)
-    for name, top in note.inputs.items():
-        usually = statistics.median([n.inputs[name] for n in before if name in n.inputs] or [top])
-        if top > 30 * usually > 0:
-            what = f"{name} of batch {note.number + 1} reaches {top:.3g}, usually {usually:.3g}"
+    for name, amax in note.inputs.items():
+        usually = statistics.median([n.inputs[name] for n in before if name in n.inputs] or [amax])
+        if amax > 30 * usually > 0:
+            what = f"{name} of batch {note.number + 1} reaches {amax:.3g}, usually {usually:.3g}"
             text = f"data: {what}, and {tail}"
             cures = [
                 CureFound("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)"),

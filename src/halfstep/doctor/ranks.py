@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import Document, Fault
-from halfstep.doctor.order import Found
+from halfstep.doctor.order import RunFindings
 from halfstep.errors import ConfigError
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
@@ -40,17 +40,17 @@ def meeting_place() -> dict[str, str]:
     return {**os.environ, "MASTER_PORT": str(told[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def agreed(found: Found | str) -> Found:
+def agreed(found: RunFindings | str) -> RunFindings:
     """What all ranks found, as one and the same on each; ConfigError where one could not be run (a str)."""
-    everyone: list[Found | str] = gather(found)
+    everyone: list[RunFindings | str] = gather(found)
     wrong = {number: one for number, one in enumerate(everyone) if isinstance(one, str)}
     if wrong:
         first = min(wrong, key=lambda number: (_is_left_alone(wrong[number]), number))
         raise ConfigError(_by_rank(first, wrong[first]))
-    return _one([one for one in everyone if isinstance(one, Found)])
+    return _one([one for one in everyone if isinstance(one, RunFindings)])
 
 
-def _one(everyone: Sequence[Found]) -> Found:
+def _one(everyone: Sequence[RunFindings]) -> RunFindings:
     if len(everyone) == 1:
         return everyone[0]
     bad = [one.first_bad for one in everyone if one.first_bad is not None]

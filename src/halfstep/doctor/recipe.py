@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.doctor.document import Document, add_watched, counts_of, fault_of
 
 
-class Training(Protocol):
+class ExaminedRecipe(Protocol):
     """What is asked of a recipe: a fresh model with its optimizer, batches by seed, the loss of an output."""
 
     @property
@@ -35,7 +35,7 @@ class Training(Protocol):
 
 
 def examine_recipe(
-    recipe: Training,
+    recipe: ExaminedRecipe,
     level: str,
     dtype: str | None,
     scale: str | None,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halfstep.distributed import world_size
 from halfstep.doctor.document import CureFound, Document, Fault
-from halfstep.doctor.order import Found, Order
+from halfstep.doctor.order import Order, RunFindings
 from halfstep.doctor.process import run_in_process
 from halfstep.doctor.ranks import agreed, meeting_place
 from halfstep.errors import ConfigError
@@ -67,7 +67,7 @@ def examine_script(
     return document
 
 
-def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
+def _trace_again(order: Order, found: RunFindings, armed: int | None = None) -> None:
     """A run of its own with the tape armed, where no copy could do it."""
     document = found.document
     index = found.first_bad if armed is None else armed
@@ -87,7 +87,7 @@ def _trace_again(order: Order, found: Found, armed: int | None = None) -> None:
             _try_from_start(order, found, fault, cure, index)
 
 
-def _try_untried(order: Order, found: Found, fault: Fault) -> None:
+def _try_untried(order: Order, found: RunFindings, fault: Fault) -> None:
     """Cures that need a run of their own: another dtype of the weights, an earlier rate."""
     index = found.first_bad if found.first_bad is not None else min(4, len(found.numbers) - 1)
     for cure in fault.cures:
@@ -95,7 +95,7 @@ def _try_untried(order: Order, found: Found, fault: Fault) -> None:
             _try_from_start(order, found, fault, cure, max(index, found.index(fault.step)))
 
 
-def _try_from_start(order: Order, found: Found, fault: Fault, cure: CureFound, index: int) -> None:
+def _try_from_start(order: Order, found: RunFindings, fault: Fault, cure: CureFound, index: int) -> None:
     """Runs the script with each dose of a cure in place, and writes down whether it helped."""
     quiet = found.first_bad is None
     number = found.number(index)
@@ -125,7 +125,7 @@ def _alike(one: Fault, other: Fault) -> bool:
     return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
 
 
-def _is_harmless(fault: Fault, found: Found) -> bool:
+def _is_harmless(fault: Fault, found: RunFindings) -> bool:
     """A backward overflow that a dynamic scale skipped while it found its place; nothing lasting spoiled."""
     lowered = any(c.kind == "loss_scale" and c.status != "does not help" for c in fault.cures)
     return fault.phase == "backward" and lowered and found.settled and not (
@@ -133,12 +133,12 @@ def _is_harmless(fault: Fault, found: Found) -> bool:
     )  # fmt: skip
 
 
-def _child(order: Order) -> Found:
+def _child(order: Order) -> RunFindings:
     """One run of the script, on every rank in a process of its own; what all found, as one."""
     return agreed(_own_child(order, meeting_place()))
 
 
-def _own_child(order: Order, environment: Mapping[str, str]) -> Found | str:
+def _own_child(order: Order, environment: Mapping[str, str]) -> RunFindings | str:
     """This rank's run. A str says why there is nothing."""
     found, said = run_in_process(order, environment)
     if found is None:

@@ -112,8 +112,8 @@ def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
     """The answer for several sets of gradients; NaN wins over inf."""
-    total, top = found[0] if found else (0.0, 0.0)
+    total, largest = found[0] if found else (0.0, 0.0)
     for squares, peak in found[1:]:
-        total, top = total + squares, float(np.maximum(top, peak))
-    norm, amax = c_float(total**0.5 * inv_scale).value, c_float(top * inv_scale).value
-    return GradStats(math.isfinite(top), norm, amax)
+        total, largest = total + squares, float(np.maximum(largest, peak))
+    norm, amax = c_float(total**0.5 * inv_scale).value, c_float(largest * inv_scale).value
+    return GradStats(math.isfinite(largest), norm, amax)

@@ -139,13 +139,15 @@ class Amaxes:
 
     @classmethod
     def of(
-        cls, step: int, names: Sequence[str], tops: Tensor, scale: float | Tensor, taken: bool | Tensor
+        cls, step: int, names: Sequence[str], found: Tensor, scale: float | Tensor, taken: bool | Tensor
     ) -> Amaxes:
-        """Packs `tops` [n], and what of the step's fate is still on the device, into one copy."""
+        """Packs `found` [n], and what of the step's fate is still on the device, into one copy."""
         if isinstance(scale, Tensor) or isinstance(taken, Tensor):
-            late = [torch.as_tensor(x, dtype=tops.dtype, device=tops.device).view(1) for x in (scale, taken)]
-            return cls(step, tuple(names), send_to_host(torch.cat([tops, *late])), None)
-        return cls(step, tuple(names), send_to_host(tops), (scale, taken))
+            late = [
+                torch.as_tensor(x, dtype=found.dtype, device=found.device).view(1) for x in (scale, taken)
+            ]
+            return cls(step, tuple(names), send_to_host(torch.cat([found, *late])), None)
+        return cls(step, tuple(names), send_to_host(found), (scale, taken))
 
     @property
     def arrived(self) -> bool:
@@ -159,6 +161,6 @@ class Amaxes:
         return dict(zip(self.names, values)), scale, taken
 
 
-def worst_of(tops: dict[str, float]) -> str:
+def worst_of(amaxes: dict[str, float]) -> str:
     """The name with the largest magnitude; NaN is larger than all."""
-    return max(tops, key=lambda n: math.inf if math.isnan(tops[n]) else tops[n])
+    return max(amaxes, key=lambda n: math.inf if math.isnan(amaxes[n]) else amaxes[n])

@@ -37,13 +37,13 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
     if kernels is None:
         foreach_copy_(wide, grads)
         return wide, None
-    total, top = 0.0, 0.0
+    total, largest = 0.0, 0.0
     for dtype in dict.fromkeys(g.dtype for g in grads):
         pairs = [(g, w) for g, w in zip(grads, wide) if g.dtype == dtype]
         squares, peak = _run(kernels.measurer(GRADS[dtype], kernels.WIDEN), pairs)
-        total, top = total + squares, float(np.maximum(top, peak))
-    sound = top == 0 or TINY < top < HUGE
-    return wide, GradStats(True, math.sqrt(total), top) if sound else None
+        total, largest = total + squares, float(np.maximum(largest, peak))
+    sound = largest == 0 or TINY < largest < HUGE
+    return wide, GradStats(True, math.sqrt(total), largest) if sound else None
 
 
 def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:

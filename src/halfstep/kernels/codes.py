@@ -16,5 +16,5 @@ SHORT_ROW = 16
 """Rows shorter than this keep bf16 states where 8-bit ones are asked for: exponents would take as much."""
 LONG_VECTOR = 1 << 20
 """Tensors of one dimension and this many elements are flattened models, and count as one row."""
-LEAST_TOP = 40
+LEAST_EXPONENT = 40
 """The smallest block exponent: it keeps every decoded value a normal fp32 number."""

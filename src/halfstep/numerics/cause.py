@@ -117,7 +117,7 @@ def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
         return None
 
 
-class _Shadow:
+class _WiderResults:
     """Results of past ops recomputed in a wider dtype, as deep as the tape remembers."""
 
     def __init__(self, dtype: torch.dtype, originals: Mapping[Any, Tensor]) -> None:
@@ -189,7 +189,7 @@ def _bad_dtype(node: Node) -> torch.dtype:
     return wrong[0].dtype if wrong else torch.float32
 
 
-def _top(tensors: list[Tensor]) -> float:
+def _largest_of(tensors: list[Tensor]) -> float:
     return max((float(amax(t)) for t in tensors if t.is_floating_point()), default=0.0)
 
 
@@ -219,23 +219,23 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> Cause:
         results = rerun(node, wide)
         if _all_finite(results):
             assert results is not None
-            return _range_or_precision(node, fmt, wide, _top(results))
+            return _range_or_precision(node, fmt, wide, _largest_of(results))
     return _earlier(node, fmt, originals)
 
 
-def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, top: float) -> Cause:
-    if top > fmt.max:
+def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: float) -> Cause:
+    if reached > fmt.max:
         text = (
-            f"range: the result reaches {top:.3g} and {fmt} ends at {fmt.max:.5g} "
-            f"({top / fmt.max:.3g} times too large); finite in {dtype_name(wide)}"
+            f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} "
+            f"({reached / fmt.max:.3g} times too large); finite in {dtype_name(wide)}"
         )
-        return Cause("range", text, top / fmt.max, fmt.name)
+        return Cause("range", text, reached / fmt.max, fmt.name)
     zero = _zero_inputs(node)
     if zero:
         return Cause("precision", f"precision: {zero}", None, fmt.name)
     text = (
-        f"range inside the op: in {dtype_name(wide)} the result is only {top:.3g}, but an intermediate value "
-        f"leaves {fmt}"
+        f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}, but an intermediate "
+        f"value leaves {fmt}"
     )
     return Cause("range", text, None, fmt.name)
 
@@ -254,11 +254,11 @@ def _zero_inputs(node: Node) -> str:
 
 def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
     """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
-    shadow = _Shadow(torch.float32, originals)
-    results = shadow.results(node)
+    wider_results = _WiderResults(torch.float32, originals)
+    results = wider_results.results(node)
     if _all_finite(results):
-        shadow.watch(node)
-        culprit = shadow.zero_scalar() or shadow.first_flush()
+        wider_results.watch(node)
+        culprit = wider_results.zero_scalar() or wider_results.first_flush()
         low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
         name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
         if culprit is not None:

@@ -25,7 +25,7 @@ _TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Seen:
+class SampledTensor:
     """One tensor of a sampled step: its ends, and its count or the elements yet to be counted.
 
     `parts` are fp32 copies, which hold 16-bit values exactly.
@@ -36,31 +36,31 @@ class Seen:
     counts: Counts | None = None
     parts: tuple[Tensor, ...] = ()
 
-    def joined(self, other: Seen) -> Seen:
+    def joined(self, other: SampledTensor) -> SampledTensor:
         """Both together; the later alone where they cannot be added."""
         if self.dtype != other.dtype or (self.counts is None) != (other.counts is None):
             return other
         low, high = zip(self.ends, other.ends)
         ends = torch.minimum(*low), torch.maximum(*high)
         if self.counts is not None and other.counts is not None:
-            return Seen(self.dtype, ends, self.counts + other.counts)
-        return Seen(self.dtype, ends, None, self.parts + other.parts)
+            return SampledTensor(self.dtype, ends, self.counts + other.counts)
+        return SampledTensor(self.dtype, ends, None, self.parts + other.parts)
 
 
-def see(t: Tensor, exact: bool, top: Tensor | None = None) -> Seen:
+def see(t: Tensor, exact: bool, amax: Tensor | None = None) -> SampledTensor:
     """Takes down a tensor; `exact` counts every element, otherwise an even spread of them.
 
-    `top` is its largest magnitude, where that is known.
+    `amax` is its largest magnitude, where that is known.
     """
     t = dense_values(t.detach())
     name = dtype_name(t.dtype)
-    ends = ends_of(t) if top is None else (top, top)
+    ends = ends_of(t) if amax is None else (amax, amax)
     if exact or t.device.type != "cpu" or t.dtype not in _TOGETHER:
-        return Seen(name, ends, count(t if exact else spread(t)))
-    return Seen(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
+        return SampledTensor(name, ends, count(t if exact else spread(t)))
+    return SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
 
 
-def _finished(seen: list[Seen]) -> list[Tensor]:
+def _finished(seen: list[SampledTensor]) -> list[Tensor]:
     """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
     parts = [s.parts[0] if len(s.parts) == 1 else torch.cat(s.parts) for s in seen if s.parts]
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
@@ -88,12 +88,12 @@ class Late:
         self._packed = send_to_host(packed)
 
     @classmethod
-    def counts(cls, step: int, found: Mapping[Any, Seen], scale: float | Tensor) -> Late:
+    def counts(cls, step: int, found: Mapping[Any, SampledTensor], scale: float | Tensor) -> Late:
         """Sampled histograms and largest magnitudes by (kind, name)."""
         bins = _finished(list(found.values()))
-        tops = amaxes_of([seen.ends for seen in found.values()]).double()
-        last = torch.as_tensor(scale, dtype=torch.float64, device=tops.device).view(1)
-        packed = torch.cat([*bins, tops, last])
+        amaxes = amaxes_of([seen.ends for seen in found.values()]).double()
+        last = torch.as_tensor(scale, dtype=torch.float64, device=amaxes.device).view(1)
+        packed = torch.cat([*bins, amaxes, last])
         shapes = tuple(
             (s.dtype, "fp32" if s.parts else s.dtype, b.numel()) for s, b in zip(found.values(), bins)
         )
@@ -120,8 +120,8 @@ class Late:
 
     def _deliver_counts(self, to: Receiver, values: Any) -> None:
         at, scale = 0, float(values[-1])
-        tops = values[-1 - len(self._keys) : -1]
-        for (kind, name), (dtype, layout, size), top in zip(self._keys, self._more, tops):
+        amaxes = values[-1 - len(self._keys) : -1]
+        for (kind, name), (dtype, layout, size), amax in zip(self._keys, self._more, amaxes):
             bins = values[at : at + size]
             at += size
             present = bins[1:-2].nonzero()[0]
@@ -130,7 +130,7 @@ class Late:
             lowest = lowest_exponent(FORMATS[layout])
             zeros, infs, nans = int(bins[0]), int(bins[-2]), int(bins[-1])
             scaled = scale if kind in ("gradient", "activation_grad") else 1.0
-            sample = Sample(self._step, float(top), dtype, lowest + first, counts, zeros, infs, nans, scaled)
+            sample = Sample(self._step, float(amax), dtype, lowest + first, counts, zeros, infs, nans, scaled)
             to.take_sample(kind, name, sample)
 
 

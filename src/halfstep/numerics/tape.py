@@ -122,7 +122,7 @@ class Tape:
         batch: str = "",
     ) -> None:
         self.batch = batch
-        self.root_top = 0.0
+        self.root_amax = 0.0
         self.nodes: list[Node] = []
         self.candidates: dict[int, Node] = {}
         self.ends: list[End] = []
@@ -208,7 +208,7 @@ class Tape:
         """Notes where backward begins."""
         if self.check("loss", "loss", loss):
             self._busy, busy = True, self._busy
-            self.root_top = max(self.root_top, float(amax(loss)) if loss.numel() == 1 else 0.0)
+            self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
             self._busy = busy
 
     def module_name(self, module: nn.Module) -> str:

@@ -26,7 +26,7 @@ from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import Tape, key_of
 from halfstep.numerics.trials import (
-    Told,
+    ReplayReport,
     Trials,
     TrialsTogether,
     can_rehearse,
@@ -53,8 +53,8 @@ class TensorInfo:
     @classmethod
     def of(cls, t: Tensor) -> TensorInfo:
         """Describes `t`."""
-        top = abs(float(amax(t))) if t.is_floating_point() or t.is_complex() else 0.0
-        return cls(dtype_name(t.dtype), tuple(t.shape), top)
+        largest = abs(float(amax(t))) if t.is_floating_point() or t.is_complex() else 0.0
+        return cls(dtype_name(t.dtype), tuple(t.shape), largest)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -327,7 +327,7 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
     cause = _outside(node, tape, parts, batch) if node.outside else _inside(node, tape, parts)
-    cures = tuple(propose(node, cause, parts, tape.root_top))
+    cures = tuple(propose(node, cause, parts, tape.root_amax))
     carried = tuple(
         dict.fromkeys(
             f"{n.phase}: {n.op} in {n.location.module or 'root'}"
@@ -470,18 +470,18 @@ def _try_cures(
     return bad and replace(bad, cures=judge(bad.cures, together.status_of))
 
 
-def _told(trace: Trace) -> Told:
+def _told(trace: Trace) -> ReplayReport:
     """What the other ranks need to know of this one's replay."""
     bad = trace.bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
     known = can_rehearse(trace.collectives)
     if bad is None or bad.cause.kind == "rank":
-        return Told(through=through, known=known)
+        return ReplayReport(through=through, known=known)
     story = f"{bad.phase}: {bad.op} {bad.placed}: {bad.cause.text}"
-    return Told(story, tuple(plain(c) for c in bad.cures), bad.underflow, through, known)
+    return ReplayReport(story, tuple(plain(c) for c in bad.cures), bad.underflow, through, known)
 
 
-def _with_others(bad: BadOp, everyone: Sequence[Told], judged: Sequence[tuple[Cure, ...]]) -> BadOp:
+def _with_others(bad: BadOp, everyone: Sequence[ReplayReport], judged: Sequence[tuple[Cure, ...]]) -> BadOp:
     """The verdict of a rank whose own step was well, with what the others found."""
     rank = next((i for i, told in enumerate(everyone) if told.story), None)
     if rank is None:

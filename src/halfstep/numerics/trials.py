@@ -100,7 +100,7 @@ def try_alone(cures: Sequence[Cure], trials: Trials) -> tuple[Cure, ...]:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReplayReport:
     """What a rank tells the others of its replay.
 
     `story`: its own bad op in a line, empty if all was well with it. `underflow`: whether trials must look
@@ -132,7 +132,7 @@ class TrialsTogether:
     A cure works if everything stays finite on every rank.
     """
 
-    def __init__(self, everyone: Sequence[Told], trials: Trials, parts: StepParticipants) -> None:
+    def __init__(self, everyone: Sequence[ReplayReport], trials: Trials, parts: StepParticipants) -> None:
         self._everyone, self._trials, self._parts = everyone, trials, parts
         self._answers: dict[tuple[Any, ...], str] = {}
         self._through = all(told.through for told in everyone)

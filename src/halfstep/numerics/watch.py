@@ -28,7 +28,7 @@ from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, a
 from halfstep.names import fqn
 from halfstep.numerics.headroom import Forecast, forecast, headroom
 from halfstep.numerics.participants import is_session
-from halfstep.numerics.sampling import Late, Seen, see, spread
+from halfstep.numerics.sampling import Late, SampledTensor, see, spread
 from halfstep.numerics.series import Sample, Series
 from halfstep.numerics.snapshot import replaying
 from halfstep.optim.masters import weight_of
@@ -143,7 +143,7 @@ class Watch:
         self._ends: dict[str, Ends] = {}
         self._slots: dict[str, EndsBuffer] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
-        self._seen: dict[tuple[str, str], Seen] = {}
+        self._seen: dict[tuple[str, str], SampledTensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
         self._late: deque[Late | Amaxes] = deque()
@@ -215,11 +215,11 @@ class Watch:
         found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
         if not found:
             return
-        tops = amaxes(list(found.values()))
-        self._gradients = tuple(found), tops
+        largest = amaxes(list(found.values()))
+        self._gradients = tuple(found), largest
         if self._sampling:
-            for (name, gradient), top in zip(found.items(), tops):
-                self._count("gradient", name, gradient, top)
+            for (name, gradient), amax in zip(found.items(), largest):
+                self._count("gradient", name, gradient, amax)
 
     def _on_accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -304,8 +304,8 @@ class Watch:
         if shares:
             self._late.append(Late.shares(self.step, shares))
 
-    def _count(self, kind: str, name: str, tensor: Tensor, top: Tensor | None = None) -> None:
-        seen = see(tensor, self.exact, top)
+    def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
+        seen = see(tensor, self.exact, amax)
         known = self._seen.get((kind, name))
         if known is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
@@ -361,11 +361,11 @@ class Watch:
         return self._lost
 
     def _take_note(self, found: Amaxes) -> None:
-        tops, scale, taken = found.read()
-        worst = worst_of(tops)
-        self._notes.append(StepNote(found.step, tops[worst], scale, taken, worst))
-        for name, top in tops.items():
-            self._series("gradient", name).note(found.step, top)
+        found_amaxes, scale, taken = found.read()
+        worst = worst_of(found_amaxes)
+        self._notes.append(StepNote(found.step, found_amaxes[worst], scale, taken, worst))
+        for name, amax in found_amaxes.items():
+            self._series("gradient", name).note(found.step, amax)
 
     def _series(self, kind: str, name: str) -> Series:
         key = (kind, name)

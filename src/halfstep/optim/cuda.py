@@ -86,7 +86,7 @@ def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     return _pinned(values, dtype, device).to(device, non_blocking=True)
 
 
-class Table:
+class DeviceTable:
     """Numbers that a device holds, sent again when they change; graphs keep what they were captured with."""
 
     def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
@@ -134,8 +134,8 @@ class UpdatePlan:
             own += _items_of(i, slot.exponents[0].numel(), ITEM // L.BLOCK) if ragged else _items_of(i, size)
         self.table = _upload(rows, torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
-        self.grads = Table(torch.int64, len(slots), device)
-        self.hyper = Table(torch.float64, 6, device)
+        self.grads = DeviceTable(torch.int64, len(slots), device)
+        self.hyper = DeviceTable(torch.float64, 6, device)
         self.rows = torch.empty(len(slots) * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(len(slots), dtype=torch.int32, device=device)
         held = any(slot.kind == L.FP16_EXACT for slot in slots)
@@ -158,7 +158,7 @@ class MeasurePlan:
                 own += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 4) for key, own in items.items()}
-        self.grads = Table(torch.int64, len(kinds), device)
+        self.grads = DeviceTable(torch.int64, len(kinds), device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
 

@@ -82,7 +82,7 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
 
 
 def _least_exponents(p: Tensor) -> Tensor:
-    return torch.full(storage.exponents_shape(p), L.LEAST_TOP, dtype=torch.uint8, device=p.device)
+    return torch.full(storage.exponents_shape(p), L.LEAST_EXPONENT, dtype=torch.uint8, device=p.device)
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:

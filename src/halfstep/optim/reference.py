@@ -44,7 +44,7 @@ def _update_one(
     kept = [None if t is None else t.clone() for t in old] if skip is not None else []
     random = None
     if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
-        random = rounding.noise(g.numel(), key, g.device)
+        random = rounding.random_bits(g.numel(), key, g.device)
     w = storage.read_weight(slot.kind, slot.weight, slot.extra)
     states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)

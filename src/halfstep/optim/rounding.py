@@ -3,16 +3,16 @@
 Random bits are a hash of (key, index), the key one of (seed, step, parameter): replicas and resumed runs
 agree and torch's generators are not touched. In 8-bit states up to 512 elements of a row share one exponent,
 so that a tensor may be cut between any two rows. First moments are signed E4M3 with even spacing near zero.
-Second moments are unsigned E5M3 whose smallest code is 2^-31 of the block's top and not zero (a second moment
-that became zero would turn its parameter's next step into m / eps). Rounding is random and unbiased, because
-a second moment that moves by 0.1 % a step would never move under rounding to nearest. Plain torch, for every
-device; the kernels equal it bit for bit.
+Second moments are unsigned E5M3 whose smallest code is 2^-31 of the block's largest and not zero (a second
+moment that became zero would turn its parameter's next step into m / eps). Rounding is random and unbiased,
+because a second moment that moves by 0.1 % a step would never move under rounding to nearest. Plain torch,
+for every device; the kernels equal it bit for bit.
 """
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels.codes import BLOCK, LEAST_TOP
+from halfstep.kernels.codes import BLOCK, LEAST_EXPONENT
 
 WORD = 0xFFFFFFFF
 MAGNITUDE = 0x7FFFFFFF
@@ -41,7 +41,7 @@ def dither(counter: Tensor) -> Tensor:
     return counter ^ (counter >> 15)
 
 
-def noise(count: int, key: Int, device: torch.device) -> Tensor:
+def random_bits(count: int, key: Int, device: torch.device) -> Tensor:
     """32 random bits for each of the elements 0..count-1, as int64."""
     index = torch.arange(count, device=device, dtype=torch.int64)
     return dither((index * WEYL + key) & WORD)
@@ -78,7 +78,7 @@ def peaks(values: Tensor, width: int) -> Tensor:
 
 def exponents_for(bounds: Tensor) -> Tensor:
     """Per block, the exponent field under which values up to `bounds` fit, rounding up included."""
-    return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp_min(LEAST_TOP)
+    return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp_min(LEAST_EXPONENT)
 
 
 def _per_element(exponents: Tensor, width: int) -> Tensor:

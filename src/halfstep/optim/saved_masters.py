@@ -69,7 +69,7 @@ def _places_in(state: State, count: int) -> list[int]:
 
 
 @torch.no_grad()
-def agree(own: Tensor, value: Tensor) -> bool:
+def of_one_weight(own: Tensor, value: Tensor) -> bool:
     """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
     own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
     half = value.half()
@@ -185,7 +185,7 @@ def _value(name: str, entry: State, p: Tensor) -> Tensor | None:
             f"the saved master of {name} has shape {list(saved.shape)}, the parameter {list(p.shape)}"
         )
     value = checkpoints.master_value(name, entry, p, p)
-    if value is not None and not agree(p, value):
+    if value is not None and not of_one_weight(p, value):
         raise other_weight(name)
     return value
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.source import ListedGradients, Source
-from halfstep.optim.tensor_facts import CompiledFacts, addresses_of, compiled
+from halfstep.optim.tensor_facts import CompiledFacts, addresses_of, compiled_facts
 
 
 class Locals:
@@ -37,7 +37,7 @@ class Locals:
 
     def _compiled(self) -> Callable[[], int] | None:
         """Counts those that have it; None where that cannot be seen from compiled code."""
-        kernels, layout = compiled(), _layout(self._shards)
+        kernels, layout = compiled_facts(), _layout(self._shards)
         if kernels is None or layout is None or not all(map(_is_shard, self._shards)):
             return None
         self._arrays = addresses_of(self._shards), addresses_of(self.seen)
@@ -49,7 +49,7 @@ class ShardGradients:
     """`Gradients` of DTensors: their local tensors, found without Python where the specs are as they were."""
 
     def __init__(self, wholes: Sequence[Any], listed: ListedGradients, facts: CompiledFacts) -> None:
-        kernels, count = compiled(), len(wholes)
+        kernels, count = compiled_facts(), len(wholes)
         self._listed, self._facts, self.addresses = listed, facts, facts.addresses
         self._wholes = list(wholes)
         self._specs = [spec for p in wholes for spec in _specs_of(p)]

@@ -27,7 +27,7 @@ from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
 from halfstep.optim.shard_facts import Locals, ShardGradients, gradients_of_shards
-from halfstep.optim.source import Found
+from halfstep.optim.source import SetSums
 from halfstep.optim.tensor_facts import Gradients
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def any_shard(params: list[Tensor]) -> bool:
 
 
 @dataclass
-class _Order:
+class _ShardList:
     """A list of local tensors, the parameters they are shards of, and how their gradients were placed.
 
     `sums`: parts of gradients that were added up over ranks just now, which nothing else keeps alive.
@@ -74,7 +74,7 @@ class Shards:
         self._empty: list[tuple[Any, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}
         self._whole: dict[Tensor, Tensor] = {}
-        self._orders: dict[int, _Order] = {}
+        self._lists: dict[int, _ShardList] = {}
         params = [p for group in outer.param_groups for p in group["params"]]
         self._groups = list(dict.fromkeys(shard_groups(p) for p in params))
         self.twin = self._make_twin()
@@ -175,23 +175,23 @@ class Shards:
 
     def of_all(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         """`of` each, without a look at placements where gradients are placed as they were before."""
-        order = self._orders.get(id(params))
-        if order is None or order.params is not params:
-            if len(self._orders) > _LISTS:
-                del self._orders[next(iter(self._orders))]  # the oldest: the newest may have sums in use
-            order = self._orders[id(params)] = _Order(params, [self._whole[p] for p in params], [], [])
+        shards = self._lists.get(id(params))
+        if shards is None or shards.params is not params:
+            if len(self._lists) > _LISTS:
+                del self._lists[next(iter(self._lists))]  # the oldest: the newest may have sums in use
+            shards = self._lists[id(params)] = _ShardList(params, [self._whole[p] for p in params], [], [])
         with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
-            grads: list[Any] = [p.grad for p in order.wholes]
+            grads: list[Any] = [p.grad for p in shards.wholes]
         try:
             found = [grad._local_tensor for grad in grads]
-            specs = [(p._spec, grad._spec) for p, grad in zip(order.wholes, grads)]
+            specs = [(p._spec, grad._spec) for p, grad in zip(shards.wholes, grads)]
         except AttributeError:  # none, or of a parameter that is not sharded
             found, specs = [getattr(grad, "_local_tensor", grad) for grad in grads], []
-        if specs and specs == order.specs and set(map(type, found)) <= {Tensor}:
+        if specs and specs == shards.specs and set(map(type, found)) <= {Tensor}:
             return found
         parts = [self.of(p) for p in params]
-        order.specs = specs if all(map(is_, parts, found)) else []
-        order.sums = [part for part, own in zip(parts, found) if part is not None and part is not own]
+        shards.specs = specs if all(map(is_, parts, found)) else []
+        shards.sums = [part for part, own in zip(parts, found) if part is not None and part is not own]
         return parts
 
     def watched(self, params: Sequence[Tensor]) -> Gradients:
@@ -201,8 +201,8 @@ class Shards:
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""
-        for order in self._orders.values():
-            order.sums.clear()
+        for shards in self._lists.values():
+            shards.sums.clear()
         if isinstance(self._watched, ShardGradients):
             self._watched.prefetch()
         with torch._C.DisableTorchFunctionSubclass():
@@ -213,7 +213,7 @@ class Shards:
         """The number of the set of process groups over which the parameter is split."""
         return self._groups.index(shard_groups(self._whole[p]))
 
-    def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
+    def combined(self, found: Sequence[SetSums], inv_scale: float) -> HostStats:
         """The answer over all ranks, by one collective for each set of process groups that split tensors."""
         sets = [[two for n, *two in found if n == number] for number in range(len(self._groups))]
         return cpus_.combined([_over(*one) for one in zip(self._groups, sets)], inv_scale)
@@ -328,8 +328,8 @@ def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[floa
     if not groups:
         return squares, peak
     wide = torch.tensor([squares, peak], dtype=torch.float64)
-    total, top = sums_over(groups, wide[0], wide[1])
-    return float(total), float(top)
+    total, largest = sums_over(groups, wide[0], wide[1])
+    return float(total), float(largest)
 
 
 def _placed(local: Tensor, p: Tensor) -> Tensor:

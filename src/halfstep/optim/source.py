@@ -14,7 +14,7 @@ from halfstep.gradients.stats import HostStats
 from halfstep.optim import storage
 from halfstep.optim.tensor_facts import Gradients, facts_of, gradients_of
 
-Found = tuple[int, float, float]
+SetSums = tuple[int, float, float]
 """A set of gradients by number, the sum of its squares (unscaled) and its largest magnitude."""
 
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         """The number of the set that p's gradient is measured with."""
         ...
 
-    def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
+    def combined(self, found: Sequence[SetSums], inv_scale: float) -> HostStats:
         """The answer for all gradients times `inv_scale`, those of other ranks included."""
         ...
 
@@ -61,7 +61,7 @@ class OwnGradients:
         """All are one set."""
         return 0
 
-    def combined(self, found: Sequence[Found], inv_scale: float) -> HostStats:
+    def combined(self, found: Sequence[SetSums], inv_scale: float) -> HostStats:
         """The answer for all."""
         return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
 

@@ -84,7 +84,9 @@ def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind
         return None
     value = saved["master"]
     fits = value.shape == p.shape  # what does not is refused with its shape
-    if fits and not (saved_masters.agree(p, value) or saved_masters.agree(optimizer.master_of(p), value)):
+    if fits and not (
+        saved_masters.of_one_weight(p, value) or saved_masters.of_one_weight(optimizer.master_of(p), value)
+    ):
         raise saved_masters.other_weight(name)
     return None
 

@@ -57,19 +57,19 @@ class Versions(Protocol):
 
 def facts_of(tensors: Sequence[Tensor]) -> Facts:
     """The facts of tensors that have an address; the compiled way where there is one."""
-    kernels = compiled()
+    kernels = compiled_facts()
     return PlainFacts(tensors) if kernels is None else CompiledFacts(tensors, kernels)
 
 
 def gradients_of(params: Sequence[Tensor]) -> Gradients:
     """The gradients that lie at `params`, each of which has one."""
-    kernels = compiled()
+    kernels = compiled_facts()
     return PlainGradients(params) if kernels is None else _CompiledGradients(params, kernels)
 
 
 def versions_of(tensors: Iterable[Tensor]) -> Versions:
     """The versions of tensors that are no inference tensors."""
-    kernels, known = compiled(), list(tensors)
+    kernels, known = compiled_facts(), list(tensors)
     return PlainVersions(known) if kernels is None else _CompiledVersions(known, kernels)
 
 
@@ -77,7 +77,7 @@ def versions_of(tensors: Iterable[Tensor]) -> Versions:
 
 
 @cache
-def compiled() -> Any:
+def compiled_facts() -> Any:
     """The kernels' module, where what torch answers them is what it says in Python; else None."""
     try:
         from halfstep.kernels.cpu import facts

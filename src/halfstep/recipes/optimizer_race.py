@@ -21,7 +21,7 @@ SCALE = 65536.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contestant:
     """One contestant: `make` builds its optimizer on parameters; the dtype is that of weights and gradients.
 
     `update` and `step` take (optimizer, parameters): the bare update, and the whole step with unscaling,
@@ -33,7 +33,7 @@ class Entry:
     make: Callable[[list[nn.Parameter]], Any]
     update: Callable[[Any, list[nn.Parameter]], None]
     step: Callable[[Any, list[nn.Parameter]], None]
-    value: Callable[[Any, nn.Parameter], Tensor] = lambda optimizer, p: known_value(optimizer, p)
+    value: Callable[[Any, nn.Parameter], Tensor] = lambda optimizer, p: fp32_value(optimizer, p)
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,26 @@ def _scaler_clip_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     scaler.update()
 
 
-def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Entry:
+def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Contestant:
     """`hs.optim.AdamW` in one of its modes."""
 
     def make(params: list[nn.Parameter]) -> AdamW:
         return AdamW(params, master=master, state_dtype=state_dtype)
 
-    return Entry(f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, update_only, _one_pass)
+    return Contestant(
+        f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, update_only, _one_pass
+    )
 
 
-def torch_adamw(**options: Any) -> Entry:
+def torch_adamw(**options: Any) -> Contestant:
     """torch's AdamW on fp32 weights, its whole step through torch's GradScaler and clip_grad_norm_."""
     name = "torch AdamW " + ", ".join(key for key, value in options.items() if value)
-    return Entry(
+    return Contestant(
         name, torch.float32, lambda p: torch.optim.AdamW(p, **options), update_only, _scaler_clip_step
     )
 
 
-def entries() -> list[Entry]:
+def contestants() -> list[Contestant]:
     """torch's AdamW fused and foreach, and ours in every mode."""
     modes = [
         ("exact", "fp32"),
@@ -100,15 +102,15 @@ def entries() -> list[Entry]:
     return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
 
 
-class TimedEntry:
+class TimedContestant:
     """One contestant with weights and gradients in place."""
 
-    def __init__(self, entry: Entry, sizes: Sequence[int], device: torch.device) -> None:
-        self.entry = entry
+    def __init__(self, contestant: Contestant, sizes: Sequence[int], device: torch.device) -> None:
+        self.contestant = contestant
         self.device = device
         generator = torch.Generator(device).manual_seed(0)
-        self.params = [_parameter(n, entry.dtype, device, generator) for n in sizes]
-        self.optimizer = entry.make(self.params)
+        self.params = [_parameter(n, contestant.dtype, device, generator) for n in sizes]
+        self.optimizer = contestant.make(self.params)
         for p in self.params:
             p.grad = torch.empty_like(p)
         self.refill()
@@ -124,7 +126,7 @@ class TimedEntry:
         self.refill()
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-        work = self.entry.update if kind == "update" else self.entry.step
+        work = self.contestant.update if kind == "update" else self.contestant.step
         start = clock()
         work(self.optimizer, self.params)
         if self.device.type != "cpu":
@@ -145,12 +147,12 @@ def _parameter(n: int, dtype: torch.dtype, device: torch.device, generator: torc
 
 
 def race(
-    contestants: Sequence[Entry], sizes: Sequence[int], rounds: int, device: torch.device
+    contestants: Sequence[Contestant], sizes: Sequence[int], rounds: int, device: torch.device
 ) -> Iterator[Result]:
     """Time each contestant in turn with the first, two in memory at a time; yields one result each."""
-    first = TimedEntry(contestants[0], sizes, device)
-    for entry in contestants:
-        bench = first if entry is contestants[0] else TimedEntry(entry, sizes, device)
+    first = TimedContestant(contestants[0], sizes, device)
+    for contestant in contestants:
+        bench = first if contestant is contestants[0] else TimedContestant(contestant, sizes, device)
         times: dict[str, list[tuple[float, float]]] = {"update": [], "step": []}
         for turn in range(rounds + 1):
             for kind, found in times.items():
@@ -160,21 +162,21 @@ def race(
         ms = {kind: statistics.median(own for own, _ in found) * 1e3 for kind, found in times.items()}
         share = {kind: statistics.median(own / peer for own, peer in found) for kind, found in times.items()}
         size = bench.bytes_per_param()
-        yield Result(entry.name, ms["update"], share["update"], ms["step"], share["step"], size)
+        yield Result(contestant.name, ms["update"], share["update"], ms["step"], share["step"], size)
         if bench is not first:
             del bench
             gc.collect()
 
 
-def movement(entry: Entry, start: float, lr: float, steps: int, count: int = 4096) -> float:
+def movement(contestant: Contestant, start: float, lr: float, steps: int, count: int = 4096) -> float:
     """How far weights of `start` moved under unit gradients, as a share of what AdamW in fp32 moves them.
 
     The mean over `count` weights without weight decay; what an optimizer knows beyond the weight counts. Each
     step gets its gradient anew: some optimizers write into it. Peers may leave tensors below 4,096 elements
     uncompressed.
     """
-    ours = _moved(entry.make, entry.dtype, entry.value, start, lr, steps, count)
-    return ours / _moved(_plain, torch.float32, known_value, start, lr, steps, 16)
+    ours = _moved(contestant.make, contestant.dtype, contestant.value, start, lr, steps, count)
+    return ours / _moved(_plain, torch.float32, fp32_value, start, lr, steps, 16)
 
 
 def _moved(
@@ -206,6 +208,6 @@ def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params)
 
 
-def known_value(optimizer: Any, p: nn.Parameter) -> Tensor:
+def fp32_value(optimizer: Any, p: nn.Parameter) -> Tensor:
     """A weight as its optimizer knows it: the master where there is one."""
     return optimizer.master_of(p) if isinstance(optimizer, AdamW) else p.detach()

@@ -1,6 +1,7 @@
 """Running a recipe at several precision settings and seeds, and measuring each setting's step.
 
-The result is a `Row` a setting; `RecipeReport.summary` is what the command line prints and the report draws.
+The result is a `SettingRuns` a setting; `RecipeReport.summary` is what the command line prints and the report
+draws.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class TrainSetting:
 
 
 @dataclass
-class Row:
+class SettingRuns:
     """One setting's runs and measurements; None where a failure prevented the measurement."""
 
     setting: TrainSetting
@@ -122,7 +123,7 @@ class RecipeReport:
     task: str
     steps: int
     seeds: int
-    rows: list[Row]
+    rows: list[SettingRuns]
 
     def summary(self) -> RecipeRows:
         """The recipe's words, and each setting's summary and raw runs."""
@@ -152,7 +153,7 @@ def _spread(finals: Sequence[float]) -> float | None:
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
 
 
-def _summary(row: Row, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> SettingRow:
+def _summary(row: SettingRuns, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> SettingRow:
     finals = row.finals(recipe.metric)
     mean = statistics.fmean(finals) if finals else None
     last = [run.scales[-1] for run in row.runs if run.scales]
@@ -273,7 +274,9 @@ class TimedSetting:
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.device, rounds: int) -> None:
+def measure_rows(
+    recipe: Recipe, task: Task, rows: Sequence[SettingRuns], device: torch.device, rounds: int
+) -> None:
     """Fill in time, memory and bound of every row that was not stopped, the times taken in turns."""
     rows = [row for row in rows if not row.stopped]
     benches = [TimedSetting(recipe, task, row.setting, device) for row in rows]
@@ -281,7 +284,9 @@ def measure_rows(recipe: Recipe, task: Task, rows: Sequence[Row], device: torch.
         _measure(rows, benches, device, rounds)
 
 
-def _measure(rows: Sequence[Row], benches: Sequence[TimedSetting], device: torch.device, rounds: int) -> None:
+def _measure(
+    rows: Sequence[SettingRuns], benches: Sequence[TimedSetting], device: torch.device, rounds: int
+) -> None:
     seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
     for row, bench, taken in zip(rows, benches, seconds):
         row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
@@ -309,7 +314,7 @@ def run_recipe(
     seeds, and is not measured.
     """
     task = recipe.task(folder)
-    rows = [Row(setting, []) for setting in settings]
+    rows = [SettingRuns(setting, []) for setting in settings]
     for row in rows:
         for seed in range(seeds):
             share = budget.start() if budget else NO_LIMIT

@@ -180,7 +180,7 @@ class Trainer:
             ranks.check_passes(loader)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
-        unsized = saving.agreed(0 if hasattr(loader, "__len__") else 1)
+        unsized = saving.ranks_max(0 if hasattr(loader, "__len__") else 1)
         self._asks = bool(unsized) and self.device.type == "cpu"  # asking makes an accelerator wait
         if resume:
             self._resume()
@@ -231,14 +231,14 @@ class Trainer:
         """Whether some rank was told to stop; saves first where SIGTERM told it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        told = saving.agreed(2 if self._terminated.arrived else 1 if self._stop else 0)
+        told = saving.ranks_max(2 if self._terminated.arrived else 1 if self._stop else 0)
         if not told:
             return False
         terminated = told == 2
         self._terminated.arrived = terminated
         if terminated and self.folder is not None:
             self.wait_until_saved()
-            if not saving.agreed(self.folder.has(self.step)):
+            if not saving.ranks_max(self.folder.has(self.step)):
                 self.save()
         self.history.stopped = "SIGTERM" if terminated else self._stop or "another rank stopped"
         return True
@@ -420,7 +420,9 @@ class Trainer:
         Ranks whose pass ended ask before they begin the next, others with a batch in hand.
         """
         between, self._between = self._between, False
-        if between and (saving.agreed(bool(self._stop)) if self._asks else self._stop and world_size() == 1):
+        if between and (
+            saving.ranks_max(bool(self._stop)) if self._asks else self._stop and world_size() == 1
+        ):
             raise _StopBetweenSteps
 
     def _log(self, values: Mapping[str, float], prefix: str = "") -> None:

@@ -112,6 +112,6 @@ def load_latest(folder: CheckpointFolder) -> dict[str, Any] | None:
     return mine_of(folder.load_latest() or {})
 
 
-def agreed(number: int) -> int:
+def ranks_max(number: int) -> int:
     """The largest number that any rank says; every rank must ask."""
     return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))

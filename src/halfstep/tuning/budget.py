@@ -25,7 +25,7 @@ class Budget:
 
     def left(self) -> float:
         """Seconds that are left; below 0 where too many were spent."""
-        return float(agreed(self._until - time.perf_counter()))
+        return float(of_first_rank(self._until - time.perf_counter()))
 
     def saw(self, label: str, seconds: float) -> None:
         """Note what a step of a choice took."""
@@ -34,9 +34,9 @@ class Budget:
     def affords(self, label: str, steps: int) -> bool:
         """Whether so many steps of a choice fit; one never seen is taken to be as fast as the first seen."""
         first = next(iter(self._steps.values()), 0.0)
-        return self.left() > float(agreed(steps * self._steps.get(label, first)))
+        return self.left() > float(of_first_rank(steps * self._steps.get(label, first)))
 
 
-def agreed(value: Any) -> Any:
+def of_first_rank(value: Any) -> Any:
     """Rank 0's value, on every rank; every rank must ask."""
     return gather(value)[0]

@@ -25,7 +25,7 @@ from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.tuning.budget import Budget, agreed
+from halfstep.tuning.budget import Budget, of_first_rank
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
 
 Step = Callable[..., Any]
@@ -99,7 +99,7 @@ class Bench:
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
-                slow = agreed(slow)
+                slow = of_first_rank(slow)
                 taken = () if slow else (self._settled(run, choice),)
             if slow:
                 return Trial(choice, failed=NO_TIME)
@@ -131,7 +131,7 @@ class Bench:
         taken = self._timed(run, choice)
         first = self._best is None
         hopeless = self._best is not None and HOPELESS * self._best < taken < self.budget.left()
-        if first or agreed(hopeless):
+        if first or of_first_rank(hopeless):
             taken = min(taken, self._timed(run, choice))
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
@@ -173,7 +173,7 @@ class Bench:
             with self.entered(choice) as run:
                 run()
                 times[index] += [self._timed(run, choice) for _ in range(steps)]
-        times = agreed(times)
+        times = of_first_rank(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:

@@ -19,7 +19,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
-from halfstep.tuning.budget import agreed
+from halfstep.tuning.budget import of_first_rank
 from halfstep.tuning.choices import NO_TIME, Decision, LevelChoice, Trial, decide
 from halfstep.tuning.engine import HOPELESS, Bench, Step
 from halfstep.tuning.flow import flow_of
@@ -128,7 +128,7 @@ def search(
         bench.close()
     if trials[0].failed is not None:
         raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
-    trials = agreed(trials)
+    trials = of_first_rank(trials)
     return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
 
 
@@ -165,7 +165,7 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
     for _ in range(CLOSE_TURNS):
         trials = _turns(bench, trials, LAST_ROUNDS, CLOSE)
         best = min(t.time for t in _usable(trials))
-        if agreed(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
+        if of_first_rank(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
             break
     return trials
 
@@ -183,13 +183,13 @@ def _best(trials: Sequence[Trial], count: int) -> list[Trial]:
     """The fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
     usable = _usable(trials)
-    return [trials[i] for i in agreed(order) if trials[i] in usable][:count]
+    return [trials[i] for i in of_first_rank(order) if trials[i] in usable][:count]
 
 
 def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[Trial]:
     """Time what is within `near` of the best, and fp32, in turns."""
     best = min((t.time for t in _usable(trials)), default=float("inf"))
-    chosen = agreed(
+    chosen = of_first_rank(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
     timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS)
@@ -208,7 +208,7 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
         for trial in _best(own, 1):
             if not bench.budget.affords(trial.choice.label, PROFILED):
                 return found
-            rules = agreed(_rules_for(bench, trial.choice, device))
+            rules = of_first_rank(_rules_for(bench, trial.choice, device))
             if rules.rules:
                 found.append(replace(trial.choice, rules=rules))
     return found

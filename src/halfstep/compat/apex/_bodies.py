@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from halfstep.compat.apex._ledger import Ledger
+from halfstep.compat.apex._account import Account
 from halfstep.errors import HalfstepWarning
 
 
 @contextmanager
-def no_steps(ledgers: Sequence[Ledger]) -> Generator[None]:
+def no_steps(accounts: Sequence[Account]) -> Generator[None]:
     """Within, a step of these optimizers is an error: their gradients carry the scale."""
-    for ledger in ledgers:
-        ledger.inside += 1
+    for account in accounts:
+        account.inside += 1
     try:
         yield
     finally:
-        for ledger in ledgers:
-            ledger.inside -= 1
+        for account in accounts:
+            account.inside -= 1
 
 
 @contextmanager

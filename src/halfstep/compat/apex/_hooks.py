@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halfstep.compat.apex._ledger import Ledger
+from halfstep.compat.apex._account import Account
 from halfstep.optim import MasterWeights
 
 
@@ -30,8 +30,8 @@ class CastBatches:
 class CheckpointInFp32:
     """Module hook: `state_dict()` gives fp32 tensors, the masters where there are any."""
 
-    def __init__(self, ledgers: list[weakref.ref[Ledger]] | None = None) -> None:
-        self._ledgers = ledgers or []
+    def __init__(self, accounts: list[weakref.ref[Account]] | None = None) -> None:
+        self._accounts = accounts or []
 
     def __reduce__(self) -> tuple[type[CheckpointInFp32], tuple[()]]:
         return CheckpointInFp32, ()
@@ -41,9 +41,11 @@ class CheckpointInFp32:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         live = [
-            ledger for ref in self._ledgers if (ledger := ref()) is not None and ledger.masters is not None
+            account
+            for ref in self._accounts
+            if (account := ref()) is not None and account.masters is not None
         ]
-        masters = {id(w): m for ledger in live for w, m in cast(MasterWeights, ledger.masters).pairs()}
+        masters = {id(w): m for account in live for w, m in cast(MasterWeights, account.masters).pairs()}
         exact = {
             prefix + name: masters.get(id(p)) for name, p in module.named_parameters(remove_duplicate=False)
         }

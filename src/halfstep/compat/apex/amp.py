@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.autocast.context import autocast
 from halfstep.autocast.kernel_choice import table_of
+from halfstep.compat.apex._account import Account
 from halfstep.compat.apex._bodies import backward_of, no_steps
 from halfstep.compat.apex._functions import CASTS, wrapped
 from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
-from halfstep.compat.apex._ledger import Ledger
 from halfstep.compat.apex._options import AmpError, Properties, properties, tell_of_odd_calls
 from halfstep.compat.apex._scaler import LossScaler
 from halfstep.convert.conversion import Conversion, convert
@@ -67,7 +67,7 @@ class AmpState:
         self.loss_scalers: list[LossScaler] = []
         self.verbosity = 1
         self.device = "cpu"
-        self.ledgers: dict[torch.optim.Optimizer, Ledger] = {}
+        self.accounts: dict[torch.optim.Optimizer, Account] = {}
         self.conversions: list[Conversion] = []
         self.handles: list[Any] = []
         self.region: autocast | None = None
@@ -76,12 +76,12 @@ class AmpState:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that passed through `initialize`."""
-        return list(self.ledgers)
+        return list(self.accounts)
 
     @property
     def masters(self) -> dict[int, MasterWeights]:
         """Their fp32 masters, by the optimizer's number."""
-        kept = (ledger.masters for ledger in self.ledgers.values())
+        kept = (account.masters for account in self.accounts.values())
         return {index: one for index, one in enumerate(kept) if one is not None}
 
     def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,11 +112,11 @@ class AmpState:
         for name, value in chosen.options.items():
             self.say(f"{name:22} : {value}")
 
-    def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
-        """The ledger of an optimizer that went through `initialize`."""
-        if optimizer not in self.ledgers:
+    def account(self, optimizer: torch.optim.Optimizer) -> Account:
+        """The account of an optimizer that went through `initialize`."""
+        if optimizer not in self.accounts:
             raise AmpError(f"this {type(optimizer).__name__} did not come from amp.initialize")
-        return self.ledgers[optimizer]
+        return self.accounts[optimizer]
 
 
 _amp_state = AmpState()
@@ -171,7 +171,7 @@ def initialize(
         raise AmpError(f"enabled={enabled!r:.40}: expected True or False; a level goes by name, opt_level=")
     if not enabled:
         off: dict[str, Any] = {**chosen.options, "enabled": False}
-        state.opt_properties = None if state.ledgers else Properties(**off)
+        state.opt_properties = None if state.accounts else Properties(**off)
         return models if optimizers is None else (models, optimizers)
     scalers = [
         LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -194,7 +194,7 @@ def _set_up(
     tell_of_odd_calls(models, optimizers, chosen, state.opt_properties)
     state.begin(chosen, models)
     state.loss_scalers = scalers
-    before = len(state.conversions), len(state.handles), len(state.ledgers)
+    before = len(state.conversions), len(state.handles), len(state.accounts)
     try:
         _apply(models, optimizers, chosen, outputs, state)
     except Exception:
@@ -233,7 +233,7 @@ def _check(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], sta
                     f"{name} is {tensor.dtype}, expected float32: leave the model in fp32 to amp.initialize"
                 )
     for optimizer in optimizers:
-        if optimizer in state.ledgers:
+        if optimizer in state.accounts:
             raise AmpError(
                 "an optimizer may pass through amp.initialize only once; call amp.shutdown() to undo"
             )
@@ -261,15 +261,15 @@ def _apply(
         if isinstance(dtype, torch.dtype) or outputs is not None:
             state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
     for optimizer in optimizers:
-        ledger = state.ledgers[optimizer] = Ledger(optimizer, state)
+        account = state.accounts[optimizer] = Account(optimizer, state)
         if chosen.master_weights:
-            ledger.masters = MasterWeights(optimizer, models, initial=originals)
+            account.masters = MasterWeights(optimizer, models, initial=originals)
             follow_wraps(state)
         elif isinstance(dtype, torch.dtype):
             optimizer.load_state_dict(optimizer.state_dict())
     if dtype not in (None, False, torch.float32):
         for model in models:
-            hook = CheckpointInFp32([weakref.ref(ledger) for ledger in state.ledgers.values()])
+            hook = CheckpointInFp32([weakref.ref(account) for account in state.accounts.values()])
             state.handles.append(model.register_state_dict_post_hook(hook))
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
@@ -324,35 +324,35 @@ def scale_loss(
         return
     scaler = _scaler(loss_id)
     listed: Iterable[Any] = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    ledgers = [state.ledger(optimizer) for optimizer in listed]
-    for ledger in ledgers:
-        ledger.announced = True
+    accounts = [state.account(optimizer) for optimizer in listed]
+    for account in accounts:
+        account.announced = True
     if not state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
     if not delay_unscale:
-        for ledger in ledgers:
-            ledger.before_backward()
+        for account in accounts:
+            account.before_backward()
     scaled = scaler.value.scale(loss.float())
-    with no_steps(ledgers), backward_of(scaled, state.told):
+    with no_steps(accounts), backward_of(scaled, state.told):
         yield scaled
     if delay_unscale:
-        for ledger in ledgers:
-            ledger.scaled = True
+        for account in accounts:
+            account.scaled = True
         return
-    flags = [ledger.after_backward(scaler.value.inverse(state.device)) for ledger in ledgers]
+    flags = [account.after_backward(scaler.value.inverse(state.device)) for account in accounts]
     if not delay_overflow_check:
-        _check_overflow(scaler, loss_id, ledgers, flags, state)
+        _check_overflow(scaler, loss_id, accounts, flags, state)
 
 
 def _check_overflow(
-    scaler: LossScaler, loss_id: int, ledgers: list[Ledger], flags: list[Tensor], state: AmpState
+    scaler: LossScaler, loss_id: int, accounts: list[Account], flags: list[Tensor], state: AmpState
 ) -> None:
     found = bool(all_ranks(torch.stack([flag.to(state.device) for flag in flags]).any())) if flags else False
     if scaler.update(found):
         new = scaler.loss_scale()
-        for ledger in ledgers:
-            ledger.skip = (
+        for account in accounts:
+            account.skip = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
     elif found and "static" not in state.told:
@@ -475,15 +475,15 @@ def shutdown() -> None:
     _take_down(state, 0, 0, 0)
 
 
-def _take_down(state: AmpState, conversions: int, handles: int, ledgers: int) -> None:
-    """Undo the conversions, hooks and ledgers that came after so many of each."""
+def _take_down(state: AmpState, conversions: int, handles: int, accounts: int) -> None:
+    """Undo the conversions, hooks and accounts that came after so many of each."""
     for handle in state.handles[handles:]:
         handle.remove()
-    late = list(state.ledgers)[ledgers:]
+    late = list(state.accounts)[accounts:]
     for optimizer in late:
-        state.ledgers[optimizer].settle()
+        state.accounts[optimizer].settle()
     for conversion in state.conversions[conversions:]:
         conversion.revert()
     for optimizer in late:
-        state.ledgers.pop(optimizer).remove()
+        state.accounts.pop(optimizer).remove()
     del state.conversions[conversions:], state.handles[handles:]

@@ -49,7 +49,7 @@ def value_and_grad(
             that the call has no argument for, or none at all.
     """
     _check_what(fn, grad_position, weights, has_aux)
-    told = _Told(fn)
+    told = _TellsOnce(fn)
 
     @functools.wraps(fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -114,7 +114,7 @@ def _differentiable(given: Any, position: int) -> Tensor:
     return found
 
 
-class _Told:
+class _TellsOnce:
     """Warns once that outputs beside the loss are differentiated too."""
 
     def __init__(self, fn: Any) -> None:

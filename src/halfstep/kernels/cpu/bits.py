@@ -286,7 +286,7 @@ def read_signed(code, exponent):
 
 @compiled()
 def read_unsigned(code, exponent):
-    """An E5M3 code; the smallest, 0, is 2^-31 of the block's top and not zero."""
+    """An E5M3 code; the smallest, 0, is 2^-31 of the block's largest and not zero."""
     return float_of(i32(i32(code + i32(i32(exponent - i32(31)) << i32(3))) << i32(20)))
 
 
@@ -312,4 +312,4 @@ def write_unsigned(value, exponent, random):
 @compiled()
 def exponent_for(bound):
     """The block exponent under which values up to `bound` fit, rounding up included."""
-    return max(i32(L.LEAST_TOP), i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3)))
+    return max(i32(L.LEAST_EXPONENT), i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3)))

@@ -33,7 +33,7 @@ from halfstep.kernels.cpu.bits import (
     widest_vectors,
 )
 from halfstep.kernels.cpu.streams import widths
-from halfstep.kernels.cpu.update import AHEAD, core, exponents, peak, read_grad
+from halfstep.kernels.cpu.update import AHEAD, block_exponents, core, peak, read_grad
 
 FLUSH = AHEAD // 2  # gradients whose squares are added in fp32 before float64 takes over
 # What `measurer` does: squares in fp32, all in float64, or in fp32 while the gradients are written as fp32.
@@ -128,7 +128,7 @@ def _update_of(
     looks, blocks = bool(look.literal_value), kind[3] == L.STATE_8BIT
     update, seen = core(*kind), looker(kind[2], NARROW)
     wide_w, wide_x, wide_g, wide_m, wide_v = widths(*kind)
-    largest, tops_of = peak(*kind[:3]), exponents(kind[0])
+    largest, exponents_of = peak(*kind[:3]), block_exponents(kind[0])
     stride = L.BLOCK if blocks else FLUSH if looks else 1 << 30
 
     def run(
@@ -149,16 +149,16 @@ def _update_of(
                     n = min(n, width - column)
                 w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
                 m, v = row[3] + wide_m * j, row[4] + wide_v * j
-                tops = (i32(0), i32(0), i32(0), i32(0))
+                exponents = (i32(0), i32(0), i32(0), i32(0))
                 if blocks:
-                    tops = tops_of(m, v, row[5], row[6], block, n, largest(w, x, g, n, s), s)
+                    exponents = exponents_of(m, v, row[5], row[6], block, n, largest(w, x, g, n, s), s)
                     column = column + n if column + n < width else 0
                     block += 1
                 if looks:
                     squared, bits = seen(g, g, n)
                     total += squared
                     top = max(top, bits)
-                update(n, w, x, g, m, v, s, tops, keys[p], j, status)
+                update(n, w, x, g, m, v, s, exponents, keys[p], j, status)
                 j += n
             if looks:
                 squares[k] = total

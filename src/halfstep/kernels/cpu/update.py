@@ -136,14 +136,14 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
         m_in, m_out = first_of, fp32_out
     advance = ALGORITHMS[algorithm]
 
-    def one(h, x, g, m, v, s, tops, counter, key):
+    def one(h, x, g, m, v, s, exponents, counter, key):
         always_inline()
         w, m, v = advance(
-            weight_in(h, x), grad_in(g) * s[0], m_in(m, tops[0]), v_in(v, tops[1]), s
+            weight_in(h, x), grad_in(g) * s[0], m_in(m, exponents[0]), v_in(v, exponents[1]), s
         )  # fmt: skip
         random = mix(counter)
         h, x, bad = weight_out(w, random, key)
-        return h, x, m_out(m, tops[2], random), v_out(v, tops[3], random), bad
+        return h, x, m_out(m, exponents[2], random), v_out(v, exponents[3], random), bad
 
     return compiled(name=f"one_{algorithm}_{weight}_{grad}_{state}")(one)
 
@@ -177,7 +177,7 @@ def asker(*wide: int) -> Any:
 def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     """The update of `n` elements that start at the five addresses: panels of pairs, then the rest singly.
 
-    8-bit states are read under the block exponents tops[0:2] and written under tops[2:4].
+    8-bit states are read under the blocks' exponents[0:2] and written under exponents[2:4].
     """
     name = f"core_{algorithm}_{weight}_{grad}_{state}"
     one = element(algorithm, weight, grad, state)
@@ -190,7 +190,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, tops, key, start, status):
+    def run(n, w, x, g, m, v, s, exponents, key, start, status):
         widest_vectors()
         bad = i32(0)
         counter = u32(u32(u32(start) * u32(WEYL)) + key)
@@ -203,9 +203,9 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 g0, g1 = pair_g(g, i)
                 m0, m1 = pair_m(m, i)
                 v0, v1 = pair_v(v, i)
-                h0, x0, m0, v0, bad0 = one(h0, x0, g0, m0, v0, s, tops, counter, key)
+                h0, x0, m0, v0, bad0 = one(h0, x0, g0, m0, v0, s, exponents, counter, key)
                 counter = u32(counter + u32(WEYL))
-                h1, x1, m1, v1, bad1 = one(h1, x1, g1, m1, v1, s, tops, counter, key)
+                h1, x1, m1, v1, bad1 = one(h1, x1, g1, m1, v1, s, exponents, counter, key)
                 counter = u32(counter + u32(WEYL))
                 bad = i32(bad | i32(bad0 | bad1))
                 put_w(w, i, h0, h1)
@@ -214,7 +214,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
                 put_v(v, i, v0, v1)
         for i in range(whole, n):
             h0, x0, m0, v0, bad0 = one(
-                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, tops, counter, key
+                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, exponents, counter, key
             )
             counter = u32(counter + u32(WEYL))
             bad = i32(bad | bad0)
@@ -233,10 +233,10 @@ def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, tops, key, start, status):
+    def run(n, w, x, g, m, v, s, exponents, key, start, status):
         for i in range(n):
             h, x0, m0, v0, _ = one(
-                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, tops, u32(0), key
+                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, exponents, u32(0), key
             )
             set_w(w, i, h)
             set_x(x, i, x0)
@@ -306,22 +306,22 @@ def momentum_bound(old, g, s):
 
 
 @cache
-def exponents(algorithm: int) -> Any:
+def block_exponents(algorithm: int) -> Any:
     """Block `b`'s exponents, old and new, of both states; how large a state gets follows from its average."""
     signed, unsigned = largest_code(127), largest_code(255)
     moments = moments_of(algorithm)
     adam_like = algorithm in (L.ADAMW, L.ADAM)
     bound = adam_bound if adam_like else lion_bound if algorithm == L.LION else momentum_bound
 
-    def found(m, v, m_tops, v_tops, b, n, g, s):
-        m_old = i32(peek_u8(m_tops, b))
+    def found(m, v, m_exponents, v_exponents, b, n, g, s):
+        m_old = i32(peek_u8(m_exponents, b))
         m_new = exponent_for(bound(read_signed(signed(m, n), m_old), g, s))
-        poke_u8(m_tops, b, u8(m_new))
+        poke_u8(m_exponents, b, u8(m_new))
         v_old = v_new = i32(0)
         if moments > 1:
-            v_old = i32(peek_u8(v_tops, b))
+            v_old = i32(peek_u8(v_exponents, b))
             v_new = exponent_for(read_unsigned(unsigned(v, n), v_old) * s[3] + (g * g) * s[4])
-            poke_u8(v_tops, b, u8(v_new))
+            poke_u8(v_exponents, b, u8(v_new))
         return m_old, v_old, m_new, v_new
 
     return compiled(name=f"exponents_{algorithm}")(found)

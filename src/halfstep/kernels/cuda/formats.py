@@ -18,7 +18,7 @@ FP16_EXACT, FP16_MASTER = tl.constexpr(L.FP16_EXACT), tl.constexpr(L.FP16_MASTER
 FP16_NONE = tl.constexpr(L.FP16_NONE)
 BF16, FP16 = tl.constexpr(L.BF16), tl.constexpr(L.FP16)
 STATE_FP32, STATE_BF16 = tl.constexpr(L.STATE_FP32), tl.constexpr(L.STATE_BF16)
-LEAST_TOP = tl.constexpr(L.LEAST_TOP)
+LEAST_EXPONENT = tl.constexpr(L.LEAST_EXPONENT)
 
 MASK = tl.constexpr(0x7FFFFFFF)
 INF = tl.constexpr(0x7F800000)
@@ -146,21 +146,21 @@ def lacking_fp16(x, h):
 
 
 @triton.jit
-def read_signed(code, top):
-    least = (top - 15) << 23
+def read_signed(code, exponent):
+    least = (exponent - 15) << 23
     size = float_of(((code & 127) << 20) + least) - float_of(least)
     return float_of(bits_of(size) | ((code & 128) << 24))
 
 
 @triton.jit
-def read_unsigned(code, top):
-    return float_of((code + ((top - 31) << 3)) << 20)
+def read_unsigned(code, exponent):
+    return float_of((code + ((exponent - 31) << 3)) << 20)
 
 
 @triton.jit
-def write_signed(x, top, random):
+def write_signed(x, exponent, random):
     b = bits_of(x)
-    least = (top - 15) << 23
+    least = (exponent - 15) << 23
     raised = bits_of(float_of(b & MASK) + float_of(least))
     chance = (random & 0xFFFF).to(tl.int32) << 4
     code = tl.minimum(plus(minus(raised, least), chance) >> 20, 127)
@@ -168,15 +168,15 @@ def write_signed(x, top, random):
 
 
 @triton.jit
-def write_unsigned(x, top, random):
+def write_unsigned(x, exponent, random):
     chance = (random >> 16).to(tl.int32) << 4
-    code = (plus(bits_of(x) & MASK, chance) >> 20) - ((top - 31) << 3)
+    code = (plus(bits_of(x) & MASK, chance) >> 20) - ((exponent - 31) << 3)
     return tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8)
 
 
 @triton.jit
-def top_for(bound):
-    return tl.maximum(((bits_of(bound) >> 20) + 1) >> 3, LEAST_TOP)
+def exponent_for(bound):
+    return tl.maximum(((bits_of(bound) >> 20) + 1) >> 3, LEAST_EXPONENT)
 
 
 @triton.jit
@@ -298,7 +298,7 @@ def read_state(address, start, lane, live, STATE: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def write_state(
-    address, start, lane, live, x, top, random,
+    address, start, lane, live, x, exponent, random,
     INDEX: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if STATE == STATE_FP32:
@@ -306,6 +306,6 @@ def write_state(
     elif STATE == STATE_BF16:
         write(address, start, lane, live, bf16_random(x, random >> (16 * INDEX)), tl.int16, ALIGNED)
     elif INDEX == 0:
-        write(address, start, lane, live, write_signed(x, top, random), tl.uint8, ALIGNED)
+        write(address, start, lane, live, write_signed(x, exponent, random), tl.uint8, ALIGNED)
     else:
-        write(address, start, lane, live, write_unsigned(x, top, random), tl.uint8, ALIGNED)
+        write(address, start, lane, live, write_unsigned(x, exponent, random), tl.uint8, ALIGNED)

@@ -24,6 +24,7 @@ from halfstep.kernels.cuda.formats import (
     WEYL,
     bits_of,
     dither,
+    exponent_for,
     float_of,
     peak_of,
     plus,
@@ -35,7 +36,6 @@ from halfstep.kernels.cuda.formats import (
     read_weight,
     scramble,
     times,
-    top_for,
     word,
     write,
     write_state,
@@ -161,7 +161,7 @@ def moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, ALGORITHM: tl.constexpr):
 
 
 @triton.jit
-def tops_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM: tl.constexpr):
+def exponents_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM: tl.constexpr):
     """New block exponents from what enters the states: known before the states are, so one pass is enough."""
     if ALGORITHM == ADAMW or ALGORITHM == LION:
         peak = peak_of(g)
@@ -170,13 +170,13 @@ def tops_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM: 
     m_peak = read_signed(tl.max(m_code & 127, axis=1), m_old)
     v_new = v_old
     if ALGORITHM == ADAMW or ALGORITHM == ADAM:
-        m_new = top_for(m_peak * (1 - c1) + peak * c1)
+        m_new = exponent_for(m_peak * (1 - c1) + peak * c1)
         v_peak = read_unsigned(tl.max(v_code, axis=1), v_old)
-        v_new = top_for(v_peak * c2 + (peak * peak) * c3)
+        v_new = exponent_for(v_peak * c2 + (peak * peak) * c3)
     elif ALGORITHM == LION:
-        m_new = top_for(m_peak * c3 + peak * c4)
+        m_new = exponent_for(m_peak * c3 + peak * c4)
     else:
-        m_new = top_for(m_peak * c1 + peak * c2)
+        m_new = exponent_for(m_peak * c1 + peak * c2)
     return m_new, v_new
 
 
@@ -219,8 +219,8 @@ def step_tile(
     random = lane
     if (STATE != STATE_FP32 and MOMENTS > 0) or KIND == BF16_STOCHASTIC:
         random = dither(plus(times((base + lane).to(tl.uint32), word(WEYL)), key))
-    m_top = lane
-    v_top = lane
+    m_exponent = lane
+    v_exponent = lane
     if CODED:
         m_code = read(first, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
         at = start + block if RAGGED else (start // BLOCK) + block
@@ -233,21 +233,21 @@ def step_tile(
             v_code = read(second, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
             v_old = read(tl.load(row + 5), 0, at, has, tl.uint8, False).to(tl.int32)
             v = read_unsigned(v_code, v_old[:, None])
-        m_new, v_new = tops_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM)
+        m_new, v_new = exponents_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM)
         write(tl.load(row + 4), 0, at, has, m_new.to(tl.uint8), tl.uint8, False)
-        m_top = m_new[:, None]
+        m_exponent = m_new[:, None]
         if MOMENTS == 2:
             write(tl.load(row + 5), 0, at, has, v_new.to(tl.uint8), tl.uint8, False)
-            v_top = v_new[:, None]
+            v_exponent = v_new[:, None]
     elif MOMENTS > 0:
         m = read_state(first, base, lane, live, STATE, ALIGNED)
         if MOMENTS == 2:
             v = read_state(second, base, lane, live, STATE, ALIGNED)
     w, m, v = moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, ALGORITHM)
     if MOMENTS > 0:
-        write_state(first, base, lane, live, m, m_top, random, 0, STATE, ALIGNED)
+        write_state(first, base, lane, live, m, m_exponent, random, 0, STATE, ALIGNED)
     if MOMENTS == 2:
-        write_state(second, base, lane, live, v, v_top, random, 1, STATE, ALIGNED)
+        write_state(second, base, lane, live, v, v_exponent, random, 1, STATE, ALIGNED)
     if KIND == BF16_STOCHASTIC:
         random = dither(plus(times(random, word(WEYL)), key))
     write_weight(w, weight, extra, base, lane, live, random, over, KIND, ALIGNED)

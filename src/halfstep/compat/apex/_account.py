@@ -28,7 +28,7 @@ CHANGED = (
 
 
 class Owner(Protocol):
-    """What a ledger asks of the state it belongs to; `told` holds what was said already."""
+    """What an account asks of the state it belongs to; `told` holds what was said already."""
 
     told: set[str]
 
@@ -41,7 +41,7 @@ class Owner(Protocol):
         ...
 
 
-class Ledger:
+class Account:
     """One optimizer under `amp`. `skip` holds the message of a step that must not be taken.
 
     `inside`: how many `scale_loss` bodies that name it are running. `announced`: one named it since its last
@@ -57,7 +57,7 @@ class Ledger:
         self.skip: str | None = None
         self._aside: dict[Tensor, Tensor] = {}
         self._left: list[tuple[Tensor, Tensor, int]] = []
-        mine: weakref.ref[Ledger] = weakref.ref(self)
+        mine: weakref.ref[Account] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
         self._handles = [
             optimizer.register_step_pre_hook(lambda o, args, kwargs: _before_step(mine, args, kwargs)),
@@ -149,8 +149,8 @@ class Ledger:
             p.grad = before if p.grad is None else p.grad + before
 
 
-def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    self = ledger()
+def _before_step(account: weakref.ref[Account], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    self = account()
     if self is None:
         return
     if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -175,7 +175,7 @@ def _before_step(ledger: weakref.ref[Ledger], args: tuple[Any, ...], kwargs: dic
             p.grad = None
 
 
-def _after_step(ledger: weakref.ref[Ledger]) -> None:
-    self = ledger()
+def _after_step(account: weakref.ref[Account]) -> None:
+    self = account()
     if self is not None:
         self.stepped()
