@@ -23,7 +23,7 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_widen, "_kernels", lambda: None)
+    monkeypatch.setattr(_widen, "kernels_if_any", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -126,7 +126,7 @@ def test_training_has_the_same_bits_and_outcomes_without_the_kernel(
     torch.manual_seed(0)
     model = WithNorm()
     fused, told = trained(model, dtype, bad)
-    monkeypatch.setattr(_widen, "_kernels", lambda: None)
+    monkeypatch.setattr(_widen, "kernels_if_any", lambda: None)
     plain, expected = trained(model, dtype, bad)
     for (name, p), q in zip(fused.named_parameters(), plain.parameters()):
         assert torch.equal(p, q), name

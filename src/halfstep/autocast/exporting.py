@@ -20,7 +20,6 @@ from halfstep.autocast import casts, regions
 from halfstep.autocast.casts import OpOnDevice, Runner
 from halfstep.policy.policy import Policy
 
-_C: Any = torch._C
 _MODE = "torch.fx.experimental.proxy_tensor"
 
 

@@ -128,7 +128,6 @@ _MATRIX_OPS = (
     "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex trace"
 )
 _UPSAMPLES_2D = "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"
-_POOLS = ("max", "avg", "adaptive_avg", "adaptive_max")
 _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     **dict.fromkeys(_UNARY.split(), _ONE),
     **dict.fromkeys(_BINARY.split(), _TWO),

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.doctor.cast import Cast
 from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
 from halfstep.doctor.document import counts_of, fault_of
@@ -25,6 +24,7 @@ from halfstep.doctor.ledger import Ledger, knobs_of, length, read_amaxes, unmove
 from halfstep.doctor.moments import Moments
 from halfstep.doctor.order import Job, Order, Traced
 from halfstep.doctor.quiet import rate_fault
+from halfstep.doctor.roster import Roster
 from halfstep.doctor.substitutes import FP16, put_in_place
 from halfstep.numerics.locations import look
 from halfstep.numerics.snapshot import run_eagerly
@@ -49,15 +49,15 @@ def _larger(a: float, b: float) -> float:
 class Taping:
     """The tape of one step, from when it is armed to the end of the step."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, roster: Roster) -> None:
         from halfstep.numerics.lint import LintProbe
 
-        self._cast = cast
+        self._roster = roster
         self._lint = LintProbe()
         self._probe = UnderflowProbe()
-        self._before = bad_names(cast.parts())
+        self._before = bad_names(roster.parts())
         self._around = ExitStack()
-        model = cast.models[0] if cast.models else None
+        model = roster.models[0] if roster.models else None
         self.tape = Tape(model, observers=[self._probe.look, self._lint.look])
         self._around.enter_context(run_eagerly())
         self.tape.__enter__()
@@ -66,7 +66,7 @@ class Taping:
         """Closes the tape; the trace of the step and what the lint found."""
         self.tape.__exit__()
         self._around.close()
-        trace = finish(self.tape, self._cast.parts(), self._before, None, error, self._probe)
+        trace = finish(self.tape, self._roster.parts(), self._before, None, error, self._probe)
         return trace, list(self._lint.findings)
 
 
@@ -78,7 +78,7 @@ class Examiner:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.cast = Cast()
+        self.roster = Roster()
         self.ledger = Ledger()
         self.conversions = Conversions()
         self.traced = Traced()
@@ -110,21 +110,21 @@ class Examiner:
     def on_made(self, thing: Any) -> None:
         """An optimizer, a scaler or a session was made."""
         if isinstance(thing, LRScheduler):
-            self.cast.schedules.append(thing)
+            self.roster.schedules.append(thing)
             return
         if hasattr(thing, "get_scale"):
-            self.cast.scaler = thing
+            self.roster.scaler = thing
         elif isinstance(thing, torch.optim.Optimizer):
-            self.cast.add(thing)
+            self.roster.add(thing)
         else:
-            self.cast.session = thing
+            self.roster.session = thing
         if self.done == 0:
             self._moments.at_start()
 
     def on_sign(self, module: nn.Module | None = None) -> bool:
         """A step shows that it has begun: a region opens or a model is called; whether a tape knows of it."""
         if module is not None:
-            self.cast.meet(module)
+            self.roster.meet(module)
         armed = self._moments.on_sign() and module is not None and self.taping is not None
         if armed and module is not None and self.taping is not None:
             self.taping.tape.enter_module(module)
@@ -142,7 +142,7 @@ class Examiner:
 
     def on_loss(self, loss: Tensor) -> None:
         """Backward begins."""
-        scale = self.cast.scale()
+        scale = self.roster.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
         if not math.isfinite(value):
@@ -150,7 +150,7 @@ class Examiner:
 
     def on_output(self, module: nn.Module, amax: float) -> None:
         """A module without submodules gave a result."""
-        name = self.cast.name_of(module)
+        name = self.roster.name_of(module)
         outputs = self.ledger.now.outputs
         outputs[name] = _larger(amax, outputs.get(name, 0.0))
         if amax == 0.0 or not math.isfinite(amax):
@@ -158,12 +158,12 @@ class Examiner:
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update."""
-        self.cast.add(optimizer)
+        self.roster.add(optimizer)
         _, file, line = look()
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
-        now.schedule, now.knobs = self.cast.schedule_of(optimizer), knobs_of(optimizer)
+        now.schedule, now.knobs = self.roster.schedule_of(optimizer), knobs_of(optimizer)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
         self.on_gradients(updated)
         self._before = [p.detach().clone() for p in updated]
@@ -173,7 +173,7 @@ class Examiner:
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         found = self.on_found([p.grad for p in learning if p.grad is not None])
-        now.gradients |= {self.cast.name_of(p): amax for p, amax in zip(learning, found)}
+        now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, found)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
         """Gradients of this step; their largest magnitudes."""
@@ -201,11 +201,11 @@ class Examiner:
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """A step ends."""
         now = self.ledger.now
-        named = self.cast.named()
+        named = self.roster.named()
         weights = dict(zip(named, read_amaxes(list(named.values()))))
         for name, amax in weights.items():
             self.ledger.weights.setdefault(name, []).append((self.done, amax))
-        if self.cast.fell_ill(weights):
+        if self.roster.fell_ill(weights):
             self.ledger.blame("parameter")
             now.spoiled = True
         if skipped or not finite:
@@ -213,7 +213,7 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.spoiled:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.seen is not None and self.cast.session is None:
+        if skipped and self.seen is not None and self.roster.session is None:
             self.seen.note_skip()
         self.ledger.number(owner)
         if self.taping is not None:
@@ -256,7 +256,7 @@ class Examiner:
         spec = self.order.cure if self.job is None else self.job.spec
         if spec is None:
             return True
-        if spec[0] == "bf16" and (self.halves or FP16 in {p.dtype for p in self.cast.named().values()}):
+        if spec[0] == "bf16" and (self.halves or FP16 in {p.dtype for p in self.roster.named().values()}):
             return False
         if self.job is None and spec[0] == "bf16":
             return True  # asked for before the script began
@@ -265,11 +265,11 @@ class Examiner:
     def _begin(self) -> None:
         """The next step begins."""
         self._moments.on_begin()
-        if self.seen is None and self.order.armed is None and self.job is None and self.cast.models:
-            cast = self.cast
-            what = cast.session if cast.session is not None else cast.optimizers
+        if self.seen is None and self.order.armed is None and self.job is None and self.roster.models:
+            roster = self.roster
+            what = roster.session if roster.session is not None else roster.optimizers
             every = max(1, self.order.steps // 12)
-            self.seen = watch(cast.models[0], what, every=every, scaler=cast.scaler)
+            self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
             self.seen.step = self.done
 
     # The tape.
@@ -277,7 +277,7 @@ class Examiner:
     def arm(self) -> None:
         """Tape the step that begins now."""
         if self.taping is None:
-            self.taping = Taping(self.cast)
+            self.taping = Taping(self.roster)
 
     def _end_tape(self, error: BaseException | None = None) -> None:
         taping, self.taping = self.taping, None
@@ -320,10 +320,10 @@ class Examiner:
         spec = self.order.cure
         if spec is None or spec[0] == "bf16" or self.cured or self.done < self.order.cure_at:
             return
-        if not self.cast.models and not self.cast.optimizers:
+        if not self.roster.models and not self.roster.optimizers:
             return
         self.cured = True
-        self._took_effect = put_in_place(spec, self.cast.parts(), self.around)
+        self._took_effect = put_in_place(spec, self.roster.parts(), self.around)
         self.halves = False
 
     def become(self, job: Job) -> None:
@@ -338,7 +338,7 @@ class Examiner:
             self.seen.close()
             self.seen = None
         if job.spec is not None:
-            self._took_effect = put_in_place(job.spec, self.cast.parts(), self.around)
+            self._took_effect = put_in_place(job.spec, self.roster.parts(), self.around)
             self.halves = False
             if self._took_effect is None:
                 self.traced.applied = False

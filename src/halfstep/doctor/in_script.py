@@ -90,7 +90,7 @@ class Hooks:
                 with _disable_current_modes():
                     self._examiner.on_loss(loss)
             backward(loss, *args, **kwargs)
-            self._by_hand = self._examiner.cast.by_hand
+            self._by_hand = self._examiner.roster.by_hand
 
         return noted
 
@@ -102,7 +102,7 @@ class Hooks:
             learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
             if (
                 learning
-                and self._examiner.cast.by_hand
+                and self._examiner.roster.by_hand
                 and not (_in_backward() or kwargs.get("create_graph"))
             ):
                 with _disable_current_modes():
@@ -118,7 +118,7 @@ class Hooks:
         """A forward after a backward, where no optimizer is: the step before it was made by hand."""
         self._by_hand = False
         with _disable_current_modes():
-            self._examiner.on_gradients(list(self._examiner.cast.named().values()))
+            self._examiner.on_gradients(list(self._examiner.roster.named().values()))
         self._examiner.on_step(self, skipped=False, finite=True)
 
     def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,10 +138,10 @@ class Hooks:
         return bracketed
 
     def _end_bracket(self, thing: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cast = self._examiner.cast
+        roster = self._examiner.roster
         optimizer = args[0] if args else kwargs.get("optimizer")
-        cast.add(optimizer)
-        if thing is cast.scaler:
+        roster.add(optimizer)
+        if thing is roster.scaler:
             self._examiner.on_step(optimizer or thing, skipped=not self._updated, finite=True)
         else:
             taken = bool(result.taken)
@@ -157,7 +157,7 @@ class Hooks:
         taping = self._examiner.taping
         if taping is not None and taping is not before and not entered:
             taping.tape.enter_module(module)
-        if self._root is None and any(module is m for m in self._examiner.cast.models):
+        if self._root is None and any(module is m for m in self._examiner.roster.models):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
             with _disable_current_modes():
@@ -244,7 +244,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> RunFindings:
     if examiner.seen is not None:
         examiner.seen.collect()
     lost = [] if examiner.seen is None else list(examiner.seen.lost)
-    seen = RunNotes(ledger, examiner.conversions.flushes, lost, examiner.cast.terms)
+    seen = RunNotes(ledger, examiner.conversions.flushes, lost, examiner.roster.terms)
     sound = ledger.broken() is None
     document.bad = [*traced.faults, *quiet_faults(seen)] if sound else with_roots(seen, traced.faults)
     document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))

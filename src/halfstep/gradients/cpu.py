@@ -20,7 +20,6 @@ ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bi
 FEW = 64  # work items that Python adds up faster than numpy
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
-DTYPES = {code: dtype for dtype, code in GRADS.items()}
 
 
 @cache
@@ -35,6 +34,16 @@ def kernels() -> Any:
             HalfstepWarning,
             stacklevel=4,
         )
+        return None
+    return models
+
+
+@cache
+def kernels_if_any() -> Any:
+    """`kernels` for passes that torch does as well, with the same values: nothing is said without Numba."""
+    try:
+        from halfstep.kernels.cpu import models
+    except ImportError:
         return None
     return models
 

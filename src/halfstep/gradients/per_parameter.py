@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
-from halfstep.gradients.cpu import GRADS, _items
+from halfstep.gradients.cpu import GRADS, _items, kernels_if_any
 from halfstep.gradients.widen import LEAST
 from halfstep.kernels.pool import run_ranges
 from halfstep.trees import dense_values, home_device
@@ -79,7 +78,7 @@ def amaxes(gradients: Sequence[Tensor]) -> Tensor:
     tensors = [dense_values(g) for g in gradients]
     home = home_device(tensors)
     if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
-        kernels = _kernels() if _fit(tensors) else None
+        kernels = kernels_if_any() if _fit(tensors) else None
         return _peaks(kernels, tensors) if kernels else amaxes_of([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
     return _together(norms, home)
@@ -90,15 +89,6 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
     kinds = {(type(t), t.dtype) for t in tensors}
     plain = kinds <= {(Tensor, dtype) for dtype in GRADS} and len(kinds) == 1
     return plain and sum(t.numel() for t in tensors) >= LEAST and all(t.is_contiguous() for t in tensors)
-
-
-@cache
-def _kernels() -> Any:
-    try:
-        from halfstep.kernels.cpu import models
-    except ImportError:  # torch gives the same values, slower
-        return None
-    return models
 
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:

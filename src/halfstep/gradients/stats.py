@@ -25,7 +25,6 @@ __all__ = [
     "combine",
     "finite_and_norm",
     "measure",
-    "measure_over_ranks",
     "measure_shards",
     "measure_whole",
     "unscale_",
@@ -72,7 +71,7 @@ def measure(
     """Return finite flag, total 2-norm and largest magnitude of `grads`, each times `inv_scale`.
 
     `grads` may mix dtypes (fp16, bf16, fp32, fp64, complex), devices and layouts (sparse gradients count with
-    duplicates summed; of a sharded tensor only the local shard is seen: see `measure_over_ranks`); None is
+    duplicates summed; of a sharded tensor only the local shard is seen: see `measure_shards`); None is
     left out. The answer lies on `device`, by default the first accelerator met. Norms are accumulated in at
     least float32, per tensor and then over tensors, as `torch.nn.utils.clip_grad_norm_` does, so float32
     norms are bit-identical to its. Where the squares of finite gradients overflow float32 (a norm above
@@ -162,19 +161,6 @@ def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
         return torch.zeros((), dtype=wide, device=home), torch.zeros((), device=home)
     squares = [torch.linalg.vector_norm(t, dtype=wide).square().to(home) for t in full]
     return torch.stack(squares).sum(), _peak(full, home)
-
-
-@torch.no_grad()
-def measure_over_ranks(
-    grads: Iterable[Tensor | None], inv_scale: float | Tensor | None = None, *, group: Any = None
-) -> GradStats:
-    """Return `measure` over all ranks: norm and magnitude of sharded gradients (DTensor) over their shards.
-
-    The finite flag is an AND over all ranks of `group` (default: all), whatever the sharding; every rank
-    must call this. Gradients that are not sharded count once: after DDP each rank holds the same.
-    """
-    total = measure_shards(grads, inv_scale)
-    return GradStats(~distributed.all_ranks(~total.finite, group), total.norm, total.amax)
 
 
 def combine(parts: Sequence[GradStats]) -> GradStats:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items
+from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items, kernels_if_any
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels.pool import run_ranges
 
@@ -33,7 +32,7 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
     have overflowed or vanished.
     """
     wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
-    kernels = _kernels() if _fit(grads) else None
+    kernels = kernels_if_any() if _fit(grads) else None
     if kernels is None:
         foreach_copy_(wide, grads)
         return wide, None
@@ -57,12 +56,3 @@ def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, fl
 def _fit(grads: Sequence[Tensor]) -> bool:
     plain = all(type(g) is Tensor and g.is_cpu and g.is_contiguous() for g in grads)
     return plain and sum(g.numel() for g in grads) >= LEAST
-
-
-@cache
-def _kernels() -> Any:
-    try:
-        from halfstep.kernels.cpu import models
-    except ImportError:  # the copy is torch's then, with the same bits
-        return None
-    return models

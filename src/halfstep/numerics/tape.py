@@ -211,10 +211,6 @@ class Tape:
             self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
             self._busy = busy
 
-    def module_name(self, module: nn.Module) -> str:
-        """The path under which the tape knows a module."""
-        return self._modules.name_of(module)
-
     def enter_module(self, module: nn.Module) -> None:
         """Tells a tape that begins inside a module's forward which module that is."""
         self._modules.enter(module)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-
-
-class _InnerOptimizer(Protocol):  # pyright: ignore[reportUnusedClass]
-    param_groups: list[dict[str, Any]]
 
 
 class LARC(torch.optim.Optimizer):

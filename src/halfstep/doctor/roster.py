@@ -19,7 +19,7 @@ from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import LOOPS, Terms, terms_of
 
 
-class Cast:
+class Roster:
     """The models, optimizers, session and scaler of a script, as they turn up.
 
     `helpers`: modules with buffers and no parameters, as criteria are. `schedules`: of learning rates.
