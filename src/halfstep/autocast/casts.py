@@ -238,7 +238,7 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
         if _C._functorch.maybe_current_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
             return _cast_below(site, compute, args, kwargs)
-        with SavedLow(compute) as saved:
+        with SavedLow() as saved:
             out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 

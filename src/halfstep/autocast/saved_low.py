@@ -24,8 +24,7 @@ class SavedLow:
     Saved-tensor hooks that were set around it (checkpointing, offloading, counting) get the 16-bit tensor.
     """
 
-    def __init__(self, compute: torch.dtype) -> None:
-        self._compute = compute
+    def __init__(self) -> None:
         self._low: dict[int, torch.Tensor] = {}
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._on = False
