@@ -15,8 +15,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep.errors import HalfstepWarning
 from halfstep.formats import dtype_name
+from halfstep.policy.levels import LOW_DTYPES
 
-_LOW = (torch.float16, torch.bfloat16)
 #: Steps after each of which buffers are looked at; later only every SELDOM-th.
 _OFTEN, _SELDOM = 20, 64
 #: Steps in which values are compared, since changes through `.data` count no version.
@@ -53,7 +53,7 @@ class _WatchedBuffer:
             self.tensor = self.value = None
             return False
         alike = before is not None and (now.shape, now.dtype) == (before.shape, before.dtype)
-        if alike and now.dtype in _LOW and (now is not before or self._written(now)):
+        if alike and now.dtype in LOW_DTYPES and (now is not before or self._written(now)):
             self.changes += 1
         self.tensor, self.version = now, now._version
         self.value = now.detach().clone() if keep_value else None
@@ -80,7 +80,7 @@ class LowBuffers:
             _WatchedBuffer(f"{names[path]}.{key}".lstrip("."), module, key)
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.dtype in _LOW and buffer in self.originals
+            if buffer is not None and buffer.dtype in LOW_DTYPES and buffer in self.originals
             if not recomputed(module, key) and not isinstance(module, _STATISTICS)
         ]
 

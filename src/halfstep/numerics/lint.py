@@ -25,8 +25,8 @@ from halfstep.numerics.nodes import Node
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.policy.levels import LOW_DTYPES
 
-_LOW = (torch.float16, torch.bfloat16)
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _MASKING = frozenset(
     ["masked_fill", "where", "full", "fill", "add", "sub", "mul", "full_like", "new_full", "scalar_tensor"]
@@ -193,10 +193,10 @@ def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iter
                 if not buffer.is_floating_point() or buffer.numel() < 2:
                     continue
                 if isinstance(module, _NORMS):
-                    if buffer.dtype in _LOW:
+                    if buffer.dtype in LOW_DTYPES:
                         text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
                         yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
-                elif becomes is not None or buffer.dtype in _LOW:
+                elif becomes is not None or buffer.dtype in LOW_DTYPES:
                     yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
 
 
@@ -205,7 +205,7 @@ def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> 
     for model in parts.models:
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False) if not isinstance(module, _NORMS) else ():
-                low = buffer.dtype in _LOW or (becomes is not None and buffer.is_floating_point())
+                low = buffer.dtype in LOW_DTYPES or (becomes is not None and buffer.is_floating_point())
                 if low and not buffer.is_inference() and not recomputed(module, name):
                     yield f"{path}.{name}".lstrip("."), buffer
 
@@ -248,7 +248,7 @@ def _ulps(parts: StepParticipants) -> Iterable[Finding]:
         if isinstance(optimizer, OnePassOptimizer):
             continue
         for number, group in enumerate(optimizer.param_groups):
-            low = [p for p in group["params"] if p.dtype in _LOW]
+            low = [p for p in group["params"] if p.dtype in LOW_DTYPES]
             rate = group.get("lr")
             if not low or rate is None:
                 continue

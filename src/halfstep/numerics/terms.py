@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from halfstep.numerics.participants import StepParticipants
+from halfstep.policy.levels import LOW_DTYPES
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
 
 
 def _has_halves(parts: StepParticipants) -> bool:
-    return any(p.dtype in _HALVES for p in parts.parameters())
+    return any(p.dtype in LOW_DTYPES for p in parts.parameters())
 
 
 def _of_mindspore(module: Any) -> bool:

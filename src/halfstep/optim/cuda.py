@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepWarning, UnsupportedError
+from halfstep.gradients.cpu import GRADS
 from halfstep.gradients.stats import GradStats
 from halfstep.kernels import codes as L
 from halfstep.optim.storage import Slot
@@ -25,7 +26,6 @@ ITEM = 32768  # elements of a program: a multiple of the tile
 TILE = 1024  # elements at a time: a multiple of the 8-bit block
 LANES = 128
 KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
-GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 OLDEST = (7, 0)  # the compute capability Triton's code needs
 Number = float | Tensor | None
 

@@ -21,9 +21,9 @@ from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.optim.storage import is_dense
+from halfstep.policy.levels import LOW_DTYPES as LOW
 
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
-LOW = frozenset({torch.float16, torch.bfloat16})
 WATCHED_STEPS = 20
 """Steps in which a loop shows its habits: does it change weights through `.data`, which no version counts?"""
 LOOK_EVERY = 32

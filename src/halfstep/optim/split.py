@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError, MasterRangeError
+from halfstep.policy.levels import LOW_DTYPES
 
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
-LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
