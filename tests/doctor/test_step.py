@@ -52,6 +52,39 @@ def test_the_first_bad_batch_of_several():
     assert fault.best.code in document.headline
 
 
+def summed_in_half(scale=None):
+    """A sum in fp16 overflows in forward; in fp32, only the loss scale is too large for what remains."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    amp = hs.prepare(model, optimizer, dtype="fp16", loss_scale=scale)
+
+    def step(x):
+        with amp.autocast():
+            out = model(x)
+        loss = ((out.half() - 60) ** 2).sum()
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    return hs.doctor.examine(step, torch.randn(64, 4)), amp
+
+
+def test_a_cure_works_where_only_the_start_of_the_loss_scale_is_left():
+    document, amp = summed_in_half()
+    fault = document.faults[0]
+    assert (fault.phase, fault.op, fault.cures[0].kind, fault.cures[0].status) == (
+        "forward", "sum", "full", "works",
+    )  # fmt: skip
+    assert "cure: with hs.autocast(enabled=False)" in document.headline
+    assert amp.loss_scale.read() == 2.0**16
+
+
+def test_a_scale_that_stays_does_not_go_down_by_itself():
+    document, _ = summed_in_half(scale=2.0**16)
+    assert {cure.status for cure in document.faults[0].cures} == {"does not help"}
+
+
 def test_the_document_is_json_and_a_page():
     _, _, step = case(3e6)
     document = hs.doctor.examine(step, torch.full((8, 4), 9.0))
@@ -67,6 +100,26 @@ def test_a_document_is_written_as_it_is(tmp_path):
     assert page == render_doctor(document.as_dict())
     with pytest.raises(ConfigError, match="report of int: expected the doctor's document"):
         write_doctor(3, tmp_path / "page.html")
+
+
+def test_a_skip_by_torchs_scaler_is_harmless_while_it_is_on():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(x) * 4).float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    document = hs.doctor.examine(step, torch.randn(1, 4))
+    assert [fault.harmless for fault in document.bad] == [True]
+    assert document.healthy
 
 
 @pytest.mark.parametrize(

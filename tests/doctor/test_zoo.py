@@ -23,6 +23,7 @@ DAILY = {
     "learning_rate_spike", "outlier_batch", "start_up_skips", "missing_values_are_masked", "warm_up",
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
+    "squares_summed_in_half",
 }  # fmt: skip
 
 
@@ -110,7 +111,10 @@ def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, mon
     for cure in fault.cures:
         for spec in cure.specs if cure.status != "untried" else ():
             cured = run_edited(edited(script.text, spec), path, min(steps, document.steps), armed)
-            well = cured.first_bad is None or (second and cured.first_bad > index)
+            skipped = fault.phase == "forward" and cured.first_bad == index == 0 and cured.settled
+            if skipped:  # the tape says of what
+                cured = run_edited(edited(script.text, spec), path, document.steps, armed=index)
+            well = cured.first_bad is None or skipped or (second and cured.first_bad > index)
             well = well and not cured.error and not any(same(f, fault) for f in cured.document.faults)
             if well:
                 break

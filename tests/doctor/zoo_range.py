@@ -4,6 +4,29 @@ from tests.doctor.zoo import Script
 
 SCRIPTS = [
     Script(
+        name="squares_summed_in_half",
+        text="""
+import torch, halfstep as hs
+from torch import nn
+
+model = nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=1e-9)
+amp = hs.prepare(model, opt, dtype="fp16", loss_scale=hs.DynamicLossScale(init=16.0))
+for i in range(6):
+    with amp.autocast():
+        out = model(torch.randn(64, 4))
+    loss = ((out.half() - 60) ** 2).sum()  # HERE
+    amp.backward(loss)
+    amp.step()
+""",
+        step=0,
+        phase="forward",
+        op=("sum",),
+        cause=("range",),
+        cure="full",
+        steps=5,
+    ),
+    Script(
         name="gan_feature_matching",
         text="""
 import torch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.doctor.checkpoints import Moment, can_fork
 from halfstep.doctor.document import Fault
 from halfstep.doctor.order import Job, Traced
+from halfstep.numerics.cures import lowest_scale
 
 if TYPE_CHECKING:
     from halfstep.doctor.examiner import Examiner
@@ -160,7 +161,7 @@ class Moments:
         if tried.well:
             return "works"
         if tried.bad_at == index:
-            return "does not help"
+            return "works" if self._settles(index, spec, more, tape, fault) else "does not help"
         behind = self._ask(Job("go_on", index, spec, more))
         second = behind.faults[0] if behind is not None and behind.faults else None
         if second is None or second.same_as(fault) or (fault.weight and second.weight == fault.weight):
@@ -169,6 +170,13 @@ class Moments:
             second.behind = True
             self._examiner.traced.faults.append(second)
         return "works"
+
+    def _settles(self, index: int, spec: tuple[Any, ...], more: int, tape: bool, fault: Fault) -> bool:
+        """Whether a cure helps in forward and what is left is the loss scale's, which goes down by itself."""
+        if fault.phase != "forward" or spec[0] == "bf16" or lowest_scale(self._examiner.cast.parts()) is None:
+            return False
+        again = self._ask(Job("trial", index, ("lowest scale", *spec), more, tape))
+        return again is not None and again.applied and again.well
 
 
 def _loads_with_workers() -> bool:

@@ -100,7 +100,8 @@ def _try_from_start(order: Order, found: RunFindings, fault: Fault, cure: CureFo
     quiet = found.first_bad is None
     number = found.number(index)
     steps = found.steps if quiet else min(number + 4, found.steps)
-    for spec in cure.specs:
+    lower = [("lowest scale", *spec) for spec in cure.specs if fault.phase == "forward"]
+    for spec in (*cure.specs, *(spec for spec in lower if spec[1] not in ("bf16", "rate", "masters"))):
         taped = fault.underflow or bool(fault.hidden)
         steps = number + 1 if taped else steps
         armed = index if taped else None
@@ -116,7 +117,7 @@ def _try_from_start(order: Order, found: RunFindings, fault: Fault, cure: CureFo
         well = gone and not cured.error and (cured.first_bad is None or early)
         cure.status = "does not help"
         if well:
-            cure.settle(spec)
+            cure.settle(spec[1:] if spec in lower else spec)
             return
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from halfstep.doctor.document import Document, counts_of, fault_of
 from halfstep.errors import ConfigError, show
 from halfstep.numerics.participants import StepParticipants, is_session
-from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
 
 def examine(
@@ -63,7 +62,7 @@ def examine(
             document.losses.append(float(loss.detach()))
         if trace.bad is not None:
             parts = StepParticipants(step, [session] if session is not None else [])
-            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and _moves(parts)))
+            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and parts.scale_moves))
             break
     found = [*(lint(session=session) if session is not None else ()), *probe.findings]
     document.lint = list(dict.fromkeys(found))
@@ -83,9 +82,3 @@ def _check(step: object, batches: object, model: object, optimizer: object, sess
             raise ConfigError(f"{name}={show(given)}: expected a {kind.__name__}, or several")
     if session is not None and not is_session(session):
         raise ConfigError(f"session={show(session)}: expected what hs.prepare returns")
-
-
-def _moves(parts: StepParticipants) -> bool:
-    """Whether the loss scale finds its own place."""
-    scale = getattr(parts.session or parts.scaler, "loss_scale", None)
-    return scale is not None and not isinstance(scale, NoLossScale | StaticLossScale)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.doctor.doors import ApexScale
-from halfstep.numerics.cures import AtLocation, remedy
+from halfstep.numerics.cures import AtLocation, lowest_scale, remedy
 from halfstep.numerics.participants import StepParticipants
 
 #: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
@@ -23,8 +23,15 @@ def put_in_place(
 ) -> Callable[[], bool] | None:
     """Apply the cure that `spec` describes from here on; None where it cannot be from outside.
 
-    What is returned says, later, whether the cure has met what it is to change.
+    Of ("lowest scale", *spec) the rest is applied, and the loss scale is at its lowest. What is returned
+    says, later, whether the cure has met what it is to change.
     """
+    if spec[0] == "lowest scale":
+        lowest = lowest_scale(parts)
+        if lowest is None:
+            return None
+        stack.enter_context(lowest())
+        return put_in_place(spec[1:], parts, stack)
     if spec[0] == "masters":
         return _always if _masters(parts) else None
     if spec[0] == "rate":

@@ -172,7 +172,7 @@ def _bf16(parts: StepParticipants) -> Apply | None:
     return _bf16_autocast
 
 
-def lift_loss_scale(parts: StepParticipants, bits: int) -> Apply | None:
+def lift_loss_scale(parts: StepParticipants, bits: float) -> Apply | None:
     """Multiplies the present loss scale by 2**bits for as long as the context is open."""
     session, scaler = parts.session, parts.scaler
     if session is not None:
@@ -204,6 +204,14 @@ def lift_loss_scale(parts: StepParticipants, bits: int) -> Apply | None:
             held.fill_(before)
 
     return change
+
+
+def lowest_scale(parts: StepParticipants) -> Apply | None:
+    """The loss scale at the least it may become; None where it does not go down by itself."""
+    now, least = scale_now(parts)
+    if not parts.scale_moves or now <= max(least, 1.0):
+        return None
+    return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
 
 
 def remedy(spec: tuple[Any, ...], parts: StepParticipants) -> Apply | None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
+
 
 def is_session(thing: Any) -> bool:
     """Whether this is a halfstep Session (by what it offers; sessions live above this floor)."""
@@ -45,6 +47,15 @@ class StepParticipants:
     def model(self) -> nn.Module | None:
         """The first model, the one whose paths stand without a prefix."""
         return self.models[0] if self.models else None
+
+    @property
+    def scale_moves(self) -> bool:
+        """Whether the loss scale finds its own place: one that is too large goes down by itself."""
+        holder = self.session or self.scaler
+        scale = getattr(holder, "loss_scale", None)
+        if scale is None:
+            return isinstance(holder, torch.amp.GradScaler) and holder.is_enabled()
+        return not isinstance(scale, NoLossScale | StaticLossScale)
 
     def parameters(self) -> list[Tensor]:
         """Every parameter of the models and every tensor the optimizers update, once."""

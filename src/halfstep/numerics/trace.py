@@ -18,7 +18,7 @@ from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.formats import dtype_name
 from halfstep.numerics.cause import Cause, counted, explain, ill_row, ill_values, outlying_weight
-from halfstep.numerics.cures import FAILS, Cure, propose
+from halfstep.numerics.cures import FAILS, Cure, lowest_scale, propose
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import OpLocation, within
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
@@ -458,7 +458,9 @@ def _try_cures(
             again = _run(step, batch, parts, underflow, 1 << 28)
             return again.error is None and again.bad is None
 
-        return Trials(lambda: step(*batch), look, restore)
+        in_forward = bad is not None and bad.phase == "forward" and not trace.collectives
+        lowest = lowest_scale(parts) if in_forward else None
+        return Trials(lambda: step(*batch), look, restore, lowest)
 
     if world_size() == 1 or not trace.collectives:
         return bad and replace(bad, cures=try_alone(bad.cures, trials(underflow)))

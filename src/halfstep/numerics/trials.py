@@ -41,18 +41,32 @@ class Trials:
         step: runs the step as it is.
         look: runs it under the tape; whether everything stayed finite.
         restore: puts everything back as it was before the step.
+        lowest: the lowest loss scale, where it goes there by itself and what it skips does not matter.
     """
 
     def __init__(
-        self, step: Callable[[], Any], look: Callable[[], bool], restore: Callable[[], None]
+        self,
+        step: Callable[[], Any],
+        look: Callable[[], bool],
+        restore: Callable[[], None],
+        lowest: Apply | None = None,
     ) -> None:
-        self._step, self._look, self._restore = step, look, restore
+        self._step, self._look, self._restore, self._lowest = step, look, restore, lowest
 
     def works(self, apply: Apply) -> bool:
-        """Whether the step stays finite with the change; one that it cannot run with does not help."""
+        """Whether the step stays finite with the change, if need be at a lower loss scale.
+
+        One that it cannot run with does not help.
+        """
         try:
             with apply():
-                return self._look()
+                if self._lowest is None:
+                    return self._look()
+                if self._look():
+                    return True
+                self._restore()
+                with self._lowest():
+                    return self._look()
         except Exception:
             return False
         finally:
