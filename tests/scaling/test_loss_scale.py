@@ -19,6 +19,7 @@ from halfstep.scaling import (
     all_finite,
     select_tree,
 )
+from halfstep.session import prepare
 
 Pair = namedtuple("Pair", "a b")
 SCALES = [NoLossScale(), StaticLossScale(128.0), DynamicLossScale(init=1024.0), HeadroomLossScale()]
@@ -321,3 +322,18 @@ def test_headroom_device_state_equals_host_state(steps, interval):
         device = device.adjust(torch.tensor(finite), torch.tensor(peak if finite else math.inf))
         assert device.read() == host.read()
     assert isinstance(device.value, torch.Tensor)
+
+
+def test_a_scale_that_checkpoints_cannot_keep_is_refused():
+    class Halved(LossScale):
+        value = 8.0
+
+    told = r"the loss scale Halved is no dataclass.*write @dataclass\(frozen=True\) above class Halved"
+    try:
+        with pytest.raises(ConfigError, match=told):
+            Halved().state_dict()
+        model = torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=told):
+            prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16", loss_scale=Halved())
+    finally:
+        LossScale._kinds.pop("Halved")

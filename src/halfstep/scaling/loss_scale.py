@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -66,7 +66,11 @@ L = TypeVar("L", bound="LossScale")
 
 
 class LossScale:
-    """Base of all loss scales: an immutable multiplier with `scale`, `unscale` and `adjust`."""
+    """Base of all loss scales: an immutable multiplier with `scale`, `unscale` and `adjust`.
+
+    One of your own is a frozen dataclass with `value` (a field or property) and `adjust`: its fields are what
+    checkpoints keep.
+    """
 
     _kinds: ClassVar[dict[str, type[LossScale]]] = {}
 
@@ -132,6 +136,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return configuration and state as plain Python values; `LossScale.from_state` reads it."""
+        self.check_kept()
         state: dict[str, Any] = {"kind": type(self).__name__}
         for f in fields(self):  # pyright: ignore[reportArgumentType]
             item = getattr(self, f.name)
@@ -140,6 +145,15 @@ class LossScale:
             item = item.tolist() if isinstance(item, Tensor) else item
             state[f.name] = list(item) if isinstance(item, tuple) else item
         return state
+
+    def check_kept(self) -> None:
+        """Raise ConfigError where checkpoints could not keep it: it is no dataclass, nor writes its state."""
+        if not is_dataclass(self) and type(self).state_dict is LossScale.state_dict:
+            name = type(self).__name__
+            raise ConfigError(
+                f"the loss scale {name} is no dataclass, so checkpoints cannot keep it: write "
+                f"@dataclass(frozen=True) above class {name}, and its settings and state as fields"
+            )
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> LossScale:

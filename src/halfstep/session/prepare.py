@@ -203,11 +203,8 @@ def warn_of_low_weights(level: Level, optimizers: Sequence[torch.optim.Optimizer
 def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
     """Return the loss scale that an argument names, or the level's own."""
     if isinstance(given, LossScale):
+        given.check_kept()
         return given
-    if isinstance(given, bool):
-        raise ConfigError(
-            f"loss_scale={given}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
-        )
     if given is None:
         return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
     if isinstance(given, str):
@@ -225,7 +222,7 @@ def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: 
                 f"unknown loss scale {show(given)}: expected a number, 'dynamic', 'headroom', 'none' "
                 "or a LossScale"
             ) from None
-    if not isinstance(given, Real | torch.Tensor):
+    if isinstance(given, bool) or not isinstance(given, Real | torch.Tensor):
         raise ConfigError(
             f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
         )
