@@ -173,7 +173,11 @@ class Moments:
 
     def _settles(self, index: int, spec: tuple[Any, ...], more: int, tape: bool, fault: Fault) -> bool:
         """Whether a cure helps in forward and what is left is the loss scale's, which goes down by itself."""
-        if fault.phase != "forward" or spec[0] == "bf16" or lowest_scale(self._examiner.cast.parts()) is None:
+        if (
+            fault.phase != "forward"
+            or spec[0] == "bf16"
+            or lowest_scale(self._examiner.roster.parts()) is None
+        ):
             return False
         again = self._ask(Job("trial", index, ("lowest scale", *spec), more, tape))
         return again is not None and again.applied and again.well
