@@ -102,6 +102,23 @@ def test_a_document_is_written_as_it_is(tmp_path):
         write_doctor(3, tmp_path / "page.html")
 
 
+def test_what_shows_without_a_step_is_told_of_what_the_step_names():
+    model = nn.Linear(4, 1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    document = hs.doctor.examine(step, torch.randn(8, 4).bfloat16())
+    assert [f.rule for f in document.lint] == ["learning rate"]
+    assert not document.healthy
+    assert "100% of the bf16 weights are too coarse for a step of 1e-07" in document.headline
+
+
 def test_a_skip_by_torchs_scaler_is_harmless_while_it_is_on():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

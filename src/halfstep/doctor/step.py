@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.doctor.document import Document, counts_of, fault_of
 from halfstep.errors import ConfigError, show
-from halfstep.numerics.participants import StepParticipants, is_session
+from halfstep.numerics.participants import StepParticipants, is_session, listed
 
 
 def examine(
@@ -41,18 +41,21 @@ def examine(
         ConfigError: `step` is not a function, a batch is not a tuple, or what takes part is of another kind.
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
-    from halfstep.numerics.lint import LintProbe, lint
+    from halfstep.numerics.lint import LintProbe, findings_at_rest
     from halfstep.numerics.trace import trace_step
 
     _check(step, batches, model, optimizer, session)
     document = Document(label, 0)
+    models, optimizers = listed(model), listed(optimizer)
+    parts = StepParticipants(step, [*models, *optimizers, *listed(session), *others])
+    at_rest = findings_at_rest(parts, step)
     todo = [batch] if batch else []
     probe = LintProbe()
     for number, one in enumerate([*todo, *batches] or [()]):
         if not isinstance(one, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a batch of type {type(one).__name__}: expected a tuple of step's arguments")
         trace = trace_step(
-            step, *one, model=model, optimizer=optimizer, session=session, others=others,
+            step, *one, model=models, optimizer=optimizers, session=session, others=others,
             underflow=True, observers=[probe.look],
         )  # fmt: skip
         document.steps = number + 1
@@ -61,11 +64,9 @@ def examine(
         if isinstance(loss, Tensor) and loss.numel() == 1:
             document.losses.append(float(loss.detach()))
         if trace.bad is not None:
-            parts = StepParticipants(step, [session] if session is not None else [])
             document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and parts.scale_moves))
             break
-    found = [*(lint(session=session) if session is not None else ()), *probe.findings]
-    document.lint = list(dict.fromkeys(found))
+    document.lint = list(dict.fromkeys([*at_rest, *probe.findings]))
     return document
 
 

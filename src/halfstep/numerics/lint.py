@@ -72,13 +72,7 @@ def lint(
         raise ConfigError(f"lint got a {type(step).__name__} as the step, expected a function: {hint}")
     given = [x for x in (model, optimizer, session) if x is not None]
     parts = StepParticipants(step, given)
-    found = [
-        *_buffers(parts, becomes),
-        *_optimizer_epsilon(parts),
-        *_ulps(parts),
-        *_losses(parts, step),
-    ]
-    found += _missing_scale(parts)
+    found = findings_at_rest(parts, step, becomes)
     if step is not None:
         probe = LintProbe()
         own = [(name, buffer, buffer._version) for name, buffer in _own_buffers(parts, becomes)]
@@ -92,6 +86,19 @@ def lint(
         found += probe.findings
         found += [_changed(name) for name, buffer, version in own if buffer._version != version]
     return list(dict.fromkeys(found))
+
+
+def findings_at_rest(
+    parts: StepParticipants, step: Callable[..., Any] | None = None, becomes: str | torch.dtype | None = None
+) -> list[Finding]:
+    """What shows without running a step: in buffers, optimizers, criteria and the session."""
+    return [
+        *_buffers(parts, becomes),
+        *_optimizer_epsilon(parts),
+        *_ulps(parts),
+        *_losses(parts, step),
+        *_missing_scale(parts),
+    ]
 
 
 def _where(node: Node) -> str:

@@ -16,6 +16,13 @@ def is_session(thing: Any) -> bool:
     return all(hasattr(type(thing), name) for name in ("backward", "step", "autocast", "revert"))
 
 
+def listed(value: Any) -> list[Any]:
+    """One thing, several or None, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
+
+
 class StepParticipants:
     """What takes part in a step: models, optimizers, a session, and other things that keep state.
 

@@ -22,7 +22,7 @@ from halfstep.numerics.cures import FAILS, Cure, lowest_scale, propose
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import OpLocation, within
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
-from halfstep.numerics.participants import StepParticipants
+from halfstep.numerics.participants import StepParticipants, listed
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import Tape, key_of
 from halfstep.numerics.trials import (
@@ -211,7 +211,7 @@ def trace_step(
     Raises:
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
-    parts = StepParticipants(step, [*_listed(model), *_listed(optimizer), *_listed(session), *others])
+    parts = StepParticipants(step, [*listed(model), *listed(optimizer), *listed(session), *others])
     snapshot = Snapshot(parts)
     started = time.perf_counter()
     try:
@@ -229,12 +229,6 @@ def trace_step(
 def first_bad_op(step: Callable[..., Any], *batch: Any, **parts: Any) -> BadOp | None:
     """The op at which a step's values stop being finite, or None; takes the arguments of `trace_step`."""
     return trace_step(step, *batch, **parts).bad
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
 
 
 def _run(
