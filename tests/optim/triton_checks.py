@@ -1,4 +1,4 @@
-"""What the Triton kernels must do, in Triton's interpreter on CPU tensors; test_triton.py runs this file.
+"""What the Triton kernels must do, in Triton's interpreter on CPU tensors; test_cuda.py runs this file.
 
 It has a process of its own because TRITON_INTERPRET must be set before Triton is imported.
 """

@@ -69,24 +69,24 @@ def as_fp32(row: tuple[Number, ...]) -> Scalars:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def on_host(job: GroupUpdate, compiled: bool) -> None:
+def on_host(update: GroupUpdate, compiled: bool) -> None:
     """Update CPU parameters; raises MasterRangeError."""
-    hyper = numbers_of(job.group)
+    hyper = numbers_of(update.group)
     rows: dict[float, Scalars] = {}
     work: list[tuple[Slot, Tensor, Scalars, int]] = []
-    foreach_add_([slot.step for slot, _ in job.entries], 1)
-    for slot, grad in job.entries:
+    foreach_add_([slot.step for slot, _ in update.entries], 1)
+    for slot, grad in update.entries:
         step = slot.step.item()
         if step not in rows:
-            rows[step] = job.algorithm.scalars(hyper, step)
+            rows[step] = update.algorithm.scalars(hyper, step)
         key = slot.key(int(step)) if slot.rounds_randomly else 0
         work.append((slot, grad, rows[step], key))
-    factor = number(job.inv_scale) * number(job.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
+    factor = number(update.inv_scale) * number(update.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
     if compiled:
-        over = cpu.update(job.algorithm, work, factor)
+        over = cpu.update(update.algorithm, work, factor)
     else:
         work = [(slot, storage.flat(grad), as_fp32(row), key) for slot, grad, row, key in work]
-        flag = reference.update(job.algorithm, work, as_fp32((factor,))[0], None)
+        flag = reference.update(update.algorithm, work, as_fp32((factor,))[0], None)
         over = flag is not None and bool(flag)
     check_range(over)
 
@@ -124,7 +124,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
 
 
 def on_device(
-    job: GroupUpdate,
+    update: GroupUpdate,
     device: torch.device,
     found_inf: bool | Tensor | None,
     plans: cuda.Plans | None = None,
@@ -134,26 +134,26 @@ def on_device(
     `plans` are the optimizer's for the Triton kernels; without them the plain reference runs.
     """
     if plans is not None:
-        return _by_kernels(job, device, found_inf, plans)
+        return _by_kernels(update, device, found_inf, plans)
     skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
-    steps = [slot.step for slot, _ in job.entries]
+    steps = [slot.step for slot, _ in update.entries]
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
     counts = torch.stack(steps).to(_wide(device))
     hyper = {
-        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in job.group.items()
+        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in update.group.items()
     }
-    columns = job.algorithm.scalars(hyper, counts)
+    columns = update.algorithm.scalars(hyper, counts)
     rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
     factor = torch.ones((), device=device)
-    for scalar in (job.inv_scale, job.clip_coef):
+    for scalar in (update.inv_scale, update.clip_coef):
         factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
-    factor = -factor if job.group["maximize"] else factor
+    factor = -factor if update.group["maximize"] else factor
     work = [
         (slot, storage.flat(grad), row, _key_there(slot) if slot.rounds_randomly else 0)
-        for (slot, grad), row in zip(job.entries, rows)
+        for (slot, grad), row in zip(update.entries, rows)
     ]
-    return reference.update(job.algorithm, work, factor, skip)
+    return reference.update(update.algorithm, work, factor, skip)
 
 
 def _key_there(slot: Slot) -> rounding.Int:
@@ -161,7 +161,7 @@ def _key_there(slot: Slot) -> rounding.Int:
 
 
 def _by_kernels(
-    job: GroupUpdate, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
+    update: GroupUpdate, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
 ) -> Tensor | None:
     """`on_device` by the Triton kernels."""
     if found_inf is True:
@@ -169,16 +169,16 @@ def _by_kernels(
     skip = None
     if isinstance(found_inf, Tensor):
         skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
-    group, lr = job.group, job.group["lr"]
+    group, lr = update.group, update.group["lr"]
     there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
     away = cast(Tensor, lr).detach().to(device) if there else None
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
     rate = 0.0 if away is not None else float(lr)
     rest = (group.get("eps", 0.0), group.get("bias_correction", True))
     hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
-    factors, sign = [job.inv_scale, job.clip_coef], -1.0 if group["maximize"] else 1.0
-    flag = plans.update(job.algorithm.code, job.entries, hyper, away, factors, sign, skip, device)
-    storage.count_versions(slot for slot, _ in job.entries)
+    factors, sign = [update.inv_scale, update.clip_coef], -1.0 if group["maximize"] else 1.0
+    flag = plans.update(update.algorithm.code, update.entries, hyper, away, factors, sign, skip, device)
+    storage.count_versions(slot for slot, _ in update.entries)
     return flag
 
 

@@ -310,7 +310,7 @@ class OnePassOptimizer(Remembering):
         clip_coef: Scalar,
         found_inf: bool | Tensor | None,
     ) -> None:
-        jobs: dict[tuple[int, torch.device], list[tuple[storage.Slot, Tensor]]] = {}
+        found: dict[tuple[int, torch.device], list[tuple[storage.Slot, Tensor]]] = {}
         host_skips: bool | None = None
         for p, group, place in places:
             grad = self._gradient(p, group, place)
@@ -322,8 +322,8 @@ class OnePassOptimizer(Remembering):
                 if host_skips:
                     continue
             slot = (self._slot if self.release is None else self._slot_alone)(p, group, place)
-            jobs.setdefault((place[0], device), []).append((slot, grad))
-        for (g, device), work in jobs.items():
+            found.setdefault((place[0], device), []).append((slot, grad))
+        for (g, device), work in found.items():
             self._run(self.param_groups[g], device, work, inv_scale, clip_coef, found_inf)
 
     def _run(
@@ -336,14 +336,14 @@ class OnePassOptimizer(Remembering):
         found_inf: bool | Tensor | None,
     ) -> None:
         """Update one group's parameters on one device."""
-        job = backends.GroupUpdate(self.algorithm(group), group, work, inv_scale, clip_coef)
-        name = "reference" if job.algorithm.code == L.NO_KERNEL else self._runner(device)
+        update = backends.GroupUpdate(self.algorithm(group), group, work, inv_scale, clip_coef)
+        name = "reference" if update.algorithm.code == L.NO_KERNEL else self._runner(device)
         if name == "triton":
-            self._late.add(backends.on_device(job, device, found_inf, self._plans))
+            self._late.add(backends.on_device(update, device, found_inf, self._plans))
         elif device.type == "cpu":
-            backends.on_host(job, name == "numba")
+            backends.on_host(update, name == "numba")
         else:
-            self._late.add(backends.on_device(job, device, found_inf))
+            self._late.add(backends.on_device(update, device, found_inf))
 
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
