@@ -7,7 +7,7 @@ right. What the ops inside compute in is `autocast/`'s affair; a converted model
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.convert.buffers import LowBuffers
 from halfstep.convert.copies import Exact, widen_copies
-from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32, set_flat_weights
+from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32
+from halfstep.convert.in_place import cast_together, own_tensors, refresh_flat, replace_data, stand_in
 from halfstep.convert.sharded import (
     announce,
     check_before,
@@ -26,7 +27,6 @@ from halfstep.convert.sharded import (
     gather_in,
     has_run,
     is_shard,
-    replace_shard,
 )
 from halfstep.convert.strays import powers_of, widen_newcomers
 from halfstep.convert.to_float import own_dtype
@@ -36,7 +36,6 @@ from halfstep.names import fqns, unwrap
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
-from halfstep.trees import is_wide_float
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
@@ -128,7 +127,7 @@ class Conversion:
             if original is not None and original.shape == low.shape:
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
-            _replace_data(tensor, wide)
+            replace_data(tensor, wide)
         announce(self.model)
         widen_newcomers(self.model, _CONVERTED, self._known)
         for module in self.model.modules():
@@ -162,15 +161,15 @@ class Conversion:
                         if tensor is not None and id(tensor) in dtypes:
                             undo.append((store, key, tensor))
                             if id(tensor) not in stand_ins:
-                                stand_ins[id(tensor)] = _widened(tensor, dtypes[id(tensor)])
+                                stand_ins[id(tensor)] = stand_in(tensor, dtypes[id(tensor)])
             for store, key, tensor in undo:
                 store[key] = stand_ins[id(tensor)]
-            _refresh_flat(recurrent)
+            refresh_flat(recurrent)
             yield
         finally:
             for store, key, tensor in undo:
                 store[key] = tensor
-            _refresh_flat(recurrent)
+            refresh_flat(recurrent)
             self._power.on = was_on
 
 
@@ -324,7 +323,7 @@ class _Casting:
         first: dict[int, str] = {}
         for path, module in self.paths.items():
             rule = self.resolved.get(path)
-            for what, key, tensor in _own_tensors(module):
+            for what, key, tensor in own_tensors(module):
                 named = self.resolved.get(f"{path}.{key}".lstrip("."), rule) if what == "buffer" else rule
                 target = _Target(named.dtype, named.reason) if named and named.dtype else None
                 if own_dtype(module) is not None:
@@ -355,8 +354,8 @@ class _Casting:
                 self.record.buffers.originals[tensor] = tensor.data
             elif self.keep and (tensor.requires_grad or tensor in self.held) and not tensor.is_meta:
                 self.record.originals[tensor] = tensor.data
-        for tensor, data in _cast_together(changing):
-            _replace_data(tensor, data)
+        for tensor, data in cast_together(changing):
+            replace_data(tensor, data)
         if any(is_shard(tensor) for tensor, _ in changing):
             announce(self.model)
         for module in self.paths.values():
@@ -420,7 +419,7 @@ class _Casting:
         if rule.rule is None or own_dtype(module) is not None:
             return False
         dtype = {Rule.FULL: torch.float32, Rule.LOW: self.low}.get(rule.rule)
-        if edge or any(t.dtype != dtype for _, _, t in _own_tensors(module)):
+        if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
             self.record._handles += Inside(power, dtype, edge=edge).attach(module)
             self._note(path, f"ops {rule.rule.value}", None, dtype, rule.reason)
         outer = self._dtype_at(above)
@@ -444,58 +443,3 @@ def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None
 def is_converted(model: nn.Module) -> bool:
     """Whether a record knows the model, or a module in it, and can take its conversion back."""
     return any(module in _CONVERTED for module in model.modules())
-
-
-def _own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
-    found: list[tuple[str, str, Tensor]] = []
-    for what, store in (("parameter", module._parameters), ("buffer", module._buffers)):
-        found += [(what, key, t) for key, t in store.items() if t is not None and is_wide_float(t)]
-    return found
-
-
-def _cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[tuple[Tensor, Tensor]]:
-    """The cast data of each tensor; tensors that share memory share it afterwards too."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for tensor, dtype in changing:
-        place = id(tensor) if tensor.is_meta or is_shard(tensor) else tensor.data.untyped_storage().data_ptr()
-        groups.setdefault((place or id(tensor), tensor.dtype, dtype), []).append(tensor)
-    for (_, before, dtype), tensors in groups.items():
-        if len(tensors) == 1 or tensors[0].is_meta or is_shard(tensors[0]):
-            for tensor in tensors:
-                yield tensor, tensor.data.to(dtype)
-            continue
-        whole = torch.empty(0, dtype=before, device=tensors[0].device).set_(tensors[0].data.untyped_storage())
-        low = whole.to(dtype)
-        for tensor in tensors:
-            yield tensor, low.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _replace_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer other data, and a gradient of that dtype, under the same identity."""
-    if is_shard(tensor):
-        tensor.grad = None
-        replace_shard(tensor, data)
-        return
-    grad = tensor.grad if tensor.is_leaf else None
-    if grad is None:
-        tensor.data = data
-        return
-    tensor.grad = None
-    tensor.data = data
-    widened = tensor.grad_dtype is None and grad.dtype == torch.float32 and data.dtype != torch.float64
-    tensor.grad = grad if widened else grad.to(data.dtype)
-
-
-def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = tensor.detach().to(dtype)
-    if not isinstance(tensor, nn.Parameter):
-        return wide
-    stand_in = nn.Parameter(wide, requires_grad=tensor.requires_grad)
-    stand_in._stands_for = tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return stand_in
-
-
-def _refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
-    for module in modules:
-        names = cast(list[str], module._flat_weights_names)
-        set_flat_weights(module, [getattr(module, name, None) for name in names])

@@ -12,7 +12,8 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, nn
 
-from halfstep.convert.hooks import CastInputs, CastOutputs, Power, set_flat_weights
+from halfstep.convert.hooks import CastInputs, CastOutputs, Power
+from halfstep.convert.in_place import refresh_flat
 from halfstep.convert.sharded import is_shard
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.levels import LOW_DTYPES
@@ -29,9 +30,7 @@ def undo_copy(model: nn.Module) -> bool:
     if powers:
         for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
             _widen(tensor)
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                set_flat_weights(module, [getattr(module, name, None) for name in module._flat_weights_names])
+        refresh_flat(module for module in model.modules() if isinstance(module, nn.RNNBase))
     return bool(powers)
 
 

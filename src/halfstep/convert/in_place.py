@@ -1,0 +1,71 @@
+"""Other data for a parameter or buffer under the same identity, gradients and shared memory with it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.convert.hooks import set_flat_weights
+from halfstep.convert.sharded import is_shard, replace_shard
+from halfstep.trees import is_wide_float
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Parameters and buffers of fp32 or wider: what each is, its name in the module, the tensor."""
+    found: list[tuple[str, str, Tensor]] = []
+    for what, store in (("parameter", module._parameters), ("buffer", module._buffers)):
+        found += [(what, key, t) for key, t in store.items() if t is not None and is_wide_float(t)]
+    return found
+
+
+def cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[tuple[Tensor, Tensor]]:
+    """The cast data of each tensor; tensors that share memory share it afterwards too."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor, dtype in changing:
+        place = id(tensor) if tensor.is_meta or is_shard(tensor) else tensor.data.untyped_storage().data_ptr()
+        groups.setdefault((place or id(tensor), tensor.dtype, dtype), []).append(tensor)
+    for (_, before, dtype), tensors in groups.items():
+        if len(tensors) == 1 or tensors[0].is_meta or is_shard(tensors[0]):
+            for tensor in tensors:
+                yield tensor, tensor.data.to(dtype)
+            continue
+        whole = torch.empty(0, dtype=before, device=tensors[0].device).set_(tensors[0].data.untyped_storage())
+        low = whole.to(dtype)
+        for tensor in tensors:
+            yield tensor, low.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a parameter or buffer other data, and a gradient of that dtype, under the same identity."""
+    if is_shard(tensor):
+        tensor.grad = None
+        replace_shard(tensor, data)
+        return
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is None:
+        tensor.data = data
+        return
+    tensor.grad = None
+    tensor.data = data
+    widened = tensor.grad_dtype is None and grad.dtype == torch.float32 and data.dtype != torch.float64
+    tensor.grad = grad if widened else grad.to(data.dtype)
+
+
+def stand_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; a parameter's knows for which one it stands."""
+    wide = tensor.detach().to(dtype)
+    if not isinstance(tensor, nn.Parameter):
+        return wide
+    made = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+    made._stands_for = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
+    """Have recurrent layers take their weights anew."""
+    for module in modules:
+        names = cast(list[str], module._flat_weights_names)
+        set_flat_weights(module, [getattr(module, name, None) for name in names])
