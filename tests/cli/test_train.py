@@ -114,6 +114,7 @@ WRONG = {
         "O0 is fp32 throughout, given bf16",
     ),
     "level number": (["digits-mlp", "--level", "2"], "did you mean 'O2'"),
+    "dtype fp8": (["digits-mlp", "--dtype", "fp8"], "a level computes in fp16 or bf16"),
     "dtype fp32": (["digits-mlp", "--dtype", "fp32"], "expected bf16 or fp16"),
     "steps": (["digits-mlp", "--steps", "0"], "--steps 0: expected 1 or more"),
     "steps word": (["digits-mlp", "--steps", "many"], "many"),

@@ -136,8 +136,8 @@ def _order(
     steps: int | None,
     epochs: int | None,
 ) -> _TrainOrder:
-    from halfstep.formats import dtype_name, parse_dtype
-    from halfstep.policy.levels import LEVELS, level_of
+    from halfstep.formats import dtype_name
+    from halfstep.policy.levels import LEVELS, dtype_of, level_of
     from halfstep.recipes import RECIPES, recipe_of
 
     demo = recipe == "demo"
@@ -150,7 +150,7 @@ def _order(
     words = [level_of(word) for word in asked if word != AUTO]
     names_of = [AUTO if word == AUTO else level_of(word)[0].name for word in asked]
     dtypes = [
-        parse_dtype(word)
+        dtype_of(word)
         for word in _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
         if word != "default"
     ]
