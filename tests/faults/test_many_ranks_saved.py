@@ -189,3 +189,21 @@ def test_many_kills(tmp_path, way):
     inside = kills(tmp_path, way, count)
     print(f"{way}: {count} kills, {inside} inside a save, the resumed run bit-identical")
     assert inside >= 0.4 * count
+
+
+def statistics(rank, folder):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    amp = hs.prepare(model, hs.optim.AdamW(model.parameters()), level="O2", dtype="bf16")
+    for buffer in model.buffers():
+        buffer.fill_(rank + 1)
+    amp.save(Path(folder) / "a")
+    for buffer in model.buffers():
+        buffer.fill_(9)
+    amp.load(Path(folder) / "a")
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_that_differ_over_ranks_are_all_rank_0s(tmp_path):
+    for found in run(statistics, 2, str(tmp_path)):
+        assert {name: value.unique().tolist() for name, value in found.items()} == {key: [1] for key in found}

@@ -130,8 +130,8 @@ def _reshard(session: Session) -> None:
             cast(Any, module).reshard()
 
 
-def _tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
-    """Every weight (its master where there is one) and buffer, by name in the file."""
+def _tensors(session: Session) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every weight (its master where there is one) and buffer, by name in the file; and whether a weight."""
     masters = _masters(session)
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
@@ -141,7 +141,7 @@ def _tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
         for key, value in state.items():
             p = by_key.get(key)
             if isinstance(value, Tensor):
-                yield prefix + short[key], masters.get(id(p), value.detach())
+                yield prefix + short[key], masters.get(id(p), value.detach()), p is not None
 
 
 def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
@@ -198,8 +198,9 @@ def save(
     _reshard(session)
     pieces: dict[str, Piece] = {}
     held: dict[str, Any] = {"": rank() if stages else 0}
-    for number, (name, t) in enumerate(_tensors(session)):
-        piece, held[name] = _split(t, number), tuple(t.shape)
+    for number, (name, t, is_weight) in enumerate(_tensors(session)):
+        # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
+        piece, held[name] = _split(t, number if is_weight else 0), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece
     manifest = {**_manifest(session, pieces, schedulers, extra), "model": checksum_of(held)}
@@ -336,7 +337,7 @@ def _check(
     session: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    wanted = {name: tuple(t.shape) for name, t in _tensors(session)}
+    wanted = {name: tuple(t.shape) for name, t, _ in _tensors(session)}
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n for n in found.wholes if not n.startswith(own)}
     missing, extra = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
