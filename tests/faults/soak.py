@@ -11,6 +11,7 @@ saves and loads in living processes, whose memory must end within 1 % of its sta
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import re
@@ -143,6 +144,9 @@ def disturbed(folder, chosen, seconds):
     return segments, kills, inside
 
 
+PATIENCE = 30  # seconds that ranks have to end in after one of them was killed
+
+
 def attempt_leg(folder, ranks, until, chosen, kill):
     """Train to `until`, killed on the way where `kill` and luck say so: whether it was, and inside a save."""
     with tempfile.TemporaryDirectory() as meet:
@@ -151,17 +155,25 @@ def attempt_leg(folder, ranks, until, chosen, kill):
         first = newest(folder)
         begin = step_number(first) if first is not None else 0
         goal = begin + 1 + int(wanted * (until - begin)) if kill and chosen.random() < 0.8 else None
-        inside, struck, within = chosen.random() < 0.6, False, False
+        inside, struck, within = chosen.random() < 0.6, math.inf, False
         while any(p.exitcode is None for p in processes):
             now = newest(folder)
-            due = goal is not None and not struck and now is not None and step_number(now) >= goal - 4
+            due = goal is not None and struck == math.inf and now is not None and step_number(now) >= goal - 4
             if due and (not inside or list(folder.glob(".step-*.tmp"))):
                 os.kill(processes[chosen.randrange(ranks)].pid, signal.SIGKILL)
-                struck, within = True, bool(list(folder.glob(".step-*.tmp")))
+                struck, within = time.monotonic(), bool(list(folder.glob(".step-*.tmp")))
+            if (
+                time.monotonic() > struck + PATIENCE
+            ):  # as torchrun does; one that still meets the others waits
+                for process in processes:
+                    process.kill()
             time.sleep(0.001)
         codes = [p.exitcode for p in processes]
-        assert struck or not any(codes), (codes, [p.read_text() for p in Path(meet).glob("trace*")])
-        return struck, within
+        assert struck < math.inf or not any(codes), (
+            codes,
+            [p.read_text() for p in Path(meet).glob("trace*")],
+        )
+        return struck < math.inf, within
 
 
 def contents(path):
