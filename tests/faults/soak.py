@@ -4,8 +4,9 @@ The disturbed run changes its number of ranks between 1, 2 and 4 at drawn steps,
 (a good part of them inside a save), and resumes from the newest checkpoint. The undisturbed run has the
 same number of ranks at each step, since sums of gradients depend on it, and is never killed; it saves only
 where the number changes. At the end every tensor of both checkpoints (masters, optimizer states, random
-generators) and all that the session remembers must be equal to the bit. A last leg on two ranks trains,
-saves and loads in living processes, whose memory must end within 1 % of its start.
+generators) and all that the session remembers must be equal to the bit; kernels are those of the tests,
+since two runs on one machine may measure and so choose others. A last leg on two ranks trains, saves and
+loads in living processes, whose memory must end within 1 % of its start.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+os.environ.setdefault("HALFSTEP_KERNELS", str(Path(__file__).parents[1] / "kernels.toml"))
 
 import torch
 from torch import nn
