@@ -31,6 +31,7 @@ class RankGuard:
         self._models, self._optimizers, self._compute = models, optimizers, compute
         self._wrappers: list[weakref.ref[Any]] | None = None
         self._sharded, self._looks = False, 0
+        self._weights: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
         self._prepared = [weakref.ref(weight_of(p)) for o in optimizers for p in parameters_of(o)]
 
     def check(self, shares_flag: bool) -> None:
@@ -69,9 +70,12 @@ class RankGuard:
         self.check(shares_flag)
         if not self._sharded:
             return
-        weights = [p for p in map(weight_of, parameters_of(optimizer)) if p.requires_grad]
-        if all(p.grad is not None for p in weights):
-            return
+        weights = self._weights_of(optimizer)
+        # a getter else asks every DTensor's class for its value
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(p.grad is None and p.requires_grad for p in weights):
+                return
+        weights = [p for p in weights if p.requires_grad]
         meshes: dict[Any, list[torch.Tensor]] = {}
         for p in weights:
             if (mesh := getattr(p, "device_mesh", None)) is not None:
@@ -80,6 +84,14 @@ class RankGuard:
             has = [p.grad is not None for p in own]
             if any(has) and not all(has) and self._may_look(own[0].device):
                 self._compare(own, _over_mesh(has, mesh))
+
+    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The model's parameters that the optimizer updates, listed anew where a group was added or cut."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._weights.get(id(optimizer))
+        if known is None or known[0] != sizes:
+            known = self._weights[id(optimizer)] = sizes, list(map(weight_of, parameters_of(optimizer)))
+        return known[1]
 
     def _may_look(self, device: torch.device) -> bool:
         self._looks += 1
