@@ -58,14 +58,13 @@ class ShardGradients:
         self._arrays = _layout(self._wholes), addresses_of(self._wholes), wanted, found, rows
         layout, owners, specs, self._places, self._rows = (one.ctypes.data for one in self._arrays)
         self._given = facts.asked, layout, count, owners, specs, self._places, self._rows
-        self._find, self._prefetch = kernels.shard_gradients(), kernels.prefetch_rows()
+        self._find, self._drop = kernels.shard_gradients(), kernels.dropper()
+        self._dropped = layout, count, owners, self._rows
 
-    def prefetch(self) -> None:
-        """Ask for the memory that dropping these gradients touches: two objects of each, long unused.
-
-        Without it dropping 400 small ones takes a third longer, 0.08 ms.
-        """
-        self._prefetch(len(self._wholes), self._rows)
+    def drop(self) -> None:
+        """Drop them; one after the other in Python they take half as long again, 0.1 ms of 400 small ones."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._drop(*self._dropped)
 
     def alike(self) -> bool:
         """See `Gradients`."""
@@ -100,6 +99,8 @@ def _is_direct(p: Any) -> bool:
     """Whether p's gradient stands for the local tensor that it holds; that of a plain tensor for itself."""
     from torch.distributed.tensor import DTensor
 
+    if type(p).grad is not Tensor.grad:
+        return False
     if not isinstance(p, DTensor):
         return type(p) in (Tensor, torch.nn.Parameter)
     grad: Any = p.grad
@@ -122,4 +123,6 @@ def _layout(tensors: Sequence[Any]) -> Any:
     ]
     if any(place is None for place in places):
         return None
-    return np.array([*places, inside, id(DTensor), id(Tensor), *functions], np.int64)
+    return np.array(
+        [*places, inside, id(DTensor), id(Tensor), *functions, id(Tensor.grad), id(None)], np.int64
+    )

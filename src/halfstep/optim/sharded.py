@@ -68,16 +68,17 @@ class Shards:
         for group in outer.param_groups:
             _check_blocks(group)
         self._outer = outer
-        self._watched: Gradients | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._locals = Locals([])
         self._empty: list[tuple[Any, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}
         self._whole: dict[Tensor, Tensor] = {}
         self._lists: dict[int, _ShardList] = {}
+        self._options: list[Mapping[str, Any]] = []
         params = [p for group in outer.param_groups for p in group["params"]]
         self._groups = list(dict.fromkeys(shard_groups(p) for p in params))
         self.twin = self._make_twin()
+        self._watch(None, [])
 
     def _make_twin(self) -> OnePassOptimizer:
         from halfstep.optim.base import OnePassOptimizer
@@ -122,6 +123,8 @@ class Shards:
         self.twin.add_param_group({**group, "params": params})
         self._settle(self.twin)
         self.twin.key_shifts = self._shifts()
+        self._watch(None, [])
+        self._options = []
         self._groups = list(dict.fromkeys([*self._groups, *map(shard_groups, group["params"])]))
 
     # ---- before and after a step --------------------------------------------------------------------
@@ -129,10 +132,12 @@ class Shards:
     def enter(self) -> OnePassOptimizer:
         """The twin with this moment's options and local tensors."""
         outer, twin = self._outer, self.twin
-        if not all(_same_options(a, b) for a, b in zip(outer.param_groups, twin.param_groups)):
+        if not all(map(_same_options, outer.param_groups, self._options)):
             for group, local in zip(outer.param_groups, twin.param_groups):
-                _check_blocks(group)
+                if group["state_dtype"] != local["state_dtype"]:
+                    _check_blocks(group)
                 local.update({k: v for k, v in group.items() if k != "params"})
+            self._options = [dict(group) for group in outer.param_groups]
         if not self._locals.hold():
             self._move()
         return twin
@@ -196,17 +201,27 @@ class Shards:
 
     def watched(self, params: Sequence[Tensor]) -> Gradients:
         """`of_all` of `params` at every step."""
-        self._watched = gradients_of_shards(self, [self._whole[p] for p in params], params)
-        return self._watched
+        wholes = [self._whole[p] for p in params]
+        found = gradients_of_shards(self, wholes, params)
+        if isinstance(found, ShardGradients):
+            self._watch(found, wholes)
+        else:
+            self._watch(None, [])
+        return found
+
+    def _watch(self, found: ShardGradients | None, wholes: Sequence[Tensor]) -> None:
+        """Note what drops the gradients of `wholes` in one call; the others are dropped one by one."""
+        others = self._known.keys() - set(wholes)
+        self._watched, self._unwatched = found, [p for p in self._known if p in others]
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""
         for shards in self._lists.values():
             shards.sums.clear()
-        if isinstance(self._watched, ShardGradients):
-            self._watched.prefetch()
         with torch._C.DisableTorchFunctionSubclass():
-            for p in self._known:
+            if self._watched is not None:
+                self._watched.drop()
+            for p in self._unwatched:
                 p.grad = None
 
     def set_of(self, p: Tensor) -> int:
@@ -215,6 +230,8 @@ class Shards:
 
     def combined(self, found: Sequence[SetSums], inv_scale: float) -> HostStats:
         """The answer over all ranks, by one collective for each set of process groups that split tensors."""
+        if not any(self._groups):
+            return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
         sets = [[two for n, *two in found if n == number] for number in range(len(self._groups))]
         return cpus_.combined([_over(*one) for one in zip(self._groups, sets)], inv_scale)
 
@@ -306,11 +323,8 @@ class Shards:
             counts.agree(groups, steps, [local.numel() > 0 for _, local in pairs])
 
 
-def _same_options(group: Mapping[str, Any], local: Mapping[str, Any]) -> bool:
-    if group.keys() != local.keys():
-        return False
-    others = ((v, local[k]) for k, v in group.items() if k != "params")
-    return all(v is w or (not isinstance(v, Tensor) and v == w) for v, w in others)
+def _same_options(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+    return group.keys() == seen.keys() and all(map(is_, group.values(), seen.values()))
 
 
 def _local_gradient(p: Tensor, grad: Tensor) -> Tensor:

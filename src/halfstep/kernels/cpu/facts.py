@@ -60,6 +60,12 @@ def tell(typingctx, function, tensor):
 
 
 @intrinsic
+def set_on(typingctx, function, descriptor, owner, value):
+    """Call `int function(PyObject *, PyObject *, PyObject *)`; where it raises, Python does on return."""
+    return _caller(ir.IntType(32), 3, types.int32)
+
+
+@intrinsic
 def word(typingctx, address, i):
     """The i-th 64-bit word at an address."""
 
@@ -187,9 +193,10 @@ def gradients() -> Any:
     return compiled(f"int64({','.join(['int64'] * 4)})", "find_gradients", nogil=False)(find)
 
 
-SPEC_OF, LOCAL_OF, KIND_OF, INSIDE, SHARD, PLAIN, WRAP, DROP = range(8)
+SPEC_OF, LOCAL_OF, KIND_OF, INSIDE, SHARD, PLAIN, WRAP, DROP, SET, GRAD, NONE = range(11)
 """The words of `layout`: at which byte an object holds its spec, its local tensor, its type, its C++ tensor;
-the types of DTensors and of tensors; torch's function that finds an object, Python's that lets it go."""
+the types of DTensors and of tensors; torch's function that finds an object, Python's that lets it go and
+that sets a descriptor; the descriptor of gradients and None."""
 
 
 @cache
@@ -285,22 +292,31 @@ def shard_gradients() -> Any:
     return compiled(f"boolean({','.join(['int64'] * 7)})", "find_shard_gradients", nogil=False)(find)
 
 
+@compiled("void(int64)", "prefetch_row", nogil=False)
+def prefetch_row(row):
+    """Ask for the memory that dropping a gradient touches; nothing is read, for it may be gone by now."""
+    prefetch(word(row, OWNER))
+    prefetch(word(row, PLACE))
+    for place in (OWNER_TENSOR, TENSOR, LOCAL_TENSOR):
+        prefetch_tensor(word(row, place))
+    for place in (OBJECT, LOCAL):
+        prefetch(word(row, place) - 32)  # what Python's collector keeps lies before an object
+        prefetch(word(row, place) + 32)
+
+
 @cache
-def prefetch_rows() -> Any:
-    """Ask for the memory that dropping gradients will touch; nothing is read, for it may be gone by now."""
+def dropper() -> Any:
+    """Drop the gradients of tensors: two objects of each that nothing touched for long."""
 
-    def ask_for(count, rows):
+    def drop(layout, count, tensors, rows):
+        for i in range(min(AHEAD, count)):
+            prefetch_row(rows + 8 * ROW * i)
         for i in range(count):
-            row = rows + 8 * ROW * i
-            prefetch(word(row, OWNER))
-            prefetch(word(row, PLACE))
-            for place in (OWNER_TENSOR, TENSOR, LOCAL_TENSOR):
-                prefetch_tensor(word(row, place))
-            for place in (OBJECT, LOCAL):
-                prefetch(word(row, place) - 32)  # what Python's collector keeps lies before an object
-                prefetch(word(row, place) + 32)
+            if i + AHEAD < count:
+                prefetch_row(rows + 8 * ROW * (i + AHEAD))
+            set_on(word(layout, SET), word(layout, GRAD), word(tensors, i), word(layout, NONE))
 
-    return compiled("void(int64,int64)", "prefetch_rows", nogil=False)(ask_for)
+    return compiled("void(int64,int64,int64,int64)", "drop_gradients", nogil=False)(drop)
 
 
 @cache

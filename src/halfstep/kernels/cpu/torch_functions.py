@@ -73,9 +73,13 @@ def place_in(objects: Sequence[object], words: Sequence[int], size: int) -> int 
     return None
 
 
+_DESCR_SET = 55
+"""Py_tp_descr_set of Python's stable interface: `int function(descriptor, owner, value)`."""
+
+
 @cache
-def objects() -> tuple[int, int] | None:
-    """The functions that make a C++ tensor's Python object (a new reference) and that drop a reference."""
+def objects() -> tuple[int, int, int] | None:
+    """The functions that make a C++ tensor's Python object (a new reference), drop one and set a gradient."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     try:
         library = ctypes.CDLL(str(Path(str(torch.__file__)).parent / "lib" / f"libtorch_python{suffix}"))
@@ -83,6 +87,9 @@ def objects() -> tuple[int, int] | None:
         made = library._Z16THPVariable_WrapRKN2at10TensorBaseE
     except (OSError, AttributeError):
         return None
+    slot_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_int)(
+        ("PyType_GetSlot", ctypes.pythonapi)
+    )
     both = (ctypes.cast(one, ctypes.c_void_p).value for one in (made, ctypes.pythonapi.Py_DecRef))
-    first, second = (word or 0 for word in both)
-    return first, second
+    wrap, drop = (word or 0 for word in both)
+    return wrap, drop, slot_of(type(torch.Tensor.grad), _DESCR_SET)
