@@ -1,5 +1,6 @@
 """A CPU optimizer's plan of an earlier step: used while it holds, forgotten when anything moved."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep.errors import UnsupportedError
+import halfstep as hs
+from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.gradients.stats import clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.cpu_plan import HostPlan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -102,6 +106,62 @@ def test_looking_on_the_way_says_what_measuring_says():
         else:
             assert expected is not None
             assert str(optimizer.looked) == str(expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_clipping_in_the_step_is_measuring_before_it(backend: str):
+    built = [build(backend, AdamW, {"lr": 1e-2}) for _ in range(2)]
+    generator = torch.Generator().manual_seed(5)
+    for step in range(6):
+        for pair in zip(*(params for params, _ in built)):
+            grad = torch.randn(pair[0].shape, generator=generator) * (math.nan if step == 5 else 10.0**step)
+            for p in pair:
+                p.grad = grad.to(p.dtype)
+        one, two = (optimizer for _, optimizer in built)
+        measured = two.measure_on_host(0.5) or two.measure(0.5)
+        one.step(inv_scale=0.5, clip_norm=3.0)
+        two.step(inv_scale=0.5, clip_coef=clip_coefficient(measured.norm, 3.0))
+        assert str(one.looked) == str(measured)
+    for ours, theirs in zip(*(params for params, _ in built)):
+        assert torch.equal(*(p.detach().view(torch.int16) for p in (ours, theirs)))
+
+
+def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    looks: list[bool] = []
+    ready = HostPlan.ready
+    monkeypatch.setattr(HostPlan, "ready", lambda plan: (looks.append(True), ready(plan))[1])
+    for step in range(3):
+        with amp.autocast():
+            loss = model(torch.ones(2, 4)).square().mean()
+        amp.backward(loss)
+        gradients = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
+        before = torch.cat([master.flatten() for master in optimizer.masters().values()])
+        outcome = amp.step(clip_norm=1e-3)
+        after = torch.cat([master.flatten() for master in optimizer.masters().values()])
+        assert len(looks) == step  # the first step has no plan yet
+        assert float(outcome.grad_norm) == pytest.approx(float(torch.cat(gradients).norm()))
+        assert float((after - before).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "options"),
+    [
+        (ConfigError, {"clip_norm": -1.0}, {}),
+        (ConfigError, {"clip_norm": 1.0, "clip_coef": 0.5}, {}),
+        (UnsupportedError, {"clip_norm": 1.0}, {"release_gradients": True}),
+    ],
+)
+def test_clipping_that_cannot_be_is_refused(error: Any, given: Any, options: Any):
+    p = nn.Parameter(torch.ones(5))
+    optimizer = SGD([p], lr=0.1, **options)
+    p.grad = torch.ones(5)
+    with pytest.raises(error, match="clip_norm"):
+        optimizer.step(**given)
+    assert torch.equal(p, torch.ones(5))
 
 
 def test_a_sparse_gradient_is_refused_by_name_after_planned_steps_too():

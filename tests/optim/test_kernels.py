@@ -174,6 +174,6 @@ def test_a_second_process_compiles_nothing(tmp_path: Path):
             check=True,
         )
         said.append(done.stdout)
-    assert said[0].count("data saved") == 14
-    assert said[1].count("data loaded") == 14
+    assert said[0].count("data saved") == 15
+    assert said[1].count("data loaded") == 15
     assert "saved" not in said[1]

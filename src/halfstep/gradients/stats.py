@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from halfstep import distributed
+from halfstep.errors import ConfigError, show
 from halfstep.gradients.unscale import unscale_
 from halfstep.trees import dense_values, home_device
 
@@ -22,6 +24,8 @@ __all__ = [
     "AnyStats",
     "GradStats",
     "HostStats",
+    "check_clip",
+    "clip_coefficient",
     "combine",
     "finite_and_norm",
     "measure",
@@ -55,6 +59,18 @@ HostStats = GradStats[bool, float, float]
 
 AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
 """Either; `amax` is None where nobody asked for it."""
+
+
+def check_clip(clip_norm: float | None) -> None:
+    """Raise ConfigError unless it is None or a number of at least 0."""
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) >= 0):
+        raise ConfigError(f"clip_norm={show(clip_norm)}: expected a number of at least 0, or None")
+
+
+def clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
+    """`min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
+    coefficient = clip_norm / (norm + 1e-6)
+    return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
 
 
 #: Below this many elements one call costs more than a copy: such tensors are joined first.

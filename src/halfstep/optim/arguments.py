@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from halfstep.errors import ConfigError, UnsupportedError, show
+from halfstep.gradients.stats import check_clip
 from halfstep.optim import storage
 
 HARMLESS: dict[str, Any] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
@@ -53,6 +54,18 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     if _PLAIN.issuperset(map(type, group.values())) and all(type(beta) is float for beta in betas):
         return group
     return {key: _as_number(value) for key, value in group.items() if key != "params"}
+
+
+def check_clipping(clip_norm: float, clip_coef: Any, released: bool) -> None:
+    """Raise for what a step cannot clip by: no norm, one beside a coefficient, or too late."""
+    check_clip(clip_norm)
+    if clip_coef is not None:
+        raise ConfigError(f"step(clip_norm={clip_norm}, clip_coef={show(clip_coef)}): give one of the two")
+    if released:
+        raise UnsupportedError(
+            f"step(clip_norm={clip_norm}): gradients were released and applied during backward; give it to "
+            "Session.step, which clips them as they come, or build the optimizer without release_gradients"
+        )
 
 
 def _as_number(value: Any) -> Any:

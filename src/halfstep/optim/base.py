@@ -12,14 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import (  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from halfstep.errors import ConfigError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import GradStats, HostStats
+from halfstep.gradients.stats import GradStats, HostStats, clip_coefficient
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, backends, checkpoints, cuda, saved_masters, state_dicts, storage
 from halfstep.optim.backends import Scalar
@@ -29,6 +25,7 @@ from halfstep.optim.remembered import MASTER_KEYS, Group, Place, Remembering
 from halfstep.optim.sharded import Shards, any_shard
 from halfstep.optim.source import OwnGradients, Source, dense_grad
 from halfstep.optim.state import State
+from halfstep.optim.step_hooks import is_watched
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -78,7 +75,6 @@ class OnePassOptimizer(Remembering):
         self._start_memory()
         self._shards: Shards | None = None
         self.source: Source = OwnGradients()
-        self.looked: HostStats | None = None
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
@@ -213,6 +209,7 @@ class OnePassOptimizer(Remembering):
         clip_coef: Scalar = None,
         found_inf: bool | Tensor | None = None,
         look: bool = False,
+        clip_norm: float | None = None,
     ) -> Any:
         """Update every parameter that has a gradient, in one pass.
 
@@ -223,18 +220,22 @@ class OnePassOptimizer(Remembering):
         error comes up to two steps late).
 
         With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
-        no further pass; None where `planned` was false.
+        no further pass; None where `planned` was false. `clip_norm`, in place of `clip_coef`, clips their
+        2-norm to this: it is measured first, over all ranks that hold parts of them, and `looked` says what
+        was found. ConfigError for a `clip_norm` below 0, or both; UnsupportedError for one where gradients
+        were released.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _step_outside(self, closure, inv_scale, clip_coef, found_inf, look)
-        if not _is_watched(self):
-            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look)
         options = {
             "inv_scale": inv_scale,
             "clip_coef": clip_coef,
             "found_inf": found_inf,
             "look": look or None,
+            "clip_norm": clip_norm,
         }
+        if torch.compiler.is_dynamo_compiling():
+            return _step_outside(self, closure, options)
+        if not is_watched(self):
+            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look, clip_norm)
         given = {name: value for name, value in options.items() if value is not None}
         return _hooked_step(self, *(() if closure is None else (closure,)), **given)
 
@@ -247,29 +248,30 @@ class OnePassOptimizer(Remembering):
         clip_coef: Scalar = None,
         found_inf: bool | Tensor | None = None,
         look: bool = False,
+        clip_norm: float | None = None,
     ) -> Any:
-        loss = None
+        loss, measured = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if clip_norm is not None:
+            arguments.check_clipping(clip_norm, clip_coef, self.release is not None)
+        first, twin = not self.state, self if self._shards is None else self._shards.enter()
+        twin._late.check()
+        if not twin._step_by_plan(inv_scale, clip_coef, found_inf, look, clip_norm):
+            if clip_norm is not None and found_inf is not True:
+                measured = self.measure_on_host(inv_scale) or self.measure(inv_scale)
+                clip_coef = clip_coefficient(measured.norm, clip_norm)
+            twin.looked = measured
+            twin._step_by_slots(inv_scale, clip_coef, found_inf)
+        self.looked = twin.looked
         if self._shards is not None:
-            twin = self._shards.enter()
-            first = not self.state
-            twin._checked_step(None, inv_scale, clip_coef, found_inf, look)
             self._shards.count(found_inf)
-            self.looked = twin.looked if look else None
             if first:
                 self._shards.show()
-            return loss
-        self._late.check()
-        self._edits.take()
-        if self._plan is not None and not found_inf and self._planned():  # plans are of CPUs alone
-            scale = backends.number(inv_scale)
-            over = self._run_plan(scale, scale * backends.number(clip_coef), look)
-            self._edits.after_plan()
-            backends.check_range(over)
-            return loss
-        self.looked = None
+        return loss
+
+    def _step_by_slots(self, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None) -> None:
         if self.release is None:
             self._recall()
         try:
@@ -279,17 +281,11 @@ class OnePassOptimizer(Remembering):
             self._edits.after_step()
         if self.release is not None:
             self.release.finish()
-            return loss
+            return
         if self._check is None:
             self._remember()
         if not (isinstance(found_inf, Tensor) and not found_inf.is_cpu) and not found_inf:
             self._plan = self._new_plan()
-        return loss
-
-    def _run_plan(self, inv_scale: float, factor: float, look: bool) -> bool:
-        assert self._plan is not None
-        over, self.looked = self._plan.update(factor, inv_scale if look else None)
-        return over
 
     def _new_plan(self) -> HostPlan | None:
         params = [p for p, _, _ in self.places()]
@@ -477,22 +473,10 @@ class OnePassOptimizer(Remembering):
             hook(self)
 
 
-def _is_watched(optimizer: OnePassOptimizer) -> bool:
-    """Whether a hook runs around the step, or a profiler."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()  # pyright: ignore
-    )
-
-
 @_disable_dynamo
-def _step_outside(optimizer: OnePassOptimizer, closure: Any, *scalars: Any) -> Any:
+def _step_outside(optimizer: OnePassOptimizer, closure: Any, options: dict[str, Any]) -> Any:
     """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
-    names = ("inv_scale", "clip_coef", "found_inf", "look")
-    return optimizer.step(closure, **dict(zip(names, scalars)))
+    return optimizer.step(closure, **options)
 
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.gradients.stats import GradStats, combine
+from halfstep.gradients.stats import GradStats, clip_coefficient, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -92,7 +92,7 @@ class GradientRelease:
         self._seen.append(stats)
         clip = None
         if self.clip_norm is not None and self._last_norm is not None:
-            clip = torch.clamp(self.clip_norm / (self._last_norm + 1e-6), max=1.0)
+            clip = clip_coefficient(self._last_norm, self.clip_norm)
         found_inf = None if self._inv_scale is None else ~stats.finite
         optimizer.step_one(p, inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
         p.grad = None

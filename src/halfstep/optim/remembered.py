@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.optim import arguments, entries, storage
+from halfstep.gradients.stats import AnyStats, clip_coefficient
+from halfstep.optim import arguments, backends, entries, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.cpu_plan import HostPlan
 from halfstep.optim.hand_edits import HandEdits
@@ -38,6 +39,8 @@ class Remembering(torch.optim.Optimizer):
         self._kept_dtype: dict[Tensor, torch.dtype] = {}
         self._index: dict[Tensor, Place] = {}
         self._plan: HostPlan | None = None
+        self.looked: AnyStats | None = None
+        """What the last step found in the gradients, where it was asked to look."""
         self._check: PlanCheck | None = None
         self._checks: dict[Tensor, PlanCheck] = {}
         self._edits = HandEdits()
@@ -194,6 +197,29 @@ class Remembering(torch.optim.Optimizer):
         if plan is not None and not plan.ready():
             plan = self._plan = None
         return plan is not None
+
+    def _step_by_plan(
+        self,
+        inv_scale: backends.Scalar,
+        clip_coef: backends.Scalar,
+        found_inf: bool | Tensor | None,
+        look: bool,
+        clip_norm: float | None,
+    ) -> bool:
+        """`step` by the plan that the last one left; false where none holds, and nothing was done."""
+        self._edits.take()
+        if self._plan is None or found_inf or not self._planned():  # plans are of CPUs alone
+            return False
+        plan, scale, looked = self._plan, backends.number(inv_scale), None
+        if clip_norm is not None:
+            looked = plan.measure(scale)
+            clip_coef = clip_coefficient(looked.norm, clip_norm)
+        seen_on_the_way = look and looked is None
+        over, seen = plan.update(scale * backends.number(clip_coef), scale if seen_on_the_way else None)
+        self.looked = seen if seen_on_the_way else looked
+        self._edits.after_plan()
+        backends.check_range(over)
+        return True
 
     def expect_writes(self, weights: Iterable[Tensor]) -> None:
         """Each of these is about to be written once, with the values that it has: no edit by hand."""

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep.errors import CheckpointError, ConfigError, show
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-
-
-def check_clip(clip_norm: float | None) -> None:
-    """Raise ConfigError unless it is None or a number of at least 0."""
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) >= 0):
-        raise ConfigError(f"clip_norm={show(clip_norm)}: expected a number of at least 0, or None")
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -23,14 +23,14 @@ from halfstep.autocast import kernel_choice
 from halfstep.autocast.dynamo import never_compiled
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
-from halfstep.gradients.stats import AnyStats
+from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import losses, registry, saving
 from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
-from halfstep.session.checks import check_clip, check_scheduler, check_state, index_of, indices_of
+from halfstep.session.checks import check_scheduler, check_state, index_of, indices_of
 from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import EMPTY, Kept, Scaled, Share, StepState, Unscaled, scale_of
 from halfstep.session.guards import CHANGED, kept_gradients, one_loss, refuse_direct_steps
@@ -306,8 +306,8 @@ class Session(OfSetup):
     ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
         stepper, wants_max = self._steppers[index], self.state.needs_amax
-        if clip_norm is None and not self._setup.skip_nonfinite:
-            measured = stepper.look_and_update(inv_scale, wants_max)
+        if not self._setup.skip_nonfinite:
+            measured = stepper.look_and_update(inv_scale, wants_max, clip_norm)
             return measured, *self._settle(index, pending, measured)
         measured = stepper.measure(inv_scale, wants_max)
         found, shares = self._settle(index, pending, measured)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from halfstep.distributed import is_ordered, local_of, norms_of_stages, shard_groups, whole_norms
 from halfstep.errors import ScalerStateError, UnsupportedError
-from halfstep.gradients.stats import AnyStats, GradStats, HostStats, measure, measure_shards
+from halfstep.gradients.stats import (
+    AnyStats,
+    GradStats,
+    HostStats,
+    clip_coefficient,
+    measure,
+    measure_shards,
+)
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import MasterWeights
@@ -46,8 +53,10 @@ class Stepper(Protocol):
         """Unscale, clip and update, or skip where `found_inf` is set."""
         ...
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-        """`measure` and `update` in one, for a step that is taken whatever is found, unclipped."""
+    def look_and_update(
+        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
+    ) -> AnyStats:
+        """`measure` and `update` in one, for a step that is taken whatever is found."""
         ...
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
@@ -110,20 +119,25 @@ class OnePassStepper:
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
-        clip = None if clip_norm is None else _clip_coefficient(measured.norm, clip_norm)
+        clip = None if clip_norm is None else clip_coefficient(measured.norm, clip_norm)
         if self.releases:
             self.optimizer.release.clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-        """One pass over gradients, weights and states, where the optimizer has one."""
+    def look_and_update(
+        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
+    ) -> AnyStats:
+        """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
         if self.norm_group is not None or not self.optimizer.planned:
             measured = self.measure(inv_scale, needs_amax)
-            self.update(measured, None, False)
+            self.update(measured, clip_norm, False)
             return measured
-        self.optimizer.step(inv_scale=inv_scale, look=True)
+        if clip_norm is None:
+            self.optimizer.step(inv_scale=inv_scale, look=True)
+        else:
+            self.optimizer.step(inv_scale=inv_scale, clip_norm=clip_norm)
         looked = self.optimizer.looked
-        return self.measure(inv_scale, needs_amax) if looked is None else looked
+        return self.measure(inv_scale, needs_amax) if looked is None else _on_host_if_cpu(looked)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -197,10 +211,12 @@ class TorchStepper:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
 
-    def look_and_update(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
+    def look_and_update(
+        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
+    ) -> AnyStats:
         """`measure`, then `update`."""
         measured = self.measure(inv_scale, needs_amax)
-        self.update(measured, None, False)
+        self.update(measured, clip_norm, False)
         return measured
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
@@ -213,7 +229,7 @@ class TorchStepper:
         if not sparse and (self._ordered or not any(shard_groups(g) for g in gradients)):
             norm = self._norm_of_one_process(gradients)
         # else what was measured: torch's own has no norm of sparse gradients, and rounds that of each shard
-        coefficient = _clip_coefficient(norm, clip_norm)
+        coefficient = clip_coefficient(norm, clip_norm)
         for gradient in gradients:
             local_of(gradient).mul_(coefficient)
 
@@ -306,14 +322,8 @@ def _fp32_norm(gradients: list[Tensor]) -> float:
     return math.hypot(*(float(norm) for norm in norms))
 
 
-def _clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
-    """`min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
-    coefficient = clip_norm / (norm + 1e-6)
-    return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
-
-
-def _on_host_if_cpu(stats: GradStats) -> AnyStats:
+def _on_host_if_cpu(stats: AnyStats) -> AnyStats:
     """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
-    if stats.norm.device.type != "cpu":
+    if not isinstance(stats.norm, Tensor) or stats.norm.device.type != "cpu":
         return stats
-    return GradStats(bool(stats.finite), float(stats.norm), float(stats.amax))
+    return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))
