@@ -37,11 +37,12 @@ class _Part:
         self._random = any(slot.rounds_randomly for slot in slots)
         self._rows: list[Any] = []
 
-    def update(self, factor: float, steps: list[float], same: bool, look: bool) -> bool:
+    def update(self, factor: float, steps: Any, same: bool, look: bool) -> bool:
         """Run the step of which these are the numbers; true where a weight left the range of its master."""
         hyper, table = numbers_of(self.group), self.table
         factor = -factor if hyper["maximize"] else factor
-        rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in (steps[:1] if same else steps)]
+        different = steps[:1] if same else steps  # a list of all takes longer than one row for all
+        rows = [(factor, *self.algorithm.scalars(hyper, step)) for step in different.tolist()]
         if rows != self._rows:
             table.scalars[:] = rows  # one row serves all
             self._rows = rows
@@ -111,11 +112,10 @@ class HostPlan:
     def update(self, factor: float, inv_scale: float | None) -> tuple[bool, HostStats | None]:
         """Update all; with `inv_scale`, measure on the way. True where a weight left its master's range."""
         same = cpu.count_steps(self._counts, self._steps)
-        steps = self._steps.tolist()
         over, first, look = False, 0, inv_scale is not None
         for part in self._parts:
             last = first + len(part.slots)
-            over |= part.update(factor, steps[first:last], same, look)
+            over |= part.update(factor, self._steps[first:last], same, look)
             first = last
         self._versions.count()
         return over, None if inv_scale is None else self._seen(inv_scale)

@@ -201,15 +201,15 @@ that sets a descriptor; the descriptor of gradients and None."""
 
 @cache
 def holders() -> Any:
-    """How many objects hold at one place what they held; all are objects' addresses."""
+    """Whether all objects hold at one place what they held; all are objects' addresses."""
 
-    def count_held(place, count, objects, held):
-        kept = 0
+    def hold(place, count, objects, held):
+        kept = True
         for i in range(count):
-            kept += 1 if word(word(objects, i) + place, 0) == word(held, i) else 0
+            kept &= word(word(objects, i) + place, 0) == word(held, i)
         return kept
 
-    return compiled("int64(int64,int64,int64,int64)", "count_held", nogil=False)(count_held)
+    return compiled("boolean(int64,int64,int64,int64)", "all_hold", nogil=False)(hold)
 
 
 OWNER, OWNER_TENSOR, PLACE, TENSOR, OBJECT, LOCAL, LOCAL_TENSOR, ROW = range(8)
