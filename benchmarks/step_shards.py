@@ -4,9 +4,10 @@ The mesh has one rank, so nothing is sent: both steps do the same arithmetic, an
 of DTensors. Small: 400 parameters of 200 layers, 32 wide; large: 8 parameters of 16 million elements in all.
 Steps of the two models take turns; ratios are of neighbours, and their medians are kept. Both models are
 built several times, for where their memory happens to lie decides more than the bookkeeping does. A step
-here is the update and the dropping of gradients; `update_ratio` is of the update alone. Freed memory is kept: here all gradients of the sharded model lie in one buffer of 32 MiB, which the C library else
-gives back to the system where a step drops them (4 % of it; one group for each block avoids that as well).
-Beside it torch's own (`torch`): fused AdamW over fp32 weights, sharded and not, gradients dropped as well.
+here is the update and the dropping of gradients; `update_ratio` is of the update alone. Freed memory is
+kept: here all gradients of the sharded model lie in one buffer of 32 MiB, which the C library else gives
+back to the system where a step drops them (4 % of it; one group for each block avoids that as well).
+Beside it torch's own (`torch`): fused AdamW over fp32 weights, sharded and not.
 Writes step_shards.json.
 
     python benchmarks/step_shards.py [--rounds 14] [--out FILE]
