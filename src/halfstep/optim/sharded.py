@@ -88,7 +88,7 @@ class Shards:
         twin = type(outer).__new__(type(outer))
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
         self._settle(twin)
-        twin.key_shifts = self._shifts()
+        twin.key_shifts = _key_shifts(self._pairs)
         twin.source = self
         twin._edits.wholes = self._whole
         return twin
@@ -110,11 +110,6 @@ class Shards:
         for group in twin.param_groups:
             group["params"] = tuple(group["params"])
 
-    def _shifts(self) -> dict[Tensor, int]:
-        """What is added to the random key of each local tensor: bits count from the whole tensor's start."""
-        starts = {twin: first_element(p) for p, twin in self._pairs}
-        return {twin: (start * WEYL) & WORD for twin, start in starts.items() if start}
-
     def add_group(self) -> None:
         """Take in the parameter group that was added last."""
         group = self._outer.param_groups[-1]
@@ -122,7 +117,7 @@ class Shards:
         params = [self._local(p) for p in group["params"]]
         self.twin.add_param_group({**group, "params": params})
         self._settle(self.twin)
-        self.twin.key_shifts = self._shifts()
+        self.twin.key_shifts = _key_shifts(self._pairs)
         self._watch(None, [])
         self._options = []
         self._groups = list(dict.fromkeys([*self._groups, *map(shard_groups, group["params"])]))
@@ -203,16 +198,14 @@ class Shards:
         """`of_all` of `params` at every step."""
         wholes = [self._whole[p] for p in params]
         found = gradients_of_shards(self, wholes, params)
-        if isinstance(found, ShardGradients):
-            self._watch(found, wholes)
-        else:
-            self._watch(None, [])
+        self._watch(found, wholes)
         return found
 
-    def _watch(self, found: ShardGradients | None, wholes: Sequence[Tensor]) -> None:
-        """Note what drops the gradients of `wholes` in one call; the others are dropped one by one."""
-        others = self._known.keys() - set(wholes)
-        self._watched, self._unwatched = found, [p for p in self._known if p in others]
+    def _watch(self, found: Gradients | None, wholes: Sequence[Tensor]) -> None:
+        """Note what may drop the gradients of `wholes` in one call; the others are dropped one by one."""
+        self._watched = found if isinstance(found, ShardGradients) else None
+        others = self._known.keys() - (() if self._watched is None else wholes)
+        self._unwatched = [p for p in self._known if p in others]
 
     def clear(self) -> None:
         """Drop the gradients of all parameters."""
@@ -309,18 +302,27 @@ class Shards:
             }
             self.enter().load_state_dict({**state, "state": entries})
         finally:
-            self._agree_on_counts()
+            _agree_on_counts(self._groups, self._pairs, self.twin.state)
         for group, local in zip(self._outer.param_groups, self.twin.param_groups):
             group.update({k: v for k, v in local.items() if k != "params"})
         self._outer.state.clear()
         self.show()
 
-    def _agree_on_counts(self) -> None:
-        """Give shards without elements the count that other ranks loaded; even where a load failed."""
-        for groups in self._groups:
-            pairs = [pair for pair in self._pairs if shard_groups(pair[0]) == groups]
-            steps = [self.twin.state.get(local, {}).get("step") for _, local in pairs]
-            counts.agree(groups, steps, [local.numel() > 0 for _, local in pairs])
+
+def _key_shifts(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[Tensor, int]:
+    """What is added to the random key of each local tensor: bits count from the whole tensor's start."""
+    starts = {twin: first_element(p) for p, twin in pairs}
+    return {twin: (start * WEYL) & WORD for twin, start in starts.items() if start}
+
+
+def _agree_on_counts(
+    sets: Sequence[tuple[Any, ...]], pairs: Sequence[tuple[Tensor, Tensor]], state: Mapping[Any, Any]
+) -> None:
+    """Give shards without elements the count that other ranks loaded; even where a load failed."""
+    for groups in sets:
+        own = [pair for pair in pairs if shard_groups(pair[0]) == groups]
+        steps = [state.get(local, {}).get("step") for _, local in own]
+        counts.agree(groups, steps, [local.numel() > 0 for _, local in own])
 
 
 def _same_options(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
