@@ -128,6 +128,33 @@ def test_ranks_of_which_one_has_lost_its_plan_clip_by_the_same_norm():
     assert all(norms == found[0][0] and torch.equal(weight, found[0][1]) for norms, weight in found)
 
 
+def with_other_options(rank):
+    """Weights over ranks and whole ones after steps between which options change; a group comes later."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for sharded in (True, False):
+        params = [nn.Parameter(placed(value, mesh, Shard(0)) if sharded else value) for value in values(0)]
+        optimizer = hs.optim.SGD(params[:2], lr=0.1, momentum=0.5)
+        for step in range(1, 8):
+            if step == 3:
+                optimizer.param_groups[0]["lr"] = 0.01
+            if step == 4:
+                optimizer.add_param_group({"params": params[2:]})
+            if step == 6:
+                optimizer.param_groups[1]["lr"] = 0.02
+                optimizer.param_groups[1]["momentum"] = 0.9
+            for p, value in zip(params, values(step)):
+                p.grad = placed(value, mesh, Shard(0)) if sharded else value
+            optimizer.step()
+        found.append([whole(p.detach()) for p in params])
+    return found
+
+
+def test_options_that_change_between_steps_hold_for_shards():
+    for sharded, plain in run(with_other_options, 2):
+        assert all(map(torch.equal, sharded, plain))
+
+
 def cleared(rank):
     """Gradients that are left after zero_grad, and what a gradient that somebody holds is worth then."""
     mesh = init_device_mesh("cpu", (1,))

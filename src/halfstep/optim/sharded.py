@@ -75,10 +75,7 @@ class Shards:
         self._whole: dict[Tensor, Tensor] = {}
         self._lists: dict[int, _ShardList] = {}
         self._options: list[Mapping[str, Any]] = []
-        params = [p for group in outer.param_groups for p in group["params"]]
-        self._groups = list(dict.fromkeys(shard_groups(p) for p in params))
         self.twin = self._make_twin()
-        self._watch(None, [])
 
     def _make_twin(self) -> OnePassOptimizer:
         from halfstep.optim.base import OnePassOptimizer
@@ -88,7 +85,6 @@ class Shards:
         twin = type(outer).__new__(type(outer))
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
         self._settle(twin)
-        twin.key_shifts = _key_shifts(self._pairs)
         twin.source = self
         twin._edits.wholes = self._whole
         return twin
@@ -105,8 +101,11 @@ class Shards:
         return twin
 
     def _settle(self, twin: OnePassOptimizer) -> None:
-        """Note what the parameters hold now; the twin's own lists of them change here alone."""
+        """Note which parameters there are and what they hold; the twin's own lists change here alone."""
+        self._groups = list(dict.fromkeys(map(shard_groups, self._known)))
         self._look()
+        self._watch(None, [])
+        twin.key_shifts = _key_shifts(self._pairs)
         for group in twin.param_groups:
             group["params"] = tuple(group["params"])
 
@@ -117,17 +116,13 @@ class Shards:
         params = [self._local(p) for p in group["params"]]
         self.twin.add_param_group({**group, "params": params})
         self._settle(self.twin)
-        self.twin.key_shifts = _key_shifts(self._pairs)
-        self._watch(None, [])
-        self._options = []
-        self._groups = list(dict.fromkeys([*self._groups, *map(shard_groups, group["params"])]))
 
     # ---- before and after a step --------------------------------------------------------------------
 
     def enter(self) -> OnePassOptimizer:
         """The twin with this moment's options and local tensors."""
         outer, twin = self._outer, self.twin
-        if not all(map(_same_options, outer.param_groups, self._options)):
+        if not _same_options(outer.param_groups, self._options):
             for group, local in zip(outer.param_groups, twin.param_groups):
                 if group["state_dtype"] != local["state_dtype"]:
                     _check_blocks(group)
@@ -325,8 +320,12 @@ def _agree_on_counts(
         counts.agree(groups, steps, [local.numel() > 0 for _, local in own])
 
 
-def _same_options(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
-    return group.keys() == seen.keys() and all(map(is_, group.values(), seen.values()))
+def _same_options(groups: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether groups hold the very objects that were seen in them."""
+    return len(groups) == len(seen) and all(
+        group.keys() == known.keys() and all(map(is_, group.values(), known.values()))
+        for group, known in zip(groups, seen)
+    )
 
 
 def _local_gradient(p: Tensor, grad: Tensor) -> Tensor:
