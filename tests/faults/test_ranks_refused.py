@@ -1,6 +1,7 @@
 """What cannot be right over ranks is refused by name before training, or works (law 14); two gloo ranks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -251,3 +252,24 @@ def test_gradients_of_different_parameters_are_not_mixed_in_silence():
         assert all(torch.equal(kept[name], value) for name, value in initial.items())
         assert fine == "no error"
         assert all(torch.equal(trained[name], value) for name, value in alone.items())
+
+
+def scales_experts(rank, enabled):
+    told, initial = [], Experts().state_dict()
+    for used in ([(0,), (1,)], [(0, 2), (0, 2)]):
+        model = hs.distributed.shard(Experts(), [])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = hs.GradScaler(enabled=enabled)
+        scaler.scale(model(batch(0), used[rank]).square().mean()).backward()
+        told.append(error_of(partial(scaler.step, optimizer)))
+        trained = {name: p.full_tensor() for name, p in model.state_dict().items()}
+        told.append([name for name, value in trained.items() if not torch.equal(value, initial[name])])
+    return told
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_does_not_mix_gradients_of_different_parameters_in_silence(enabled):
+    for message, moved, fine, updated in run(scales_experts, 2, enabled):
+        assert "parameter 0 of this SGD, of shape [4, 4], has a gradient on ranks [0] of 2" in message
+        assert (moved, fine) == ([], "no error")
+        assert updated == ["all.0.weight", "all.0.bias", "all.2.weight", "all.2.bias"]

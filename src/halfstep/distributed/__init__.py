@@ -16,10 +16,12 @@ from halfstep.distributed.reduce import (
     sums_over,
     world_size,
 )
+from halfstep.distributed.same_gradients import SameGradients
 from halfstep.distributed.shards import ddp_around, first_element, is_ordered, is_sharded, shard
 from halfstep.distributed.watchdog import watchdog
 
 __all__ = [
+    "SameGradients",
     "Traffic",
     "all_ranks",
     "compress_hook",

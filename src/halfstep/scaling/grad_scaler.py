@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from halfstep.scaling.loss_scale import (
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.per_optimizer import PerOptimizer, State, flags_of
 from halfstep.scaling.skips import SkipCount
-from halfstep.scaling.torch_names import TorchNames, gradients
+from halfstep.scaling.torch_names import TorchNames, gradients, name_in, parameters
 from halfstep.trees import home_device, multiply
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -106,6 +107,7 @@ class GradScaler(TorchNames):
         self._group = group
         self._across_ranks = across_ranks
         self._norm_group = norm_group
+        self._same_gradients = distributed.SameGradients()
         self._warned = False
         self._states = PerOptimizer()
         self._queue = OutcomeQueue()
@@ -166,8 +168,11 @@ class GradScaler(TorchNames):
         Returns the Outcome; what the optimizer's own step returned is `outcome.result`. An optimizer with
         `one_pass` (halfstep.optim) or torch's fused kernels gets the flag as a device scalar and nothing is
         read back; for any other the flag is read, as torch does. Closures are refused: they would run
-        backward unscaled. Raises ScalerStateError out of turn.
+        backward unscaled. Raises ScalerStateError out of turn, ConfigError where ranks of `fully_shard` have
+        gradients of different parameters.
         """
+        if self._shares_flag():
+            self._same_gradients.check(parameters(optimizer), partial(name_in, optimizer))
         if not self.is_enabled():
             return self._plain_step(optimizer, args, kwargs)
         _refuse_closure(args, kwargs)

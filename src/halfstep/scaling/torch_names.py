@@ -297,5 +297,15 @@ class TorchNames:
 
 def gradients(optimizer: Any) -> list[Tensor]:
     """The gradients that an optimizer's parameters have."""
-    found = (p.grad for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-    return [grad for grad in found if grad is not None]
+    return [p.grad for p in parameters(optimizer) if p.grad is not None]
+
+
+def parameters(optimizer: Any) -> list[Tensor]:
+    """The parameters of an optimizer, one group after the other."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def name_in(optimizer: Any, p: Tensor) -> str:
+    """How to speak of one of an optimizer's parameters, which have no names there."""
+    number = next(number for number, own in enumerate(parameters(optimizer)) if own is p)
+    return f"parameter {number} of this {type(optimizer).__name__}, of shape {list(p.shape)},"

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from halfstep.convert.sharded import shards_of
-from halfstep.distributed import ddp_around, gather, is_sharded, joins_alone, world_size
+from halfstep.distributed import SameGradients, ddp_around, is_sharded, joins_alone, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.session.steppers import parameters_of
-
-_LOOKS_ON_ACCELERATORS = 16  # each waits for the device
 
 
 class RankGuard:
@@ -30,7 +28,7 @@ class RankGuard:
     ) -> None:
         self._models, self._optimizers, self._compute = models, optimizers, compute
         self._wrappers: list[weakref.ref[Any]] | None = None
-        self._sharded, self._looks = False, 0
+        self._sharded, self._same_gradients = False, SameGradients()
         self._weights: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
         self._prepared = [weakref.ref(weight_of(p)) for o in optimizers for p in parameters_of(o)]
 
@@ -60,30 +58,12 @@ class RankGuard:
     def check_step(self, shares_flag: bool, optimizer: torch.optim.Optimizer) -> None:
         """`check`, and that all ranks of `fully_shard` have gradients of the same parameters.
 
-        torch adds up what ranks send without asking which parameter it is of. Where the sizes differ its
-        collective fails; where they are the same every rank lacks a gradient, so that ranks which lack none
-        need not be asked.
-
         Raises:
             ConfigError: on every rank of a mesh whose ranks have gradients of different parameters.
         """
         self.check(shares_flag)
-        if not self._sharded:
-            return
-        weights = self._weights_of(optimizer)
-        # a getter else asks every DTensor's class for its value
-        with torch._C.DisableTorchFunctionSubclass():
-            if not any(p.grad is None and p.requires_grad for p in weights):
-                return
-        weights = [p for p in weights if p.requires_grad]
-        meshes: dict[Any, list[torch.Tensor]] = {}
-        for p in weights:
-            if (mesh := getattr(p, "device_mesh", None)) is not None:
-                meshes.setdefault(mesh, []).append(p)
-        for mesh, own in meshes.items():
-            has = [p.grad is not None for p in own]
-            if any(has) and not all(has) and self._may_look(own[0].device):
-                self._compare(own, _over_mesh(has, mesh))
+        if self._sharded:
+            self._same_gradients.check(self._weights_of(optimizer), self._name_of)
 
     def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, listed anew where a group was added or cut."""
@@ -93,24 +73,9 @@ class RankGuard:
             known = self._weights[id(optimizer)] = sizes, list(map(weight_of, parameters_of(optimizer)))
         return known[1]
 
-    def _may_look(self, device: torch.device) -> bool:
-        self._looks += 1
-        return device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS
-
-    def _compare(self, weights: Sequence[torch.Tensor], told: Sequence[Sequence[bool]]) -> None:
-        """Raise ConfigError where a weight has a gradient on some ranks of a mesh and none on others."""
-        for place, weight in enumerate(weights):
-            ranks = [number for number, theirs in enumerate(told) if theirs[place]]
-            if len(ranks) in (0, len(told)):
-                continue
-            names = (name for m in self._models for name, p in m.named_parameters() if p is weight)
-            raise ConfigError(
-                f"{next(names, 'a parameter')} has a gradient on ranks {ranks} of {len(told)}, none on "
-                "others. fully_shard joins what ranks send whatever parameter it is of, so gradients were "
-                "mixed (nothing was updated). Let all ranks run the same blocks, blocks= of "
-                "hs.distributed.shard, and call set_reduce_scatter_unused_params(True) on the model (torch "
-                "2.13), by which what a rank did not use counts as zeros"
-            )
+    def _name_of(self, weight: torch.Tensor) -> str:
+        names = (name for model in self._models for name, p in model.named_parameters() if p is weight)
+        return next(names, "a parameter")
 
     def _check_parameters(self) -> None:
         """The optimizers must still hold the model's own parameters."""
@@ -142,14 +107,6 @@ class RankGuard:
                     "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
                     "to zero or to inf: register compress_hook('bf16') instead"
                 )
-
-
-def _over_mesh(own: list[bool], mesh: Any) -> list[list[bool]]:
-    """Every rank's list, in the order of the mesh."""
-    told = [own]
-    for dim in reversed(range(mesh.ndim)):
-        told = [one for part in gather(told, mesh.get_group(dim)) for one in part]
-    return told
 
 
 def check_norm_group(group: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

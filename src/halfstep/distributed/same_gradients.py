@@ -1,0 +1,72 @@
+"""A look for gradients that `fully_shard` mixed: ranks that used different parameters.
+
+torch adds up what ranks send without asking which parameter it is of. Where the sizes differ its collective
+fails; where they are the same every rank lacks a gradient, so that ranks which lack none need not be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed.reduce import gather
+from halfstep.errors import ConfigError
+
+_LOOKS_ON_ACCELERATORS = 16  # each waits for the device
+
+
+class SameGradients:
+    """Asks the ranks of a mesh, where one lacks gradients, whether the others lack the same."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def check(self, weights: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> None:
+        """Look at what `weights` have for gradients; every rank must call it with the same.
+
+        Raises:
+            ConfigError: on every rank of a mesh whose ranks have gradients of different parameters.
+        """
+        # a getter else asks every DTensor's class for its value
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(p.grad is None and p.requires_grad for p in weights):
+                return
+        meshes: dict[Any, list[Tensor]] = {}
+        for p in weights:
+            if p.requires_grad and (mesh := getattr(p, "device_mesh", None)) is not None:
+                meshes.setdefault(mesh, []).append(p)
+        for mesh, own in meshes.items():
+            has = [p.grad is not None for p in own]
+            if any(has) and not all(has) and self._may_look(own[0].device):
+                _compare(own, _over_mesh(has, mesh), name_of)
+
+    def _may_look(self, device: torch.device) -> bool:
+        self._looks += 1
+        return device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS
+
+
+def _over_mesh(own: list[bool], mesh: Any) -> list[list[bool]]:
+    """Every rank's list, in the order of the mesh."""
+    told = [own]
+    for dim in reversed(range(mesh.ndim)):
+        told = [one for part in gather(told, mesh.get_group(dim)) for one in part]
+    return told
+
+
+def _compare(
+    weights: Sequence[Tensor], told: Sequence[Sequence[bool]], name_of: Callable[[Tensor], str]
+) -> None:
+    """Raise ConfigError where a weight has a gradient on some ranks of a mesh and none on others."""
+    for place, weight in enumerate(weights):
+        ranks = [number for number, theirs in enumerate(told) if theirs[place]]
+        if 0 < len(ranks) < len(told):
+            raise ConfigError(
+                f"{name_of(weight)} has a gradient on ranks {ranks} of {len(told)}, none on "
+                "others. fully_shard joins what ranks send whatever parameter it is of, so gradients were "
+                "mixed (nothing was updated). Let all ranks run the same blocks, blocks= of "
+                "hs.distributed.shard, and call set_reduce_scatter_unused_params(True) on the model (torch "
+                "2.13), by which what a rank did not use counts as zeros"
+            )
