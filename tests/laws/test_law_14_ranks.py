@@ -35,6 +35,10 @@ def optimizer_of(kind, model, state):
     return hs.optim.AdamW(model.parameters(), lr=0.01, state_dtype=state)
 
 
+def warm_up(optimizer, step):
+    optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (step + 2) / 4)
+
+
 def scale_of(dtype, parts=1):
     """Ranks divide by their number after backward, one process before it: its scale makes up for that.
 
@@ -68,6 +72,7 @@ def one_process(setting, world, steps):
     for step in range(steps):
         for rank in range(world):
             amp.backward(loss_of(amp, model, micro_batch(step, rank), world))
+        warm_up(optimizer, step)
         amp.step(clip_norm=clip)
     return values_of(model, optimizer), [p.detach().float() for p in model.parameters()]
 
@@ -90,6 +95,7 @@ def one_of_ranks(rank, way, setting, world, steps):
             wrapped.register_comm_hook(None, hs.distributed.ordered_hook())
     for step in range(steps):
         amp.backward(loss_of(amp, wrapped, micro_batch(step, rank), 1))
+        warm_up(optimizer, step)
         amp.step(clip_norm=clip)
     values = values_of(model, optimizer)
     if (way, kind) == ("fully_shard", "torch"):  # fp32 shards are the masters, 16-bit weights come and go
