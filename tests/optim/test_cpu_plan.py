@@ -1,7 +1,9 @@
 """A CPU optimizer's plan of an earlier step: used while it holds, forgotten when anything moved."""
 
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +164,32 @@ def test_clipping_that_cannot_be_is_refused(error: Any, given: Any, options: Any
     with pytest.raises(error, match="clip_norm"):
         optimizer.step(**given)
     assert torch.equal(p, torch.ones(5))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_are_gone_after_every_step_that_drops_them(level: str):
+    """The first step's too, and where another head has gradients at each step."""
+    torch.manual_seed(0)
+    body, heads = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = nn.ModuleList([body, *heads])
+    amp = hs.prepare(model, hs.optim.AdamW(model.parameters()), level=level, dtype="bf16")
+    for step in [0, 0, 1, 2, 0, 0, 0]:
+        with amp.autocast():
+            loss = heads[step](body(torch.ones(2, 4))).float().square().mean()
+        amp.backward(loss)
+        alive = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        amp.step()
+        gc.collect()
+        assert len(alive) == 4
+        assert [ref() for ref in alive] == [None] * 4
+
+
+def test_masters_are_found_after_a_parameter_left_its_group():
+    params = [nn.Parameter(torch.full((3,), float(n))) for n in range(3)]
+    optimizer = SGD(params, lr=0.1)
+    optimizer.masters()
+    del optimizer.param_groups[0]["params"][0]
+    assert [float(master[0]) for master in optimizer.masters().values()] == [1.0, 2.0]
 
 
 def test_a_sparse_gradient_is_refused_by_name_after_planned_steps_too():

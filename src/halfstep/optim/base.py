@@ -92,7 +92,7 @@ class OnePassOptimizer(Remembering):
             raise
         self._hook(group["params"])
         if self._shards is not None:
-            self._shards.add_group()
+            self._shards.regroup()
 
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
@@ -156,7 +156,7 @@ class OnePassOptimizer(Remembering):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
         elif self._shards is not None:
-            self._shards.clear()
+            self._shards.source.clear()
         else:
             for group in self.param_groups:
                 for p in group["params"]:
@@ -256,7 +256,7 @@ class OnePassOptimizer(Remembering):
                 loss = closure()
         if clip_norm is not None:
             arguments.check_clipping(clip_norm, clip_coef, self.release is not None)
-        first, twin = not self.state, self if self._shards is None else self._shards.enter()
+        twin = self if self._shards is None else self._shards.enter()
         twin._late.check()
         if not twin._step_by_plan(inv_scale, clip_coef, found_inf, look, clip_norm):
             if clip_norm is not None and found_inf is not True:
@@ -266,9 +266,7 @@ class OnePassOptimizer(Remembering):
             twin._step_by_slots(inv_scale, clip_coef, found_inf)
         self.looked = twin.looked
         if self._shards is not None:
-            self._shards.count(found_inf)
-            if first:
-                self._shards.show()
+            self._shards.leave(found_inf)
         return loss
 
     def _step_by_slots(self, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None) -> None:

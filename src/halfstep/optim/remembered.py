@@ -59,12 +59,16 @@ class Remembering(torch.optim.Optimizer):
 
     def _find(self, p: Tensor) -> tuple[Group, Place]:
         place = self._index.get(p)
-        if place is None or self.param_groups[place[0]]["params"][place[1]] is not p:
+        if place is None or not self._is_at(p, *place):
             self._index = {q: where for q, _, where in self.places()}
             place = self._index.get(p)
         if place is None:
             raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
         return self.param_groups[place[0]], place
+
+    def _is_at(self, p: Tensor, g: int, i: int) -> bool:
+        params = self.param_groups[g]["params"] if g < len(self.param_groups) else ()
+        return i < len(params) and params[i] is p
 
     def _slot(self, p: Tensor, group: Group, place: Place, value: Tensor | None = None) -> storage.Slot:
         """What is remembered of `p`, or made anew from its entry of the state."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.source import ListedGradients, Source
-from halfstep.optim.tensor_facts import CompiledFacts, addresses_of, compiled_facts
+from halfstep.optim.tensor_facts import CompiledLikeness, addresses_of, compiled_facts
 
 
 class Locals:
@@ -47,16 +47,16 @@ class Locals:
 class ShardGradients:
     """`Gradients` of DTensors: their local tensors, found without Python where the specs are as they were."""
 
-    def __init__(self, wholes: Sequence[Any], listed: ListedGradients, facts: CompiledFacts) -> None:
+    def __init__(self, wholes: Sequence[Any], listed: ListedGradients, likeness: CompiledLikeness) -> None:
         kernels, count = compiled_facts(), len(wholes)
-        self._listed, self._facts, self.addresses = listed, facts, facts.addresses
+        self._listed, self._likeness, self.addresses = listed, likeness, likeness.addresses
         self._wholes = list(wholes)
         self._specs = [spec for p in wholes for spec in _specs_of(p)]
         wanted = addresses_of(self._specs) * [spec is not None for spec in self._specs]
         found, rows = np.zeros(count, np.int64), np.zeros((count, kernels.ROW), np.int64)
         self._arrays = _layout(self._wholes), addresses_of(self._wholes), wanted, found, rows
         layout, owners, specs, self._places, rows = (one.ctypes.data for one in self._arrays)
-        self._given = facts.asked, layout, count, owners, specs, self._places, rows
+        self._given = likeness.asked, layout, count, owners, specs, self._places, rows
         self._find = kernels.shard_gradients()
         self.drop: Callable[[], None] = partial(kernels.dropper(), layout, count, owners, rows)
         """Drop them, where functions of classes are off; in Python, 400 small ones take 0.05 ms longer."""
@@ -64,7 +64,7 @@ class ShardGradients:
     def alike(self) -> bool:
         """See `Gradients`."""
         if self._find(*self._given):
-            return self._facts.alike_at(self._places)
+            return self._likeness.alike_at(self._places)
         return self._listed.alike()
 
 
@@ -73,10 +73,10 @@ def gradients_of_shards(
 ) -> ListedGradients | ShardGradients:
     """The gradients of `wholes`, some of them DTensors, as `source` gives them to the local `params`."""
     listed = ListedGradients(source, params)
-    facts = listed.facts
-    if not isinstance(facts, CompiledFacts) or _layout(wholes) is None or not all(map(_is_direct, wholes)):
+    likeness = listed.likeness
+    if not isinstance(likeness, CompiledLikeness) or _layout(wholes) is None:
         return listed
-    return ShardGradients(wholes, listed, facts)
+    return ShardGradients(wholes, listed, likeness) if all(map(_is_direct, wholes)) else listed
 
 
 def _is_shard(p: Any) -> bool:

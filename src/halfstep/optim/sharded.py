@@ -12,12 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import first_element, local_of, shard_groups, sums_over
+from halfstep.distributed import first_element, local_of, shard_groups
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, HostStats, measure_shards
@@ -26,9 +26,9 @@ from halfstep.optim import backends, checkpoints, counts, storage
 from halfstep.optim.backends import Scalar
 from halfstep.optim.checkpoints import EXPONENTS
 from halfstep.optim.rounding import WEYL, WORD
-from halfstep.optim.shard_facts import Locals, ShardGradients, gradients_of_shards
-from halfstep.optim.source import SetSums
-from halfstep.optim.tensor_facts import Gradients
+from halfstep.optim.shard_facts import Locals
+from halfstep.optim.shard_source import ShardSource
+from halfstep.optim.state import State
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -40,19 +40,13 @@ def any_shard(params: list[Tensor]) -> bool:
 
 
 @dataclass
-class _ShardList:
-    """A list of local tensors, the parameters they are shards of, and how their gradients were placed.
+class _Shown:
+    """What `optimizer.state` was made of last, and how often it and the twin's had been changed by then."""
 
-    `sums`: parts of gradients that were added up over ranks just now, which nothing else keeps alive.
-    """
-
-    params: Sequence[Tensor]
-    wholes: list[Any]
-    specs: list[Any]
-    sums: list[Tensor]
-
-
-_LISTS = 8
+    state: Any
+    entries: dict[Any, dict[str, Any]]
+    count: int
+    twin_count: int
 
 
 class Shards:
@@ -68,69 +62,127 @@ class Shards:
         for group in outer.param_groups:
             _check_blocks(group)
         self._outer = outer
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._locals = Locals([])
-        self._empty: list[tuple[Any, Tensor]] = []
         self._known: dict[Tensor, Tensor] = {}
-        self._whole: dict[Tensor, Tensor] = {}
-        self._lists: dict[int, _ShardList] = {}
+        self._members: list[list[Tensor]] = []
         self._options: list[Mapping[str, Any]] = []
+        self._shown = _Shown(None, {}, 0, 0)
+        self.source = ShardSource(self._known)
+        self._know()
         self.twin = self._make_twin()
+
+    def _know(self) -> None:
+        """Have a tensor of this rank for each parameter of the groups, and none for those that left."""
+        groups = self._outer.param_groups
+        known = {p: self._known[p] if p in self._known else _stand_in(p) for g in groups for p in g["params"]}
+        self._known.clear()
+        self._known.update(known)
+        self._members = [list(group["params"]) for group in groups]
+        self._pairs = [(p, local) for p, local in known.items() if local is not p]
+        self._look()
+        self.source.settle()
+
+    def _local_groups(self) -> list[dict[str, Any]]:
+        """The groups of the twin, whose lists of parameters change here alone."""
+        return [
+            {**group, "params": tuple(self._known[p] for p in group["params"])}
+            for group in self._outer.param_groups
+        ]
 
     def _make_twin(self) -> OnePassOptimizer:
         from halfstep.optim.base import OnePassOptimizer
 
-        outer = self._outer
-        groups = [{**g, "params": [self._local(p) for p in g["params"]]} for g in outer.param_groups]
+        outer, groups = self._outer, self._local_groups()
         twin = type(outer).__new__(type(outer))
         OnePassOptimizer.__init__(twin, groups, dict(outer.defaults), seed=outer.seed, backend=outer.backend)
-        self._settle(twin)
-        twin.source = self
-        twin._edits.wholes = self._whole
-        return twin
-
-    def _local(self, p: Tensor) -> Tensor:
-        """The tensor that stands for `p` on this rank; the parameter itself where it is not a DTensor."""
-        if p in self._known:
-            return self._known[p]
-        local = local_of(p)
-        twin = p if local is p else nn.Parameter(local.detach(), requires_grad=p.requires_grad)
-        self._known[p], self._whole[twin] = twin, p
-        if twin is not p:
-            self._pairs.append((p, twin))
-        return twin
-
-    def _settle(self, twin: OnePassOptimizer) -> None:
-        """Note which parameters there are and what they hold; the twin's own lists change here alone."""
-        self._groups = list(dict.fromkeys(map(shard_groups, self._known)))
-        self._look()
-        self._watch(None, [])
+        twin.param_groups = groups
         twin.key_shifts = _key_shifts(self._pairs)
-        for group in twin.param_groups:
-            group["params"] = tuple(group["params"])
+        twin.source = self.source
+        twin._edits.wholes = self.source.wholes
+        return twin
 
-    def add_group(self) -> None:
-        """Take in the parameter group that was added last."""
-        group = self._outer.param_groups[-1]
-        _check_blocks(group)
-        params = [self._local(p) for p in group["params"]]
-        self.twin.add_param_group({**group, "params": params})
-        self._settle(self.twin)
+    def regroup(self) -> None:
+        """Follow parameter groups that were added, removed, or have other members now."""
+        for group in self._outer.param_groups:
+            _check_blocks(group)
+        before = dict(self._known)
+        self._know()
+        for p in before.keys() - self._known.keys():
+            self.twin.state.pop(before[p], None)
+        self.twin.param_groups = self._local_groups()
+        self.twin.key_shifts = _key_shifts(self._pairs)
+        self._shown.state = None  # those that came may have had a state before
 
     # ---- before and after a step --------------------------------------------------------------------
 
     def enter(self) -> OnePassOptimizer:
-        """The twin with this moment's options and local tensors."""
+        """The twin with this moment's groups, options, local tensors and states."""
         outer, twin = self._outer, self.twin
+        if not _same_members(outer.param_groups, self._members):
+            self.regroup()
         if not _same_options(outer.param_groups, self._options):
-            for group, local in zip(outer.param_groups, twin.param_groups):
-                if group["state_dtype"] != local["state_dtype"]:
-                    _check_blocks(group)
-                local.update({k: v for k, v in group.items() if k != "params"})
-            self._options = [dict(group) for group in outer.param_groups]
+            self._take_options()
         if not self._locals.hold():
             self._move()
+        state = outer.state
+        if state is not self._shown.state or state.changes.count != self._shown.count:
+            self._take_state()
+            self.show()
         return twin
+
+    def _take_options(self) -> None:
+        groups, formats = self._outer.param_groups, ("state_dtype", "master")
+        for group, local in zip(groups, self.twin.param_groups):
+            other_formats = any(group[name] != local[name] for name in formats)
+            if other_formats:
+                _check_blocks(group)
+            local.update({k: v for k, v in group.items() if k != "params"})
+            if other_formats:
+                self._settle_empty(local["params"])
+        self._options = [dict(group) for group in groups]
+
+    def _settle_empty(self, params: Sequence[Tensor]) -> None:
+        """Have states of shards without elements, which no step looks at, in the formats of the others."""
+        for p in params:
+            if p.numel() == 0 and self.twin.state.get(p):
+                self.twin._slots.pop(p, None)
+                self.twin._slot(p, *self.twin._find(p))
+
+    def leave(self, found_inf: bool | Tensor | None) -> None:
+        """After a step: count it where there was nothing to update, and show states that are others now."""
+        self._count(found_inf)
+        self._show_changes()
+
+    def _take_state(self) -> None:
+        """Make the twin's state what `optimizer.state` says, where that was changed from outside."""
+        for p, local in self._known.items():
+            entry, shown = self._outer.state.get(p), self._shown.entries.get(p, {})
+            if entry is None:
+                self.twin.state.pop(local, None)
+                continue
+            own = self.twin.state[local]
+            kept = {k for k, v in entry.items() if k in own and shown.get(k) is v}
+            now = {k: own[k] if k in kept else _cut(k, v, p) for k, v in entry.items()}
+            if len(kept) != len(own) or now.keys() != own.keys():
+                own.clear()
+                own.update(now)
+
+    def show(self) -> None:
+        """Make `optimizer.state` what the twin's is now, as DTensors, in the order of the parameters."""
+        state, twin = self._outer.state, self.twin.state
+        others = {key: entry for key, entry in state.items() if key not in self._known}
+        if not isinstance(state, State):
+            state = self._outer.state = State()
+        state.clear()
+        for p, local in self._known.items():
+            if local in twin:
+                state[p].update({k: _as_shard(k, v, local, p) for k, v in twin[local].items()})
+        state.update(others)
+        entries = {p: dict(entry) for p, entry in state.items()}
+        self._shown = _Shown(state, entries, state.changes.count, twin.changes.count)
+
+    def _show_changes(self) -> None:
+        if self.twin.state.changes.count != self._shown.twin_count:
+            self.show()
 
     def _move(self) -> None:
         """Follow parameters whose shards are other tensors now."""
@@ -144,7 +196,7 @@ class Shards:
         self._locals = Locals([p for p, _ in self._pairs])
         self._empty = [pair for pair in self._pairs if pair[1].numel() == 0]
 
-    def count(self, found_inf: bool | Tensor | None) -> None:
+    def _count(self, found_inf: bool | Tensor | None) -> None:
         """Count the step that was made in shards without elements whose parameter has a gradient."""
         if not self._empty:
             return
@@ -158,84 +210,11 @@ class Shards:
         step = entry.get("step")
         return step if isinstance(step, Tensor) else self.twin._slot(local, *self.twin._find(local)).step
 
-    # ---- gradients, as the twin asks for them (`Source`) -----------------------------------------------
-
-    def of(self, p: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of the parameter that `p` is a shard of."""
-        whole = self._whole[p]
-        grad = whole.grad
-        if grad is None or whole is p:
-            return grad
-        return _local_gradient(whole, grad) if p.numel() else None
-
-    def of_all(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """`of` each, without a look at placements where gradients are placed as they were before."""
-        shards = self._lists.get(id(params))
-        if shards is None or shards.params is not params:
-            if len(self._lists) > _LISTS:
-                del self._lists[next(iter(self._lists))]  # the oldest: the newest may have sums in use
-            shards = self._lists[id(params)] = _ShardList(params, [self._whole[p] for p in params], [], [])
-        with torch._C.DisableTorchFunctionSubclass():  # the getter else asks every DTensor's class for one
-            grads: list[Any] = [p.grad for p in shards.wholes]
-        try:
-            found = [grad._local_tensor for grad in grads]
-            specs = [(p._spec, grad._spec) for p, grad in zip(shards.wholes, grads)]
-        except AttributeError:  # none, or of a parameter that is not sharded
-            found, specs = [getattr(grad, "_local_tensor", grad) for grad in grads], []
-        if specs and specs == shards.specs and set(map(type, found)) <= {Tensor}:
-            return found
-        parts = [self.of(p) for p in params]
-        shards.specs = specs if all(map(is_, parts, found)) else []
-        shards.sums = [part for part, own in zip(parts, found) if part is not None and part is not own]
-        return parts
-
-    def watched(self, params: Sequence[Tensor]) -> Gradients:
-        """`of_all` of `params` at every step."""
-        wholes = [self._whole[p] for p in params]
-        found = gradients_of_shards(self, wholes, params)
-        self._watch(found, wholes)
-        return found
-
-    def _watch(self, found: Gradients | None, wholes: Sequence[Tensor]) -> None:
-        """Note what may drop the gradients of `wholes` in one call; the others are dropped one by one."""
-        self._watched = found if isinstance(found, ShardGradients) else None
-        others = self._known.keys() - (() if self._watched is None else wholes)
-        self._unwatched = [p for p in self._known if p in others]
-
-    def clear(self) -> None:
-        """Drop the gradients of all parameters."""
-        for shards in self._lists.values():
-            shards.sums.clear()
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._watched is not None:
-                self._watched.drop()
-            for p in self._unwatched:
-                p.grad = None
-
-    def set_of(self, p: Tensor) -> int:
-        """The number of the set of process groups over which the parameter is split."""
-        return self._groups.index(shard_groups(self._whole[p]))
-
-    def combined(self, found: Sequence[SetSums], inv_scale: float) -> HostStats:
-        """The answer over all ranks, by one collective for each set of process groups that split tensors."""
-        if not any(self._groups):
-            return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
-        sets = [[two for n, *two in found if n == number] for number in range(len(self._groups))]
-        return cpus_.combined([_over(*one) for one in zip(self._groups, sets)], inv_scale)
-
-    def show(self) -> None:
-        """Make `optimizer.state` what the twin's is now, as DTensors."""
-        for p, local in self._known.items():
-            entry = self.twin.state.get(local)
-            if entry is not None:
-                self._outer.state[p] = {k: _as_shard(k, v, local, p) for k, v in entry.items()}
-
     # ---- what an optimizer is asked -----------------------------------------------------------------
 
     def measure(self, inv_scale: Scalar) -> GradStats:
         """`OnePassOptimizer.measure` over all shards; every rank must call it."""
-        params = [p for group in self._outer.param_groups for p in group["params"]]
-        return measure_shards([p.grad for p in params], inv_scale, self._groups)
+        return measure_shards([p.grad for p in self._known], inv_scale, self.source.groups)
 
     def measure_on_host(self, inv_scale: Scalar) -> HostStats | None:
         """The same as Python numbers, by the CPU kernels; None where they do not run."""
@@ -244,24 +223,25 @@ class Shards:
         if known is not None:
             return known
         sets: dict[int, list[Tensor]] = {}
-        for p, local in self._known.items():
-            grad = self.of(local)
+        for local in self._known.values():
+            grad = self.source.of(local)
             if grad is not None and grad.numel():
-                sets.setdefault(self._groups.index(shard_groups(p)), []).append(grad)
+                sets.setdefault(self.source.set_of(local), []).append(grad)
         grads = [g for own in sets.values() for g in own]
         if any(not g.is_cpu or g.dtype not in cpus_.GRADS for g in grads) or not twin.on_kernels():
             return None
         found = [(number, *cpus_.wide_sums(own)) for number, own in sets.items()]
-        return self.combined(found, backends.number(inv_scale))
+        return self.source.combined(found, backends.number(inv_scale))
 
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """`OnePassOptimizer.seed_masters` of whole or sharded fp32 values."""
-        own = {self._known[p]: local_of(value) for p, value in values.items() if p in self._known}
-        self.enter().seed_masters(own)
-        self.show()
+        twin = self.enter()
+        twin.seed_masters({self._known[p]: local_of(v) for p, v in values.items() if p in self._known})
+        self._show_changes()
 
     def masters(self) -> dict[Tensor, Tensor]:
         """The exact fp32 value of every parameter, as DTensors."""
+        self.enter()
         return {p: self.master_of(p) for p in self._known}
 
     def awaits(self, p: Tensor) -> bool:
@@ -276,29 +256,26 @@ class Shards:
 
     def state_dict(self) -> dict[str, Any]:
         """The twin's state dict with DTensors in it."""
-        self.enter()
-        self.show()
-        packed = self.twin.state_dict()
-        by_number = [p for group in self._outer.param_groups for p in group["params"]]
-        for number, entry in packed["state"].items():
-            p = by_number[number]
-            packed["state"][number] = _as_shards(entry, self._known[p], p)
+        packed = self.enter().state_dict()
+        self._show_changes()
+        numbered = list(self._known.items())
+        packed["state"] = {n: _as_shards(packed["state"][n], *numbered[n]) for n in sorted(packed["state"])}
         return packed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict of DTensors or of whole tensors; every rank must call it with the same."""
         numbers = [key for group in state["param_groups"] for key in group["params"]]
-        params = [p for group in self._outer.param_groups for p in group["params"]]
+        twin = self.enter()
         try:
             entries = {
                 key: {k: _cut(k, v, p) for k, v in state["state"][key].items()}
-                for key, p in zip(numbers, params)
+                for key, p in zip(numbers, self._known)
                 if key in state["state"]
             }
-            self.enter().load_state_dict({**state, "state": entries})
+            twin.load_state_dict({**state, "state": entries})
         finally:
-            _agree_on_counts(self._groups, self._pairs, self.twin.state)
-        for group, local in zip(self._outer.param_groups, self.twin.param_groups):
+            _agree_on_counts(self.source.groups, self._pairs, twin.state)
+        for group, local in zip(self._outer.param_groups, twin.param_groups):
             group.update({k: v for k, v in local.items() if k != "params"})
         self._outer.state.clear()
         self.show()
@@ -320,31 +297,26 @@ def _agree_on_counts(
         counts.agree(groups, steps, [local.numel() > 0 for _, local in own])
 
 
+def _stand_in(p: Tensor) -> Tensor:
+    """The tensor that stands for `p` on this rank; the parameter itself where it is not a DTensor."""
+    local = local_of(p)
+    return p if local is p else nn.Parameter(local.detach(), requires_grad=p.requires_grad)
+
+
+def _same_members(groups: Sequence[Mapping[str, Any]], seen: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether groups have the parameters that were seen in them."""
+    return len(groups) == len(seen) and all(
+        len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+        for group, known in zip(groups, seen)
+    )
+
+
 def _same_options(groups: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]]) -> bool:
     """Whether groups hold the very objects that were seen in them."""
     return len(groups) == len(seen) and all(
         group.keys() == known.keys() and all(map(is_, group.values(), known.values()))
         for group, known in zip(groups, seen)
     )
-
-
-def _local_gradient(p: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient; partial sums (tensor parallel) are added up first."""
-    shard: Any = grad
-    if getattr(shard, "placements", None) != cast(Any, p).placements and hasattr(shard, "redistribute"):
-        shard = shard.redistribute(cast(Any, p).device_mesh, cast(Any, p).placements)
-    return local_of(shard)
-
-
-def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The sum of squares and the largest magnitude of this rank's sums and peaks and those of other ranks."""
-    squares, peaks = sum(a for a, _ in own), [b for _, b in own]
-    peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
-    if not groups:
-        return squares, peak
-    wide = torch.tensor([squares, peak], dtype=torch.float64)
-    total, largest = sums_over(groups, wide[0], wide[1])
-    return float(total), float(largest)
 
 
 def _placed(local: Tensor, p: Tensor) -> Tensor:
@@ -369,7 +341,7 @@ def _placed_rows(local: Tensor, p: Tensor) -> Tensor:
     )
 
 
-def _as_shards(entry: dict[str, Any], local: Tensor, p: Tensor) -> dict[str, Any]:
+def _as_shards(entry: dict[str, Any], p: Tensor, local: Tensor) -> dict[str, Any]:
     """A packed entry of a local tensor as a checkpoint of all ranks holds it."""
     if local is p:
         return entry

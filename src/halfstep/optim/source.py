@@ -12,7 +12,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
 from halfstep.optim import storage
-from halfstep.optim.tensor_facts import Gradients, facts_of, gradients_of
+from halfstep.optim.tensor_facts import Gradients, gradients_of, likeness_of
 
 SetSums = tuple[int, float, float]
 """A set of gradients by number, the sum of its squares (unscaled) and its largest magnitude."""
@@ -71,12 +71,12 @@ class ListedGradients:
 
     def __init__(self, source: Source, params: Sequence[Tensor]) -> None:
         self._source, self._params = source, params
-        self.facts = facts_of([g for g in source.of_all(params) if g is not None])
-        self.addresses: Any = self.facts.addresses
+        self.likeness = likeness_of([g for g in source.of_all(params) if g is not None])
+        self.addresses: Any = self.likeness.addresses
 
     def alike(self) -> bool:
         """See `Gradients`."""
-        return self.facts.alike(self._source.of_all(self._params))
+        return self.likeness.alike(self._source.of_all(self._params))
 
 
 def dense_grad(p: Tensor, grad: Tensor, name: Callable[[], str]) -> Tensor | None:

@@ -18,14 +18,18 @@ _version = vars(torch._C.TensorBase)["_version"].__get__  # pyright: ignore[repo
 
 
 class Facts(Protocol):
-    """Where some tensors lie and what they are, as it was when this was made."""
-
-    addresses: Any
-    """int64 array: where the tensors of the last `alike` lie."""
+    """Where some tensors lie and what they are, as it was when this was made; keeps them alive."""
 
     def hold(self) -> bool:
         """Whether the tensors still are what and where they were."""
         ...
+
+
+class Likeness(Protocol):
+    """What some tensors were when this was made; they themselves may be gone."""
+
+    addresses: Any
+    """int64 array: where the tensors of the last `alike` lie."""
 
     def alike(self, others: Sequence[Any]) -> bool:
         """Whether `others` are such tensors, at any address; notes the addresses."""
@@ -59,6 +63,12 @@ def facts_of(tensors: Sequence[Tensor]) -> Facts:
     """The facts of tensors that have an address; the compiled way where there is one."""
     kernels = compiled_facts()
     return PlainFacts(tensors) if kernels is None else CompiledFacts(tensors, kernels)
+
+
+def likeness_of(tensors: Sequence[Tensor]) -> Likeness:
+    """What these tensors are, to be looked for in others."""
+    kernels = compiled_facts()
+    return PlainLikeness(tensors) if kernels is None else CompiledLikeness(tensors, kernels)
 
 
 def gradients_of(params: Sequence[Tensor]) -> Gradients:
@@ -104,49 +114,58 @@ class _Tensors:
         self.given = asked.ctypes.data, len(tensors), self._places.ctypes.data
 
 
-class CompiledFacts:
-    """`Facts` by one call of compiled code."""
+class CompiledLikeness:
+    """`Likeness` by one call of compiled code."""
 
     def __init__(self, tensors: Sequence[Tensor], kernels: Any) -> None:
-        self._compare, self._tensors = kernels.comparer(), _Tensors(tensors)
+        given = _Tensors(tensors)
+        self._compare = kernels.comparer()
         self.addresses = np.zeros(len(tensors), np.int64)
         self._facts = np.zeros(sum(kernels.HEAD + 2 * t.dim() for t in tensors), np.int64)
         self._scratch = np.zeros(kernels.SCRATCH, np.int64)
         self._rest = self._scratch.ctypes.data, self._facts.ctypes.data
-        if kernels.reader()(*self._tensors.given, *self._rest) != len(self._facts):
+        if kernels.reader()(*given.given, *self._rest) != len(self._facts):
             raise AssertionError("a tensor without an address was given to the kernels")
-        self._given = (*self._tensors.given, *self._rest, 0)
-        self.asked, count, _ = self._tensors.given
+        self.asked, count, _ = given.given
         self._noted = self.addresses.ctypes.data
         self._others = self.asked, count
-
-    def hold(self) -> bool:
-        """See `Facts`."""
-        return self._compare(*self._given)
 
     def alike_at(self, places: int) -> bool:
         """`alike` of tensors of which these are the C++ ones' addresses, as compiled code wrote them."""
         return self._compare(*self._others, places, *self._rest, self._noted)
 
     def alike(self, others: Sequence[Any]) -> bool:
-        """See `Facts`."""
+        """See `Likeness`."""
         if not all(issubclass(kind, Tensor) for kind in set(map(type, others))):
             return False
         now = _Tensors(others)  # lives through the call, which is given bare addresses of it
         return self._compare(*now.given, *self._rest, self._noted)
 
 
+class CompiledFacts(CompiledLikeness):
+    """`Facts` by one call of compiled code."""
+
+    def __init__(self, tensors: Sequence[Tensor], kernels: Any) -> None:
+        super().__init__(tensors, kernels)
+        self._tensors = _Tensors(tensors)
+        self._given = (*self._tensors.given, *self._rest, 0)
+
+    def hold(self) -> bool:
+        """See `Facts`."""
+        return self._compare(*self._given)
+
+
 class _CompiledGradients:
     def __init__(self, params: Sequence[Tensor], kernels: Any) -> None:
         self._find, self._params = kernels.gradients(), _Tensors(params)
-        self._facts = CompiledFacts([p.grad for p in params if p.grad is not None], kernels)
-        self.addresses = self._facts.addresses
+        self._likeness = CompiledLikeness([p.grad for p in params if p.grad is not None], kernels)
+        self.addresses = self._likeness.addresses
         self._found, self._count = np.zeros(len(params), np.int64), len(params)
         self._places = self._found.ctypes.data
         self._where = (*self._params.given, self._places)
 
     def alike(self) -> bool:
-        return self._find(*self._where) == self._count and self._facts.alike_at(self._places)
+        return self._find(*self._where) == self._count and self._likeness.alike_at(self._places)
 
 
 class _CompiledVersions:
@@ -200,26 +219,33 @@ def _answers_right(kernels: Any) -> bool:
 # ---- in Python --------------------------------------------------------------------------------------------
 
 
-class PlainFacts:
-    """`Facts` in Python, for where nothing can be compiled."""
+class PlainLikeness:
+    """`Likeness` in Python, for where nothing can be compiled."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
         self._known = [_facts(t) for t in tensors]
         self.addresses = np.array([t.data_ptr() for t in tensors], np.int64)
+
+    def alike(self, others: Sequence[Any]) -> bool:
+        """See `Likeness`."""
+        known = all(isinstance(t, Tensor) and _facts(t) == facts for t, facts in zip(others, self._known))
+        if known:
+            self.addresses[:] = [t.data_ptr() for t in others]
+        return known
+
+
+class PlainFacts(PlainLikeness):
+    """`Facts` in Python."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        self._tensors = list(tensors)
         self._places = self.addresses.tolist()
 
     def hold(self) -> bool:
         """See `Facts`."""
         known = [_facts(t) for t in self._tensors] == self._known
         return known and [t.data_ptr() for t in self._tensors] == self._places
-
-    def alike(self, others: Sequence[Any]) -> bool:
-        """See `Facts`."""
-        known = all(isinstance(t, Tensor) and _facts(t) == facts for t, facts in zip(others, self._known))
-        if known:
-            self.addresses[:] = [t.data_ptr() for t in others]
-        return known
 
 
 def _facts(t: Tensor) -> tuple[Any, ...]:
@@ -231,12 +257,12 @@ class PlainGradients:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
-        self._facts = PlainFacts([p.grad for p in params if p.grad is not None])
-        self.addresses = self._facts.addresses
+        self._likeness = PlainLikeness([p.grad for p in params if p.grad is not None])
+        self.addresses = self._likeness.addresses
 
     def alike(self) -> bool:
         """See `Gradients`."""
-        return self._facts.alike([p.grad for p in self._params])
+        return self._likeness.alike([p.grad for p in self._params])
 
 
 class PlainVersions:
