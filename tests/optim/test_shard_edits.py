@@ -54,8 +54,10 @@ def give_plain_entries(optimizer, params):
 
 
 def name_one(optimizer, params):
+    optimizer.state["of no parameter"] = {"told": 5}
     optimizer.state[params[1]]["mine"] = 7
     assert optimizer.state_dict()["state"][1]["mine"] == 7
+    assert optimizer.state["of no parameter"] == {"told": 5}
 
 
 def take_one_out(optimizer, params):

@@ -44,7 +44,7 @@ class _Shown:
     """What `optimizer.state` was made of last, and how often it and the twin's had been changed by then."""
 
     state: Any
-    entries: dict[Any, dict[str, Any]]
+    entries: dict[Tensor, dict[str, Any]]
     count: int
     twin_count: int
 
@@ -177,7 +177,7 @@ class Shards:
             if local in twin:
                 state[p].update({k: _as_shard(k, v, local, p) for k, v in twin[local].items()})
         state.update(others)
-        entries = {p: dict(entry) for p, entry in state.items()}
+        entries = {p: dict(state[p]) for p in self._known if p in state}
         self._shown = _Shown(state, entries, state.changes.count, twin.changes.count)
 
     def _show_changes(self) -> None:
