@@ -73,8 +73,6 @@ class Fault:
 
     `harmless`: only the present loss scale was too large, and it settled. `behind`: found only with the cure
     of the fault before it in place. `weight`: the parameter that holds what is too large.
-
-    Large because it is a record: a field for each thing the JSON and the report say.
     """
 
     step: int
@@ -127,8 +125,6 @@ class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
     `beside`: the largest values at the first fault's step beside those of the last good step before it.
-
-    Large because it is a record: a field for each part of the JSON and the report.
     """
 
     target: str

@@ -71,10 +71,7 @@ class Taping:
 
 
 class Examiner:
-    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong.
-
-    Large because a step is one conversation: each hook reads what those before it noted.
-    """
+    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
 
     def __init__(self, order: Order) -> None:
         self.order = order

@@ -60,8 +60,6 @@ class Note:
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `still`: the share of the
     16-bit weights with a gradient that an update left as they were. `rows`: where inputs are largest.
-
-    Large because it is a record: a field for each thing that is noted of a step.
     """
 
     number: int

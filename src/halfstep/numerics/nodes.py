@@ -33,8 +33,6 @@ class Node:
 
     `origins`: indices of the nodes whose non-finite results reached this one; its own index if it is one.
     `names`: for an origin, its tensors by the names of the user's variables.
-
-    Large because a tape keeps tens of thousands, each with all that the search for a cause may ask.
     """
 
     index: int

@@ -110,8 +110,6 @@ class Tape:
         keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
         batch: what the step's batch is called in words.
-
-    Large because it is one pass over one stream of events: what was seen so far decides about the next op.
     """
 
     def __init__(

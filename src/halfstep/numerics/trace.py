@@ -96,8 +96,6 @@ class BadOp:
     `op`: as the op table names it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a
     value that was not finite before the step). `passed_on`: ops that carried it further, first ones first.
     `hidden`: every gradient is finite, because a later op made finite (and wrong) values of it.
-
-    Large because it is a record: a field for each thing the verdict says.
     """
 
     phase: str

@@ -111,10 +111,7 @@ class _Listening:
 
 
 class Watch:
-    """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`.
-
-    Large because its hooks on backward, step and outcome hand each other what one step showed.
-    """
+    """What `watch` returns. Read `notes`, `series`, `lost`, `headrooms()`, `forecasts()`, `summary()`."""
 
     def __init__(
         self,

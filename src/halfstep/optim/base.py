@@ -2,8 +2,6 @@
 
 What is updated and with which scalars is decided here; arithmetic is in reference.py, storage in storage.py
 and the kernels. Subclasses give an algorithm and its arguments, nothing else.
-
-Large because it holds one class: torch's Optimizer is one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,8 +36,6 @@ class OnePassOptimizer(Remembering):
     `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
     `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
     CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
-
-    Large because torch's Optimizer is one class: groups, state, step, state dict and copies meet in it.
     """
 
     one_pass = True

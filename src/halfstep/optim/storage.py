@@ -145,8 +145,6 @@ class Slot:
 
     `held` are the tensors whose memory these are, as parameter and state hold them: what a step changes;
     `width` is the length of the rows that 8-bit blocks do not cross.
-
-    Large because it is a record: a field for each column of the kernels' table.
     """
 
     param: Tensor

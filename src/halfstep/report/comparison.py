@@ -57,8 +57,6 @@ class SettingRow:
 
     `mean` and `spread` are of the test metric over seeds, `difference` is of the mean from O0's; `seconds`
     and `noise` are of a step, `profiled` the seconds of the step whose costliest `ops` are told.
-
-    Large because it is a row of the JSON, which stays flat.
     """
 
     label: str

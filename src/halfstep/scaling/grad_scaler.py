@@ -61,8 +61,6 @@ class GradScaler(TorchNames):
     initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
     (`across_ranks=False`: each rank decides alone). `norm_group` is that of `prepare`: over stages of a
     pipeline the outcome tells the norm of all of them.
-
-    Large because it answers to every name of torch's.
     """
 
     def __init__(

@@ -67,8 +67,6 @@ class Session(OfSetup):
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
     called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
     looks at its gradients; neither may change anything. `kernels` says by which kernels ops run.
-
-    Large because it is the front door: more than half of it is what its methods say to users.
     """
 
     def __init__(

@@ -81,8 +81,6 @@ class Trainer:
     told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
     Training goes on as if nothing had been replayed; a range that only a dynamic loss scale's present value
     exceeds is kept without a warning. A run that goes well pays for noting random state and buffers.
-
-    Large because it is a front door: an attribute for each option, for callbacks to read and to change.
     """
 
     def __init__(

@@ -47,10 +47,7 @@ class FirstStep:
 
 
 class Bench:
-    """The models, optimizers and step that choices are tried on; `close()` puts everything back.
-
-    Large because a trial needs what is trained, how it is made anew, and how much time is left.
-    """
+    """The models, optimizers and step that choices are tried on; `close()` puts everything back."""
 
     def __init__(
         self,

@@ -188,8 +188,6 @@ def step_tile(
     """Update elements start to end (at most TILE; exactly TILE where WHOLE) of one parameter.
 
     Where RAGGED, rows do not end with a block, and `start` and `end` count blocks.
-
-    Large because it is one kernel: what is cut off would be inlined again, with all of these arguments.
     """
     ADAPTIVE: tl.constexpr = ALGORITHM == ADAMW or ALGORITHM == ADAM
     MOMENTS: tl.constexpr = 0 if ALGORITHM == SGD else 2 if ADAPTIVE else 1
@@ -214,8 +212,7 @@ def step_tile(
     c3, c4, c5, c6 = tl.load(scalar + 4), tl.load(scalar + 5), tl.load(scalar + 6), tl.load(scalar + 7)
     g = read_grad(grad, base, lane, live, GRAD, ALIGNED) * factor
     w = read_weight(weight, extra, base, lane, live, KIND, ALIGNED)
-    m = g
-    v = g
+    m, v = g, g
     random = lane
     if (STATE != STATE_FP32 and MOMENTS > 0) or KIND == BF16_STOCHASTIC:
         random = dither(plus(times((base + lane).to(tl.uint32), word(WEYL)), key))
