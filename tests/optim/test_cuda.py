@@ -1,4 +1,7 @@
-"""The Triton kernels: checked in Triton's interpreter, in processes of their own, and compiled for a GPU."""
+"""The tests of tests/gpu on a CPU, in processes of their own: Triton reads TRITON_INTERPRET when it is imported.
+
+And the kernels compiled for a GPU.
+"""
 
 import os
 import subprocess
@@ -24,34 +27,39 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     path = f"{SOURCE}{os.pathsep}{ROOT}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": path, **more}
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=env, cwd=ROOT
+        [sys.executable, *command], capture_output=True, text=True, timeout=560, env=env, cwd=ROOT
     )
 
 
-def checks(*options: str) -> None:
-    file = ("-m", "pytest", "tests/optim/triton_checks.py", "-p", "no:cacheprovider")
-    done = run(*file, "-x", "--tb=short", *options, TRITON_INTERPRET="1")
+def on_a_cpu(*options: str) -> None:
+    """The tests of tests/gpu, the CPU mapped in place of a GPU."""
+    done = run("-m", "pytest", "-p", "no:cacheprovider", "-x", "--tb=short", *options, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+KERNELS = "tests/gpu/test_kernels.py"
+
+
 @needs_triton
-def test_in_the_interpreter():
-    checks("-k", "update_equals", "-m", "not exhaustive and not long")
+def test_the_kernels_on_a_cpu():
+    on_a_cpu(KERNELS, "-m", "not exhaustive and not long")
+
+
+@needs_triton
+def test_the_other_gpu_tests_on_a_cpu():
+    on_a_cpu("tests/gpu", "--ignore", KERNELS)
 
 
 @needs_triton
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("part", "marked"), [("update_equals", "long"), ("not update_equals", "not exhaustive")]
-)
-def test_more_in_the_interpreter(part: str, marked: str):
-    checks("-k", part, "-m", marked)
+def test_more_of_the_kernels_on_a_cpu():
+    on_a_cpu(KERNELS, "-m", "long")
 
 
 @needs_triton
 @pytest.mark.exhaustive
-def test_every_combination_in_the_interpreter():
-    checks("-m", "exhaustive")
+def test_every_combination_on_a_cpu():
+    on_a_cpu(KERNELS, "-m", "exhaustive")
 
 
 COMPILE = """

@@ -43,19 +43,26 @@ class LateErrors:
     """Flags of out-of-range masters on accelerators: copied to the host meanwhile, raised two steps later."""
 
     def __init__(self) -> None:
-        self._waiting: list[AsyncCopy] = []
+        self._now: dict[torch.device, Tensor] = {}
+        self._sent: list[AsyncCopy] = []
 
     def add(self, flag: Tensor | None) -> None:
-        """Remember a 0-d bool device tensor."""
+        """Join a 0-d bool device tensor to the others of this step."""
         if flag is not None:
-            self._waiting.append(send_to_host(flag))
+            known = self._now.get(flag.device)
+            self._now[flag.device] = flag if known is None else known | flag
 
     def check(self) -> None:
-        """Raise MasterRangeError if a flag of two steps ago was true; not while a graph is captured."""
-        if len(self._waiting) < 2 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        """Begin a step: raise MasterRangeError if a flag of two steps ago was true, send the last step's.
+
+        While a graph is captured it does nothing.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        if bool(self._waiting.pop(0).wait()):
-            self._waiting.clear()
+        due, self._sent = self._sent, [send_to_host(flag) for flag in self._now.values()]
+        self._now = {}
+        if any(bool(copy.wait()) for copy in due):
+            self._sent = []
             raise MasterRangeError(_RANGE)
 
 

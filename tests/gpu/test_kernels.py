@@ -1,7 +1,4 @@
-"""What the Triton kernels must do, in Triton's interpreter on CPU tensors; test_cuda.py runs this file.
-
-It has a process of its own because TRITON_INTERPRET must be set before Triton is imported.
-"""
+"""What the Triton kernels must do: equal the reference bit for bit, on a GPU or in Triton's interpreter."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import MasterRangeError, UnsupportedError
 from halfstep.optim import SGD, Adam, AdamW, Lion, backends, cuda
+from tests.gpu.machine import DEVICE, Machine
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEPT: dict[str, list[tuple[torch.dtype, str | None]]] = {
@@ -30,7 +28,6 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "Lion": (Lion, {"weight_decay": 0.1}),
 }
-SIZES = (0, 1, (1, 7), (1, 511), (1, 1024), (3, 513), (70, 16), 1026)
 STATES = ("fp32", "bf16", "8bit")
 
 
@@ -42,6 +39,10 @@ def rows() -> Iterator[Any]:
         marks = () if met and a // 3 == (w + s) % 2 else pytest.mark.long if met else pytest.mark.exhaustive
         label = f"{name}-{weights[0]}-{weights[1]}-{state}".replace("torch.", "")
         yield pytest.param(name, weights, state, marks=marks, id=label)
+
+
+def there(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
 def bits(t: Tensor) -> Tensor:
@@ -67,7 +68,10 @@ def assert_same(ours: Any, reference: Any) -> None:
 def random_grads(sizes: tuple[Any, ...], dtype: torch.dtype, steps: int) -> list[list[Tensor]]:
     g = torch.Generator().manual_seed(3)
     return [
-        [(torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 7 - 7)).to(dtype) for n in sizes]
+        [
+            (torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 7 - 7)).to(DEVICE, dtype)
+            for n in sizes
+        ]
         for _ in range(steps)
     ]
 
@@ -80,19 +84,19 @@ def run(backend: str, name: str, values: list[Tensor], grads: list[list[Tensor]]
     for step, now in enumerate(grads):
         for p, g in zip(params, now):
             p.grad_dtype, p.grad = None, g.clone()
-        optimizer.step(inv_scale=0.5, clip_coef=torch.tensor(0.7), found_inf=torch.tensor(step == 1))
+        optimizer.step(inv_scale=0.5, clip_coef=there(0.7), found_inf=there(step == 1))
     return params, optimizer
 
 
 def values_of(sizes: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
-    return [torch.randn(n, generator=g).to(dtype) for n in sizes]
+    return [torch.randn(n, generator=g).to(DEVICE, dtype) for n in sizes]
 
 
 @pytest.mark.parametrize(("name", "weights", "state_dtype"), list(rows()))
-def test_update_equals_reference(name: str, weights: Any, state_dtype: str):
+def test_update_equals_reference(gpu: Machine, name: str, weights: Any, state_dtype: str):
     dtype, master = weights
-    few = SIZES if name == "AdamW" and master == "exact" else ((2, 513), 1026)
+    few = gpu.sizes if name == "AdamW" and master == "exact" else ((2, 513), 1026)
     values, grads = values_of(few, dtype), random_grads(few, dtype, 3)
     options = {"master": master, "state_dtype": state_dtype}
     assert_same(*(run(backend, name, values, grads, **options) for backend in ("triton", "reference")))
@@ -114,7 +118,7 @@ def awkward() -> Tensor:
         0x38802000, 0x477FE000, 0x3A83126F, 0x3F801000, 0x3F803000, 0x00018000, 0x2B8CBCCC, 0x36B16000,
         0x7FFFFFFF, 0x7FFF8000,
     ]  # fmt: skip
-    positive = torch.tensor(patterns, dtype=torch.int64)
+    positive = there(patterns, torch.int64)
     return torch.cat([positive, positive - 2**31]).to(torch.int32).view(FP32)
 
 
@@ -150,7 +154,7 @@ def test_weights_that_land_on_ties_and_ends_are_stored_as_the_reference_stores_t
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_16_bit_pattern_is_read_and_written_as_it_was(dtype: torch.dtype):
-    pattern = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    pattern = torch.arange(-32768, 32768, dtype=torch.int32, device=DEVICE).to(torch.int16).view(dtype)
     options = {"lr": 0.0, "weight_decay": 0.0, "maximize": False, "master": None}
     params, _ = run("triton", "SGD", [pattern], [[torch.zeros_like(pattern)]], **options)
     finite = pattern.isfinite()
@@ -159,12 +163,12 @@ def test_every_16_bit_pattern_is_read_and_written_as_it_was(dtype: torch.dtype):
 
 
 def test_a_weight_beyond_fp16_is_held_and_said_two_steps_late():
-    p = nn.Parameter(torch.tensor([1.0, 65000.0, -65000.0], dtype=FP16))
+    p = nn.Parameter(there([1.0, 65000.0, -65000.0], FP16))
     optimizer = SGD([p], lr=1.0, backend="triton")
-    p.grad = torch.tensor([0.0, -2000.0, 2000.0], dtype=FP16)
+    p.grad = there([0.0, -2000.0, 2000.0], FP16)
     optimizer.step()
     assert p.tolist() == [1.0, 65504.0, -65504.0]
-    p.grad = torch.zeros(3, dtype=FP16)
+    p.grad = torch.zeros_like(p)
     optimizer.step()
     with pytest.raises(MasterRangeError, match="65504"):
         optimizer.step()
@@ -178,7 +182,7 @@ def test_groups_mixed_gradients_and_a_learning_rate_on_the_device():
         params = [nn.Parameter(v.clone()) for v in values[:3]] + [nn.Parameter(values[3].float())]
         groups = [
             {"params": [params[0], params[3]], "weight_decay": 0.0, "state_dtype": "8bit"},
-            {"params": params[1:3], "lr": torch.tensor(0.003)},
+            {"params": params[1:3], "lr": there(0.003)},
         ]
         optimizer = AdamW(groups, lr=0.01, backend=backend)
         for step, now in enumerate(grads):
@@ -209,8 +213,8 @@ def test_tables_are_kept_while_addresses_stay(monkeypatch: pytest.MonkeyPatch):
     sent: list[int] = []
     upload = cuda._upload
     monkeypatch.setattr(cuda, "_upload", lambda *a: sent.append(len(a[0])) or upload(*a))
-    p = nn.Parameter(torch.zeros(10, dtype=BF16))
-    first, second = torch.ones(10, dtype=BF16), torch.ones(10, dtype=BF16)
+    p = nn.Parameter(torch.zeros(10, dtype=BF16, device=DEVICE))
+    first, second = torch.ones_like(p), torch.ones_like(p)
     optimizer = AdamW([p], backend="triton")
     p.grad = first
     for _ in range(3):
@@ -264,7 +268,7 @@ def test_a_graph_keeps_its_tables_and_eager_steps_keep_theirs(monkeypatch: pytes
 def test_measure_equals_float64(dtype: torch.dtype, scale: float):
     g = torch.Generator().manual_seed(5)
     scale = min(scale, 1e4) if dtype == FP16 else scale
-    grads = [(torch.randn(n, generator=g) * scale).to(dtype) for n in (1, 7, 1024, 34_000)]
+    grads = [(torch.randn(n, generator=g) * scale).to(DEVICE, dtype) for n in (1, 7, 1024, 34_000)]
     plans = cuda.Plans()
     stats = plans.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
@@ -272,12 +276,12 @@ def test_measure_equals_float64(dtype: torch.dtype, scale: float):
     assert stats.amax.item() == pytest.approx(wide.abs().max().item(), rel=1e-7, abs=2.0**-149)
     assert stats.finite.dtype == torch.bool
     assert bool(stats.finite)
-    again = plans.measure([t.clone() for t in grads], torch.tensor(0.5))
+    again = plans.measure([t.clone() for t in grads], there(0.5))
     assert same(again.norm, stats.norm)
 
 
 def test_measure_of_mixed_dtypes():
-    grads = [torch.full((3,), 2.0, dtype=dtype) for dtype in (BF16, FP16, FP32)]
+    grads = [torch.full((3,), 2.0, dtype=dtype, device=DEVICE) for dtype in (BF16, FP16, FP32)]
     stats = cuda.Plans().measure(grads, None)
     assert stats.norm.item() == 6.0
     assert stats.amax.item() == 2.0
@@ -287,7 +291,7 @@ def test_measure_of_mixed_dtypes():
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("place", [0, 1023, 1500])
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
-    good, grad = torch.ones(10, dtype=dtype), torch.ones(1501, dtype=dtype)
+    good, grad = (torch.ones(n, dtype=dtype, device=DEVICE) for n in (10, 1501))
     grad[place] = bad
     stats = cuda.Plans().measure([good, grad, good.float()], 1.0)
     assert not bool(stats.finite)
@@ -300,11 +304,13 @@ def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
 
 def trained(backend: str, steps: int, **options: Any) -> tuple[list[float], Any]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 20), nn.LayerNorm(20, bias=False), nn.Linear(20, 3, bias=False))
+    net = nn.Sequential(nn.Linear(6, 20), nn.LayerNorm(20, bias=False), nn.Linear(20, 3, bias=False)).to(
+        DEVICE
+    )
     optimizer = AdamW(net.parameters(), lr=1e-2, backend=backend, **options)
     dtype = "fp16" if "master" in options else "bf16"
     session = hs.prepare(net, optimizer, level="O2", dtype=dtype, skip_nonfinite=True)
-    x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+    x, y = torch.randn(16, 6).to(DEVICE), torch.randint(0, 3, (16,)).to(DEVICE)
     losses = []
     for step in range(steps):
         with session.autocast():
@@ -332,6 +338,8 @@ def test_exact_masters_equal_fp32_masters():
     assert same(exact[1].master_of(exact[0][0]), wide[1].master_of(wide[0][0]))
 
 
-def test_the_interpreter_does_not_change_what_runs_by_default():
+def test_what_runs_by_default():
+    on_cuda = DEVICE.type == "cuda"
+    assert backends.runner("auto", DEVICE) == ("triton" if on_cuda else "numba")
     assert backends.runner("auto", torch.device("cpu")) == "numba"
-    assert backends.runner("triton", torch.device("cpu")) == "triton"
+    assert backends.runner("triton", DEVICE) == "triton"

@@ -1,0 +1,142 @@
+"""Training on a GPU: every level, without waiting, compiled, under DDP, and by torch's GradScaler loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import halfstep as hs
+from halfstep.conformance.op_samples import SAMPLES
+from halfstep.conformance.probe import probe_casting
+from tests.gpu.machine import DEVICE, Machine
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 10)).to(DEVICE)
+
+
+def ours(net: nn.Module, **options: object) -> torch.optim.Optimizer:
+    return hs.optim.AdamW(net.parameters(), lr=1e-2, backend="triton", **options)
+
+
+def torchs(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(64, 16).to(DEVICE), torch.randint(0, 10, (64,)).to(DEVICE)
+
+
+def train(amp: hs.Session, net: nn.Module, steps: int) -> list[torch.Tensor]:
+    x, y = batch()
+    losses = []
+    for _ in range(steps):
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(net(x), y)
+        amp.backward(loss)
+        amp.step(clip_norm=1.0)
+        losses.append(loss.detach())
+    return losses
+
+
+def weights(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", [torchs, ours])
+@pytest.mark.parametrize("level", ["O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])
+def test_every_level_trains(gpu: Machine, level, kind):
+    net = model()
+    level, dtype = (*level.split(), None)[:2]
+    amp = hs.prepare(net, kind(net), level=level, dtype=dtype)
+    losses = train(amp, net, gpu.steps)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_steady_step_does_not_synchronise(gpu: Machine, level, dtype):
+    net = model()
+    amp = hs.prepare(net, ours(net), level=level, dtype=dtype)
+    train(amp, net, 4)
+    with gpu.no_waiting(session=True):
+        train(amp, net, 2)
+    assert amp.steps == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ops_run_in_the_dtypes_of_the_cpu(dtype):
+    policy = hs.Policy(compute_dtype=dtype)
+    seen = {
+        device: probe_casting(
+            torch.device(device), dtype, policy.rows(device), hs.autocast(device, policy=policy)
+        )
+        for device in {"cpu", DEVICE.type}
+    }
+    here, there = seen["cpu"], seen[DEVICE.type]
+    both = here.keys() & there.keys() & SAMPLES.keys()
+    assert {name: (here[name], there[name]) for name in both if here[name] != there[name]} == {}
+
+
+def test_exact_masters_equal_fp32_masters():
+    finals = []
+    for master in ("exact", "fp32"):
+        net = model()
+        train(hs.prepare(net, ours(net, master=master), level="O2", dtype="bf16"), net, 4)
+        finals.append(weights(net))
+    assert all(torch.equal(a, b) for a, b in zip(*finals))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_trains_as_an_eager_one(gpu: Machine, level):
+    losses = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        net = model()
+        amp = hs.prepare(net, ours(net), level=level, dtype="bf16")
+        run = torch.compile(net, backend=gpu.compiler) if compiled else net
+        losses.append(torch.stack(train(amp, run, 3)))
+    torch.testing.assert_close(*losses, rtol=0.05, atol=0.05)
+
+
+def test_gradients_that_lie_in_buckets_of_ddp(gpu: Machine, tmp_path: Path):
+    finals = []
+    dist.init_process_group(gpu.group, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for wrapped in (False, True):
+            net = model()
+            amp = hs.prepare(net, ours(net), level="O2", dtype="bf16")
+            run = DDP(net, gradient_as_bucket_view=True) if wrapped else net
+            train(amp, run, 3)
+            finals.append(weights(net))
+            del run, amp
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(*finals))
+
+
+@pytest.mark.parametrize("kind", [torchs, ours])
+def test_the_loop_of_torchs_grad_scaler(kind):
+    net, (x, y) = model(), batch()
+    optimizer = kind(net)
+    scaler = hs.GradScaler(DEVICE.type, init_scale=2.0**10)
+    losses = []
+    for step in range(6):
+        with torch.autocast(DEVICE.type, torch.float16):
+            loss = nn.functional.cross_entropy(net(x), y)
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert scaler.get_scale() == 2.0**9
+    assert losses[2] == losses[3]
+    assert losses[5] < losses[0]
