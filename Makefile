@@ -1,5 +1,6 @@
 # Two commands do everything on a machine with Python 3.11 and make: `make demo` and `make test`.
 PYTHON ?= python3.11
+PY ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint pins.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
@@ -48,9 +49,8 @@ bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/<m
 paper: .venv/demo.stamp  ## re-create the 2018 paper's phenomena; writes paper.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m papers.mixed_precision_training_2018.run --out paper.html
 
-gpu: .venv/dev.stamp  ## GPU tests and benchmarks in one go; writes benchmarks/results/<machine>/*.json
-	$(BIN)/python -m pytest tests/gpu
-	$(BIN)/python benchmarks/run_all.py --device cuda
+gpu:  ## GPU tests and benchmarks in ten minutes, nothing installed; OUT=folder (else benchmarks/results/<machine>)
+	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) OMP_NUM_THREADS=1 $(PY) benchmarks/gpu.py $(if $(OUT),--out $(OUT))
 
 soak: .venv/dev.stamp  ## random infs, saves, kills, resumes on 1, 2 and 4 ranks, bit-identical at the end; MINUTES=5
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),5)

@@ -45,12 +45,9 @@ def instruction_set() -> str:
     return f"{found}-without-fp16" if hidden and found == "amx" else found
 
 
-def folder() -> Path:
-    """Where this machine's results go; made if it is not there. On a GPU its name."""
-    if os.environ.get("HALFSTEP_BENCH_DEVICE") == "cuda":
-        words = torch.cuda.get_device_name()
-    else:
-        words = f"{cpu()} {instruction_set()}"
+def folder(name: str | None = None) -> Path:
+    """Where this machine's results go, by its processor or `name`; made if it is not there."""
+    words = name or f"{cpu()} {instruction_set()}"
     made = RESULTS / "-".join(re.findall(r"[a-z0-9]+", words.lower()))
     made.mkdir(parents=True, exist_ok=True)
     return made

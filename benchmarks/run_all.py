@@ -1,9 +1,8 @@
 """Run every benchmark of this folder, one process each; each writes its JSON to results/<machine>/.
 
-python benchmarks/run_all.py [--device cpu|cuda] [NAME ...]
+python benchmarks/run_all.py [NAME ...]
 
-Without names, a CPU runs all but the files ending in _cuda, and CUDA runs those alone. `against.py`, which
-wants another checkout, is run by hand.
+`against.py`, which wants another checkout, is run by hand, and `gpu.py`, which wants a GPU, by `make gpu`.
 """
 
 import argparse
@@ -19,21 +18,19 @@ HERE = Path(__file__).parent
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="benchmarks to run, without .py (default: all)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     scripts = [p for p in sorted(HERE.glob("[!_]*.py")) if "def main" in p.read_text()]
-    known = {p.stem: p for p in scripts if p.stem not in ("run_all", "against")}
+    known = {p.stem: p for p in scripts if p.stem not in ("run_all", "against", "gpu")}
     unknown = set(arguments.names) - set(known)
     if unknown:
         print(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(known)}", file=sys.stderr)
         return 2
     failed = []
-    on_gpu = arguments.device == "cuda"
-    chosen = arguments.names or [name for name in known if name.endswith("_cuda") == on_gpu]
+    chosen = arguments.names or list(known)
     for name in chosen:
         print(f"== {name}", flush=True)
         start = time.perf_counter()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HALFSTEP_BENCH_DEVICE": arguments.device}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run([sys.executable, str(known[name])], env=env).returncode
         print(f"== {name}: exit {code} after {time.perf_counter() - start:.0f} s", flush=True)
         failed += [name] * (code != 0)
