@@ -59,6 +59,21 @@ def test_the_steady_step_does_not_synchronise(gpu: Machine, state_dtype: str, dt
     assert int(optimizer.state[params[0]]["step"]) == 5
 
 
+def test_a_default_device_changes_nothing(gpu: Machine):
+    """Tables and numbers are the host's wherever torch puts new tensors; `meta` stands for a GPU on a CPU."""
+    finals = []
+    for default in ("cpu", "cuda" if DEVICE.type == "cuda" else "meta"):
+        params = parameters(BF16)
+        optimizer = AdamW(params, backend="triton")
+        warmed_up(params, optimizer, scalars())
+        given = {"inv_scale": 0.5, "clip_coef": 0.7}
+        with torch.device(default), gpu.no_waiting():
+            optimizer.measure(0.5)
+            optimizer.step(**given)
+        finals.append((params, optimizer))
+    assert_same(*finals)
+
+
 def test_waiting_is_noticed(gpu: Machine):
     x = torch.ones(2, device=DEVICE).sum()
     with gpu.no_waiting(), pytest.raises((RuntimeError, AssertionError)):

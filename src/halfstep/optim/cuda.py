@@ -78,8 +78,8 @@ def capturing(device: torch.device) -> bool:
 def _pinned(values: Sequence[Any] | int, dtype: torch.dtype, device: torch.device) -> Tensor:
     pin = device.type == "cuda"
     if isinstance(values, int):
-        return torch.empty(values, dtype=dtype, pin_memory=pin)
-    return torch.tensor(values, dtype=dtype, pin_memory=pin)
+        return torch.empty(values, dtype=dtype, pin_memory=pin, device="cpu")
+    return torch.tensor(values, dtype=dtype, pin_memory=pin, device="cpu")
 
 
 def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,7 +109,7 @@ class DeviceTable:
             host, self._spare = self._spare, None
             if host is None:
                 host = _pinned(len(values), self._dtype, self._device)
-            host.copy_(torch.tensor(values, dtype=self._dtype))
+            host.copy_(torch.tensor(values, dtype=self._dtype, device="cpu"))
             there = host.to(self._device, non_blocking=True)
             captured += [host, there]
         if self._spare is None and captured is None:
@@ -280,14 +280,14 @@ def _factors(
     given: Sequence[Number], sign: float, device: torch.device
 ) -> tuple[float, tuple[Tensor | None, ...]]:
     """Numbers multiplied in fp32 and, beside them, tensors as 0-d fp32 on the device (None: none)."""
-    product = torch.tensor(sign, dtype=torch.float32)
+    product = torch.tensor(sign, dtype=torch.float32, device="cpu")
     tensors: list[Tensor | None] = []
     for one in given:
         if isinstance(one, Tensor) and (one.device.type != "cpu" or device.type == "cpu"):
             tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
         else:
             tensors.append(None)
-            product = product if one is None else product * torch.tensor(float(one), dtype=torch.float32)
+            product = product if one is None else product * float(one)
     return float(product), tuple(tensors)
 
 
