@@ -42,8 +42,9 @@ def warmed_up(params: list[nn.Parameter], optimizer: Any, given: dict[str, Tenso
     fill(params, 2)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("state_dtype", STATES)
+@pytest.mark.parametrize(
+    ("state_dtype", "dtype"), [("fp32", BF16), ("bf16", BF16), ("8bit", BF16), ("fp32", FP16)]
+)
 def test_the_steady_step_does_not_synchronise(gpu: Machine, state_dtype: str, dtype: torch.dtype):
     params = parameters(dtype)
     optimizer = AdamW(params, state_dtype=state_dtype, backend="triton")
@@ -81,7 +82,7 @@ def test_waiting_is_noticed(gpu: Machine):
     assert x.item() == 2
 
 
-@pytest.mark.parametrize("many", [4, 20])
+@pytest.mark.parametrize("many", [4, 12])
 def test_a_step_takes_a_handful_of_launches_whatever_the_parameters(gpu: Machine, many: int):
     params = parameters(BF16, (40,) * many)
     groups = [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}]
@@ -130,7 +131,7 @@ def six_steps(gpu: Machine, captured: bool, **options: Any) -> Any:
     return params, optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"master": "stochastic"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit", "master": "stochastic"}], ids=str)
 def test_a_captured_step_replays_what_eager_steps_do(gpu: Machine, options: dict[str, Any]):
     replayed, eager = six_steps(gpu, True, **options), six_steps(gpu, False, **options)
     assert_same(replayed, eager)
@@ -226,27 +227,25 @@ def test_flags_of_exact_fp16_masters_do_not_pile_up(gpu: Machine):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_weight_that_outgrows_its_exact_fp16_master_raises_within_two_steps(which: int):
     params, optimizer = two_groups()
-    for step in range(8):
+    for step in range(7):
         for p in params:
             p.grad = torch.zeros_like(p)
         if step == 5:
             params[which].grad = torch.full_like(p, -60000)
         optimizer.step()
-        if step == 6:
-            break
     with pytest.raises(MasterRangeError, match="65504"):
         optimizer.step()
 
 
 def test_with_released_gradients_it_raises_as_soon_and_flags_do_not_pile_up():
-    params = [nn.Parameter(torch.full((8,), 60000.0, dtype=FP16, device=DEVICE)) for _ in range(6)]
+    params = [nn.Parameter(torch.full((8,), 60000.0, dtype=FP16, device=DEVICE)) for _ in range(3)]
     optimizer = SGD(params, lr=1.0, backend="triton", release_gradients=True)
     before = flags_alive()
 
     def backward(factor: float) -> None:
         torch.stack([(p * factor).float().sum() for p in params]).sum().backward()
 
-    for _ in range(8):
+    for _ in range(4):
         backward(0.0)
         optimizer.step()
     assert flags_alive() - before <= 3

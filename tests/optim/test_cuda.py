@@ -85,6 +85,7 @@ def test_make_gpu_without_a_gpu_ends_at_once_with_9_and_one_line(tmp_path: Path)
 
 
 @needs_triton
+@pytest.mark.long
 def test_every_part_of_make_gpu_writes_its_file(tmp_path: Path):
     parts = ("bits", "tests", "copy", "optimizers", "training", "regions")
     command = (sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), *parts)
@@ -97,6 +98,7 @@ def test_every_part_of_make_gpu_writes_its_file(tmp_path: Path):
         assert "rehearsal" in found["machine"]["gpu"]
 
 
+@pytest.mark.long
 def test_a_red_test_does_not_skip_the_benchmarks(tmp_path: Path):
     command = (sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "tests", "copy")
     done = script(*command, PYTEST_ADDOPTS="-k no_test_of_this_name")
