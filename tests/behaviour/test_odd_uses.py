@@ -68,12 +68,13 @@ def test_sparse_gradients_are_clipped_like_dense_ones(level, dtype):
 def test_a_loss_of_several_numbers_is_refused_before_anything_is_noted():
     model, optimizer = small()
     amp = hs.prepare(model, optimizer, dtype="fp16")
-    output = model(torch.ones(3, 4))
+    with amp.autocast():
+        output = model(torch.ones(3, 4))
     with pytest.raises(ConfigError, match=r"shape \(3, 2\).*one number"):
         amp.backward(output)
     with pytest.raises(hs.ScalerStateError, match="no gradients"):
         amp.step()
-    amp.backward(output, gradient=torch.ones(3, 2))
+    amp.backward(output, gradient=torch.full((3, 2), 0.1))
     assert amp.step().taken
 
 
@@ -257,9 +258,13 @@ def test_gradients_kept_after_a_step_are_added_to_at_their_own_size(optimizer):
 def test_16_bit_weights_at_o1_are_told():
     model, _ = small()
     model.bfloat16()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
+    backward(amp)
     with pytest.warns(HalfstepWarning, match=r"2 parameters are bf16 .* prepare at O2"):
-        hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
-    hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")
+        amp.step()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")
+    backward(amp)
+    amp.step()
 
 
 class Low(nn.Module):

@@ -158,6 +158,17 @@ def test_ops_on_no_list_run_in_what_they_are_given(op):
         assert AS_GIVEN[op](M).dtype == FP32
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_run_in_fp16_as_on_cuda(kind):
+    with autocast():
+        assert kind(4, 4)(torch.ones(3, 2, 4))[0].dtype == FP16
+
+
+def test_a_torch_device_names_its_type():
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        assert torch.mm(M, M).dtype == torch.bfloat16
+
+
 def test_binary_cross_entropy_is_banned():
     with autocast(), pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         F.binary_cross_entropy(H["M"] * 0.5, H["M"] * 0.5)

@@ -115,6 +115,15 @@ def test_a_session_in_a_script_whose_first_step_is_bad(tmp_path, here):
     )
 
 
+@pytest.mark.filterwarnings("ignore:no op ran in bf16")
+def test_a_script_that_forgets_the_region_is_not_healthy(tmp_path, here):
+    text = SESSION.replace("        if i == 0:\n            loss = loss / (loss - loss)\n", "")
+    assert examine_script(write(tmp_path, text), [], 4, 0).healthy
+    document = examine_script(write(tmp_path, text.replace("with amp.autocast():", "if True:")), [], 4, 0)
+    assert not document.healthy
+    assert "no op ran in bf16" in document.headline
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

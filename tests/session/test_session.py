@@ -153,12 +153,14 @@ def test_gradients_that_wait_keep_their_own_scale():
         [body, head], [a, b], level="O1", dtype="fp16", loss_scale=hs.DynamicLossScale(init=64.0, interval=1)
     )
     x = torch.randn(5, 4)
-    amp.backward(head(x).sum(), b)
+    with amp.autocast():
+        first, second, third = head(x).sum(), body(torch.randn(2, 8)).sum(), head(x).sum()
+    amp.backward(first, b)
     once = head.weight.grad / 64.0
-    amp.backward(body(torch.randn(2, 8)).sum(), a)
+    amp.backward(second, a)
     amp.step(a)  # the scale grows to 128 while b's gradients carry 64
     assert amp.loss_scale.read() == 128.0
-    amp.backward(head(x).sum(), b)
+    amp.backward(third, b)
     start = head.weight.detach().clone()
     amp.step(b)
     torch.testing.assert_close(head.weight.detach(), start - 0.1 * 2 * once)

@@ -326,7 +326,10 @@ def test_no_bar_without_a_terminal(capsys):
 
 def test_a_run_that_collapses_still_tells_its_steps():
     trainer = make("O1", lambda out, y: out.float().mean() * float("inf"), dtype="fp16", read_every=1000)
-    with pytest.raises(LossScaleCollapsed):
+    with (
+        pytest.warns(HalfstepWarning, match="5 steps in a row were skipped"),
+        pytest.raises(LossScaleCollapsed),
+    ):
         trainer.fit(batches(), steps=100)
     assert len(trainer.history.skipped) >= 48
 

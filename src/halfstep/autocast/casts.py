@@ -326,7 +326,7 @@ def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = N
     remedy = remedy or REMEDIES.get(
         name, f"call it outside the region, or allow it: policy.with_rules(full=[{name!r}]) or low, keep"
     )
-    return BannedOpError(f"{name} is banned under {dtype_name(compute)} autocast ({reason}): {remedy}")
+    return BannedOpError(f"{name} is banned under {dtype_name(compute)} autocast: {remedy}. Why: {reason}")
 
 
 def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -73,7 +73,8 @@ class autocast:
     """A region in which ops run under a precision policy: a context manager and a decorator.
 
     Args:
-        device_type: "cpu", "cuda" or another device type; None takes the accelerator, else the CPU.
+        device_type: "cpu", "cuda" or another device type, or a torch.device; None takes the accelerator,
+            else the CPU.
         dtype: what LOW ops run in: bf16, fp16, or fp32 to cast nothing. None takes the policy's compute
             dtype, or without a policy the device's own (`devices.default_dtype`).
         enabled: False casts nothing inside, also within another region.
@@ -96,12 +97,14 @@ class autocast:
 
     def __init__(
         self,
-        device_type: str | None = None,
+        device_type: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         enabled: bool = True,
         policy: str | Policy | Mapping[str, Any] | None = None,
         kernels: Kernels = None,
     ) -> None:
+        if isinstance(device_type, torch.device):
+            device_type = device_type.type
         self._arguments = (device_type, dtype, enabled, regions.readable(policy), kernels)
         self._states: dict[int, list[tuple[Any, ...]]] = {}
         self._traced: list[tuple[str, tuple[Any, ...]]] = []

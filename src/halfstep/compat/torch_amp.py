@@ -40,13 +40,17 @@ __all__ = [
 ]
 
 
+# On CUDA an nn.LSTM runs as `_cudnn_rnn`, which the list has; elsewhere under these names.
+_CUDA_ELSEWHERE = "table=torch-cuda,low=lstm+gru+rnn_tanh+rnn_relu"
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, HalfstepWarning, stacklevel=5)
 
 
 def _choice(
-    device: str | None,
+    device: str | torch.device | None,
     dtype: torch.dtype | None,
     enabled: bool,
     here: Callable[[str], Policy | None] = active_policy,
@@ -57,7 +61,7 @@ def _choice(
     quietly compute in fp32 because CUDA is absent, the CPU (or this machine's accelerator) does the work in
     that dtype by the CUDA list.
     """
-    kind, absent = "cuda" if device is None else device, False
+    kind, absent = device.type if isinstance(device, torch.device) else device or "cuda", False
     low = dtype or torch.get_autocast_dtype(kind)
     if kind == "cuda" and not torch.cuda.is_available():
         kind, absent = resolve(None).type, True
@@ -69,12 +73,12 @@ def _choice(
             )
     if not enabled:
         return kind, low, None
-    return kind, low, here(kind) or ("torch-cuda" if absent else _policy(kind, low))
+    return kind, low, here(kind) or (_CUDA_ELSEWHERE if absent else _policy(kind, low))
 
 
 @constant_when_traced
 def _traced_choice(
-    device: str | None, dtype: torch.dtype | None, enabled: bool
+    device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool
 ) -> tuple[str, torch.dtype, str | None]:
     kind, low, policy = _choice(device, dtype, enabled, traced_policy)
     return kind, low, None if policy is None else str(policy)
@@ -112,7 +116,7 @@ class autocast(_native):
 
     def __init__(
         self,
-        device_type: str | bool | None = None,
+        device_type: str | torch.device | bool | None = None,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,

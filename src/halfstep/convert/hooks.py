@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,19 @@ class Power:
         return twin
 
 
-class CastInputs:
+class Hook:
+    """Base of what is hung on a model, for `torch.jit.script`, which reads the name of each hook."""
+
+    def __getattr__(self, name: str) -> Never:
+        if name == "__name__":
+            raise AttributeError(
+                "torch.jit.script cannot compile a prepared model, whose hooks cast what goes in and out: "
+                "script it after amp.revert(), or use torch.export or torch.compile"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class CastInputs(Hook):
     """Forward pre-hook (with kwargs): floating inputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:
@@ -52,7 +64,7 @@ class CastInputs:
         return (cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)) if self.power.on else None
 
 
-class CastOutputs:
+class CastOutputs(Hook):
     """Forward hook: floating outputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:

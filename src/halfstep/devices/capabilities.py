@@ -169,7 +169,7 @@ def check_dtype(device: str | torch.device | None, dtype: str | torch.dtype) -> 
         usable = [n for n in ("bf16", "fp16", "fp32") if capability(device, n).status != "absent"]
         raise UnsupportedError(
             f"{dtype_name(found.dtype)} does not work on {found.device}: {found.why}; "
-            f"use {' or '.join(usable)}"
+            f"use {' or '.join(usable)}, as dtype= or as the compute_dtype of a Policy (bf16 unless given)"
         )
     return found.dtype
 

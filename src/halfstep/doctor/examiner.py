@@ -53,7 +53,7 @@ class Taping:
         from halfstep.numerics.lint import LintProbe
 
         self._roster = roster
-        self._lint = LintProbe()
+        self._lint = LintProbe(roster.session)
         self._probe = UnderflowProbe()
         self._before = bad_names(roster.parts())
         self._around = ExitStack()
@@ -67,7 +67,7 @@ class Taping:
         self.tape.__exit__()
         self._around.close()
         trace = finish(self.tape, self._roster.parts(), self._before, None, error, self._probe)
-        return trace, list(self._lint.findings)
+        return trace, self._lint.found()
 
 
 class Examiner:

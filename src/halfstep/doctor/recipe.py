@@ -65,9 +65,9 @@ def examine_recipe(
         return loss.detach()
 
     first = [t.to(where) for t in next(batches)]
-    probe = LintProbe()
+    probe = LintProbe(amp)
     trace = trace_step(step, *first, session=amp, underflow=True, observers=[probe.look])
-    findings = [*lint(session=amp), *dict.fromkeys(probe.findings)]
+    findings = [*lint(session=amp), *dict.fromkeys(probe.found())]
     seen = watch(model, amp, every=max(1, steps // 12))
     ready = Replayable(amp, warn=False)
     losses, error = [], None

@@ -50,7 +50,7 @@ def examine(
     parts = StepParticipants(step, [*models, *optimizers, *listed(session), *others])
     at_rest = findings_at_rest(parts, step)
     todo = [batch] if batch else []
-    probe = LintProbe()
+    probe = LintProbe(parts.session)
     for number, one in enumerate([*todo, *batches] or [()]):
         if not isinstance(one, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a batch of type {type(one).__name__}: expected a tuple of step's arguments")
@@ -66,7 +66,7 @@ def examine(
         if trace.bad is not None:
             document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and parts.scale_moves))
             break
-    document.lint = list(dict.fromkeys([*at_rest, *probe.findings]))
+    document.lint = list(dict.fromkeys([*at_rest, *probe.found()]))
     return document
 
 

@@ -62,9 +62,12 @@ AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
 
 
 def check_clip(clip_norm: float | None) -> None:
-    """Raise ConfigError unless it is None or a number of at least 0."""
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) >= 0):
-        raise ConfigError(f"clip_norm={show(clip_norm)}: expected a number of at least 0, or None")
+    """Raise ConfigError unless it is None or a number above 0."""
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
+        raise ConfigError(
+            f"clip_norm={show(clip_norm)}: expected a number above 0 (a norm of 0 leaves no update), or None "
+            "to clip nothing"
+        )
 
 
 def clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:

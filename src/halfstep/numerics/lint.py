@@ -24,6 +24,7 @@ from halfstep.numerics.locations import is_users
 from halfstep.numerics.nodes import Node
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
+from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.policy.levels import LOW_DTYPES
 
@@ -74,7 +75,7 @@ def lint(
     parts = StepParticipants(step, given)
     found = findings_at_rest(parts, step, becomes)
     if step is not None:
-        probe = LintProbe()
+        probe = LintProbe(parts.session)
         own = [(name, buffer, buffer._version) for name, buffer in _own_buffers(parts, becomes)]
         try:
             trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
@@ -83,7 +84,7 @@ def lint(
             found.append(Finding("banned op", "loss", str(error), "see the remedy in the message"))
         except RuntimeError as error:
             found += _from_error(error)
-        found += probe.findings
+        found += probe.found()
         found += [_changed(name) for name, buffer, version in own if buffer._version != version]
     return list(dict.fromkeys(found))
 
@@ -98,6 +99,7 @@ def findings_at_rest(
         *_ulps(parts),
         *_losses(parts, step),
         *_missing_scale(parts),
+        *_unfit_weights(parts.session),
     ]
 
 
@@ -106,15 +108,32 @@ def _where(node: Node) -> str:
 
 
 class LintProbe:
-    """An observer for the tape: `findings` after the step."""
+    """An observer for the tape of a session's step, or of any; `found()` after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Any = None) -> None:
         self.findings: list[Finding] = []
+        self._session = session
+        self._uncast: str | None = None
+        """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
+        self._low = set[str]()
+        if session is not None and casts_weights(session.level, session.policy):
+            self._uncast, self._low = "", low_ops(session.policy)
+
+    def found(self) -> list[Finding]:
+        """What the step showed."""
+        weights = [*_unfit_weights(self._session)]
+        if self._uncast and not weights:
+            return [*self.findings, Finding("no region", self._uncast, *no_region(self._session.policy))]
+        return [*self.findings, *weights]
 
     def look(self, node: Node, finite: bool) -> None:
         """Checks one op as it ran."""
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
+        if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
+            self._uncast = None
+        elif self._uncast == "" and node.base in self._low:
+            self._uncast = _where(node)
         tensors = [t for t in node.tensors() if t.is_floating_point()]
         low = next((t for t in (*node.outs, *tensors) if t.dtype == torch.float16), None)
         for check in (self._scalars, self._mask_cast, self._long_softmax, self._long_sum):
@@ -306,6 +325,14 @@ def _missing_scale(parts: StepParticipants) -> Iterable[Finding]:
     if type(session.loss_scale).__name__ == "NoLossScale":
         text = "fp16 without a loss scale: gradients below 6e-08 become zero"
         yield Finding("loss scale", "prepare", text, 'loss_scale="dynamic"')
+
+
+def _unfit_weights(session: Any) -> Iterable[Finding]:
+    if session is not None:
+        weights = (p for model in session.models for p in model.parameters())
+        fault = weights_fault(session.level, session.policy, session.optimizers, weights)
+        if fault is not None:
+            yield Finding("weights", "prepare", *fault)
 
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")

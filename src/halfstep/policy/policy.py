@@ -48,7 +48,8 @@ _DICT_GRAMMAR = (
 class Policy:
     """Dtypes by role plus the rules that ops run under.
 
-    param_dtype: what weights are stored in. compute_dtype: what LOW ops run in. output_dtype: what
+    param_dtype: what weights are stored in. compute_dtype: what LOW ops run in, bf16 unless given, whatever
+    the device (a table's name alone, policy="mlu", asks the device). output_dtype: what
     `cast_to_output` gives, None to leave outputs as computed. reduce_dtype: what ranks sum gradients in;
     `prepare` takes fp32 alone. table: one of `ops.TABLES`. edits: op name -> rule, overriding the table.
     """

@@ -79,9 +79,10 @@ def choose(
     takes no step either.
     """
     if not callable(step):
+        asked = "level='auto'" if level == "auto" else f"layout={layout!r}"
         raise ConfigError(
-            f"level {_word(level)!r} with layout {layout!r} is measured, but step={step!r:.60}: expected a "
-            "function step(amp, *batch) that makes one training step, and batch=(...)"
+            f"{asked} is chosen by running training steps, but step={step!r:.60}: expected a function "
+            "step(amp, *batch) that makes one training step, and batch=(x, y), what it is called with"
         )
     if isinstance(batch, Tensor) or not isinstance(batch, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
@@ -110,10 +111,6 @@ def choose(
         by_module=plan is None,
         seconds=seconds,
     )
-
-
-def _word(level: str | Level) -> str:
-    return level.name if isinstance(level, Level) else str(level)
 
 
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, show
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 
@@ -53,11 +53,11 @@ def indices_of(
     """The numbers of the named optimizers, all for None; ConfigError for one that is not of the session."""
     if named is None:
         return list(range(len(optimizers)))
-    listed = [named] if isinstance(named, torch.optim.Optimizer) else list(named)
+    listed = list(named) if isinstance(named, list | tuple) else [named]
     return [index_of(optimizers, one) for one in listed]
 
 
-def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: torch.optim.Optimizer | None) -> int:
+def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int:
     """The number of an optimizer, None being the only one; ConfigError where that is not clear."""
     if optimizer is None:
         if not optimizers:
@@ -70,4 +70,9 @@ def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: torch.optim
     for index, mine in enumerate(optimizers):
         if mine is optimizer:
             return index
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"got {show(optimizer)} as the optimizer: expected one that was given to prepare(). Other "
+            "arguments go by name: amp.step(clip_norm=1.0)"
+        )
     raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")

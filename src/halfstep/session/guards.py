@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, HalfstepWarning, ScalerStateError
 from halfstep.formats import FP16
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import weight_of
+from halfstep.policy.levels import Level
+from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.session.steppers import Stepper, parameters_of
 
 CHANGED = (
@@ -26,6 +29,18 @@ CHANGED = (
     "cuts far too much. Use step(clip_norm=...), or call unscale() before you change them (said once)"
 )
 
+LEFT = (
+    "the gradients of this {} (optimizer {}) are the sum of its own loss's and of another optimizer's, whose "
+    "backward() left them here. Name the optimizer that a loss trains, amp.backward(loss, optimizer), or "
+    "call this optimizer's zero_grad() before its backward() (said once)"
+)
+
+SKIPPED_IN_A_ROW = 5
+SKIPPING = (
+    "{} steps in a row were skipped, up to step {}: their gradients hold inf or NaN{}. A loss scale that is "
+    "finding its value skips a few at the start; more come of NaN in the data or of an op that overflows: "
+    "`halfstep doctor` or `amp.replayable` name it (said once; {} in a row raise LossScaleCollapsed)"
+)
 
 UNSCALED = (
     "{}.step() was called on gradients that did not come through the session, whose loss scale they lack: "
@@ -77,8 +92,55 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
     why = "call backward(loss) on this session first"
     if after_backward:
         kind = type(stepper.optimizer).__name__
-        why = f"the loss does not depend on the parameters of this {kind}. Is it computed from this model?"
+        why = (
+            f"the loss does not depend on the parameters of this {kind} (is it computed from this model?), "
+            "or they were cleared after backward(): zero_grad() belongs before it, or nowhere (step() clears)"
+        )
     raise ScalerStateError(f"step() found no gradients: {why}")
+
+
+class Leftovers:
+    """Which optimizers of a session hold gradients of a loss that another one was stepped for, as in a GAN.
+
+    Harmless where they are cleared before their own backward; where that adds to them, their step says so.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._named: dict[int, bool] = {}
+        """Optimizers with gradients of this session, and whether backward named them."""
+        self._left: dict[int, bool] = {}
+        """Those that held gradients when another one was stepped, and whether a backward added to these."""
+        self._said = False
+        _all_leftovers.add(self)
+
+    def backward(self, indices: Sequence[int], named: bool) -> None:
+        """A backward begins: it adds to what was left, unless that has been cleared."""
+        for index in indices:
+            self._named[index] = named
+            if index in self._left:
+                grads = _gradients(self._optimizers[index])
+                self._left[index] = any(float(local_of(g.detach()).float().abs().sum()) != 0 for g in grads)
+
+    def step(self, index: int) -> None:
+        """A step begins: warn once where it adds up gradients of two losses."""
+        self._named.pop(index, None)
+        if self._left.pop(index, False) and not self._said:
+            self._said = True
+            name = type(self._optimizers[index]).__name__
+            warnings.warn(LEFT.format(name, index), HalfstepWarning, stacklevel=4)
+        for one in _all_leftovers:
+            for i, optimizer in enumerate(one._optimizers):
+                foreign = i != index and one._named.get(i) is False if one is self else i not in one._named
+                if foreign and _gradients(optimizer):
+                    one._left.setdefault(i, False)
+
+
+_all_leftovers: weakref.WeakSet[Leftovers] = weakref.WeakSet()
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [w.grad for w in map(weight_of, parameters_of(optimizer)) if w.grad is not None]
 
 
 def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -92,6 +154,17 @@ def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
                     "by zero where a gradient is zero: use level O2, halfstep.optim or eps=1e-4"
                 )
     return "pass skip_nonfinite=True to prepare() to skip such steps"
+
+
+def no_optimizer(level: Level, scale: LossScale) -> str:
+    """What a backward of a session without optimizers leaves to its caller; nothing where that is little."""
+    scaled = "" if isinstance(scale, NoLossScale) else f"nothing divides the loss scale {scale.read():g} out"
+    low = f"{level.name}'s 16-bit weights have no fp32 masters" if level.masters else ""
+    what = " and ".join(filter(None, (scaled, low)))
+    return what and (
+        f"backward() on a session without an optimizer: {what}. Give prepare(model, optimizer) the one that "
+        "steps, or prepare at O1 with loss_scale='none'"
+    )
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Every function raises before it changes anything, or takes back what it changed.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +62,15 @@ def as_optimizers(optimizer: Optimizers, *more: Any) -> list[torch.optim.Optimiz
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ConfigError("prepare got the same optimizer twice: pass each one once")
     return optimizers
+
+
+def check_words(unknown: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that `prepare` does not have."""
+    known = list(inspect.signature(prepare).parameters)
+    for word in unknown:
+        near = difflib.get_close_matches(word, known, n=1)
+        hint = f"did you mean {near[0]}=?" if near else "help(hs.prepare) lists them"
+        raise ConfigError(f"prepare has no argument {word}={show(unknown[word])}: {hint}")
 
 
 def as_models(model: Any) -> list[nn.Module]:
@@ -182,21 +193,6 @@ def check_accumulation(
     if own and level.masters:
         raise ConfigError(
             f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
-        )
-
-
-def warn_of_low_weights(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn once where a level that means fp32 weights would update 16-bit ones without masters."""
-    if not level.cast_ops or level.param_role != "full":
-        return
-    torches = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
-    low = [p for o in torches for p in parameters_of(o) if p.requires_grad and p.dtype in LOW_DTYPES]
-    if low:
-        warnings.warn(
-            f"{level.name} keeps fp32 weights, but {len(low)} parameters are {dtype_name(low[0].dtype)} "
-            "and would lose small updates: call model.float() first, or prepare at O2, which adds masters",
-            HalfstepWarning,
-            stacklevel=3,
         )
 
 
@@ -346,6 +342,7 @@ def prepare(
     seconds: float = 60.0,
     kernels: Kernels = None,
     norm_group: Any = None,
+    **unknown: Never,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -393,6 +390,7 @@ def prepare(
             parameters of another model.
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
+    check_words(unknown)
     models, optimizers = as_models(model), as_optimizers(optimizer, *more)
     plan = read_plan(plan)
     level, dtype, layout = settings_of(plan, as_auto(level), dtype, check_layout(layout))
@@ -412,7 +410,6 @@ def prepare(
     check_ownership(models, optimizers)
     check_norm_group(norm_group, optimizers)
     check_accumulation(accumulate, row, optimizers)
-    warn_of_low_weights(row, optimizers)
     scales = loss_scales_of(loss_scale, row, compute)
     scaled = any(not isinstance(one, NoLossScale) for one in scales)
     skips = skips_of(on_nonfinite, skip_nonfinite, scaled)

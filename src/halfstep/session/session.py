@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
+from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
@@ -33,7 +34,16 @@ from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
 from halfstep.session.checks import check_scheduler, check_state, index_of, indices_of
 from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import EMPTY, Kept, Scaled, Share, StepState, Unscaled, scale_of
-from halfstep.session.guards import CHANGED, kept_gradients, one_loss, refuse_direct_steps
+from halfstep.session.guards import (
+    CHANGED,
+    SKIPPED_IN_A_ROW,
+    SKIPPING,
+    Leftovers,
+    kept_gradients,
+    no_optimizer,
+    one_loss,
+    refuse_direct_steps,
+)
 from halfstep.session.losses import inverse
 from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
@@ -83,6 +93,9 @@ class Session(OfSetup):
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
+        self._wide: list[bool] | None = []
+        """Until the first step: of each loss, whether ops that 16 bits are for ran in fp32."""
+        self._leftovers = Leftovers(optimizers)
         self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
         steppers = enumerate(self._steppers)
         self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
@@ -119,6 +132,12 @@ class Session(OfSetup):
             if "_handles" in self.__dict__ and own is None:
                 raise ConfigError(f"Session has no setting {name!r}: it would have no effect")
         object.__setattr__(self, name, value)
+
+    def __getitem__(self, index: Any) -> Never:
+        raise ConfigError(
+            "prepare() returns one Session, not several things: write amp = hs.prepare(model, optimizer) and "
+            "go on with the model and the optimizer that you have"
+        )
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(
@@ -189,6 +208,10 @@ class Session(OfSetup):
         indices = indices_of(optimizers, optimizer)
         apart = len(indices) < len(optimizers)
         mixed = losses.mixing(self.state, indices, loss_id)
+        if self._wide is not None:
+            self._first_backward(loss)
+        if self.steps < WATCHED_STEPS:
+            self._leftovers.backward(indices, optimizer is not None)
         with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
             if stack is not None and apart:
                 stack.enter_context(kept_gradients(optimizers, indices))
@@ -279,6 +302,10 @@ class Session(OfSetup):
             self.state = self.state.carrying(index, UPDATING)
         carried = scale_of(pending)
         edited = was_edited(pending, stepper.optimizer)
+        if self._wide is not None:
+            self._first_step()
+        if self.steps < WATCHED_STEPS:
+            self._leftovers.step(index)
         for listener in self.early_listeners:
             listener(self, stepper.optimizer)
         inv_scale = None
@@ -298,6 +325,23 @@ class Session(OfSetup):
         partly = found is True and self._setup.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)
+
+    def _first_backward(self, loss: Tensor) -> None:
+        """Before the first step: look whether ops were cast, and whether anything is going to step."""
+        assert self._wide is not None
+        if not self._wide and not self.optimizers and (said := no_optimizer(self.level, self.loss_scale)):
+            warnings.warn(said, HalfstepWarning, stacklevel=4)
+        self._wide.append(ran_wide(loss, self.policy))
+
+    def _first_step(self) -> None:
+        """Warn where the level says 16 bits and none were computed in, or weights are not its own."""
+        wide, self._wide, setup = self._wide, None, self._setup
+        weights = (p for model in setup.models for p in model.parameters())
+        fault = weights_fault(setup.level, setup.policy, setup.optimizers, weights)
+        if fault is None and wide and all(wide) and not setup.entered:
+            fault = no_region(setup.policy) if casts_weights(setup.level, setup.policy) else None
+        if fault is not None:
+            warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=4)
 
     def _update(
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
@@ -387,6 +431,11 @@ class Session(OfSetup):
             self.state = self.state._replace(told=self.state.told | {CHANGED})
             warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         self.state.skips.check(scale=None if taken else scale)
+        in_row, limit = self.state.skips.in_row, self.state.skips.limit
+        if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.told:
+            self.state = self.state._replace(told=self.state.told | {SKIPPING})
+            at = "" if isinstance(self.loss_scale, NoLossScale) else f" at loss scales down to {scale:g}"
+            warnings.warn(SKIPPING.format(in_row, step, at, limit), HalfstepWarning, stacklevel=4)
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.

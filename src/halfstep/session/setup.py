@@ -45,11 +45,15 @@ class Setup:
         self.conversions: list[Conversion] = []
         self.masters: dict[int, MasterWeights] = {}
         self.tuning: Tuning | None = None
+        self.entered = False
+        """Whether a region of this was asked for."""
         self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
 
     def region(self, enabled: bool) -> autocast:
         """The region that ops run in."""
-        if enabled and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        self.entered = self.entered or not compiling
+        if enabled and not compiling:
             policy, kernels = self.policy, self.kernels  # a replay tries another policy
             if self._region[0] is not policy or self._region[1] is not kernels:
                 region = autocast(self.device.type, policy=policy, kernels=kernels)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from halfstep import checkpoint as _checkpoint
 from halfstep import rng
 from halfstep.background import Background
+from halfstep.devices import resolve
 from halfstep.distributed import watchdog, world_size
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
 from halfstep.numerics.replayable import Replayable
@@ -119,7 +120,7 @@ class Trainer:
         _check_callables(loss_fn, metrics, callbacks, loggers)
         saving.check_parallel(model, wrap is not None)
         if device is not None:
-            model.to(device)
+            model.to(resolve(device))
         self.names = _checkpoint.parameter_names(model, optimizer)
         options: dict[str, Any] = {"dtype": dtype, "policy": policy, "plan": plan, "kernels": kernels}
         options |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
@@ -296,6 +297,8 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a `state_dict` over; CheckpointError when it is of another model or layout."""
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise CheckpointError(f"got {show(state)}: expected what a Trainer's state_dict() gave")
         if state.get("format") != _checkpoint.FORMAT:
             raise CheckpointError(
                 f"checkpoint layout {state.get('format')!r}; this version reads {_checkpoint.FORMAT}"
