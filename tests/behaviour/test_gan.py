@@ -116,3 +116,16 @@ def test_two_sessions_with_nothing_in_common_are_silent():
             amp.backward(loss)
             if number or turn % 2:  # the first adds up over two turns
                 amp.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_kept_by_the_step_are_meant(kind):
+    gan = Gan(kind)
+    for _ in range(3):
+        gan.amp_d.backward(gan.loss_of_d(), gan.of_d)
+        gan.amp_d.step(gan.of_d, zero_grad=False)
+        gan.of_g.zero_grad()
+        with gan.amp_g.autocast():
+            loss = gan.g(gan.noise).float().square().mean()
+        gan.amp_g.backward(loss, gan.of_g)
+        gan.amp_g.step(gan.of_g)

@@ -45,12 +45,11 @@ class Hook:
     """Base of what is hung on a model, for `torch.jit.script`, which reads the name of each hook."""
 
     def __getattr__(self, name: str) -> Never:
-        if name == "__name__":
-            raise AttributeError(
-                "torch.jit.script cannot compile a prepared model, whose hooks cast what goes in and out: "
-                "script it after amp.revert(), or use torch.export or torch.compile"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        scripted = (
+            "torch.jit.script cannot compile a prepared model, whose hooks cast what goes in and out: "
+            "script it after amp.revert(), or use torch.export or torch.compile"
+        )
+        raise AttributeError(scripted if name == "__name__" else name)
 
 
 class CastInputs(Hook):

@@ -122,9 +122,11 @@ class Leftovers:
                 grads = _gradients(self._optimizers[index])
                 self._left[index] = any(float(local_of(g.detach()).float().abs().sum()) != 0 for g in grads)
 
-    def step(self, index: int) -> None:
-        """A step begins: warn once where it adds up gradients of two losses."""
+    def step(self, index: int, kept: bool) -> None:
+        """A step begins: warn once where it adds up gradients of two losses; `kept` ones stay on purpose."""
         self._named.pop(index, None)
+        if kept:
+            self._named[index] = True
         if self._left.pop(index, False) and not self._said:
             self._said = True
             name = type(self._optimizers[index]).__name__

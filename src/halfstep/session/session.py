@@ -93,8 +93,8 @@ class Session(OfSetup):
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
-        self._wide: list[bool] | None = []
-        """Until the first step: of each loss, whether ops that 16 bits are for ran in fp32."""
+        self._first, self._wide = True, False
+        """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
         self._leftovers = Leftovers(optimizers)
         self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
         steppers = enumerate(self._steppers)
@@ -208,7 +208,7 @@ class Session(OfSetup):
         indices = indices_of(optimizers, optimizer)
         apart = len(indices) < len(optimizers)
         mixed = losses.mixing(self.state, indices, loss_id)
-        if self._wide is not None:
+        if self._first:
             self._first_backward(loss)
         if self.steps < WATCHED_STEPS:
             self._leftovers.backward(indices, optimizer is not None)
@@ -302,10 +302,10 @@ class Session(OfSetup):
             self.state = self.state.carrying(index, UPDATING)
         carried = scale_of(pending)
         edited = was_edited(pending, stepper.optimizer)
-        if self._wide is not None:
+        if self._first:
             self._first_step()
         if self.steps < WATCHED_STEPS:
-            self._leftovers.step(index)
+            self._leftovers.step(index, kept=not zero_grad)
         for listener in self.early_listeners:
             listener(self, stepper.optimizer)
         inv_scale = None
@@ -328,18 +328,20 @@ class Session(OfSetup):
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
-        assert self._wide is not None
-        if not self._wide and not self.optimizers and (said := no_optimizer(self.level, self.loss_scale)):
-            warnings.warn(said, HalfstepWarning, stacklevel=4)
-        self._wide.append(ran_wide(loss, self.policy))
+        again = self.state.awaits_step
+        self._wide = (self._wide or not again) and not self._setup.entered and ran_wide(loss, self.policy)
+        if not self.optimizers:
+            self._first = False
+            if said := no_optimizer(self.level, self.loss_scale):
+                warnings.warn(said, HalfstepWarning, stacklevel=4)
 
     def _first_step(self) -> None:
         """Warn where the level says 16 bits and none were computed in, or weights are not its own."""
-        wide, self._wide, setup = self._wide, None, self._setup
+        setup, self._first = self._setup, False
         weights = (p for model in setup.models for p in model.parameters())
         fault = weights_fault(setup.level, setup.policy, setup.optimizers, weights)
-        if fault is None and wide and all(wide) and not setup.entered:
-            fault = no_region(setup.policy) if casts_weights(setup.level, setup.policy) else None
+        if fault is None and self._wide and not setup.entered and casts_weights(setup.level, setup.policy):
+            fault = no_region(setup.policy)
         if fault is not None:
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=4)
 
