@@ -11,6 +11,8 @@ from halfstep.numerics.watch import watch
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
 
+pytestmark = pytest.mark.filterwarnings("ignore:5 steps in a row were skipped")
+
 
 class Net(nn.Module):
     """Dropout, batch norm, an in-place ReLU, a shared module, checkpointing: what observing could disturb."""

@@ -15,6 +15,8 @@ from halfstep.session import prepare
 from halfstep.trainer import Trainer
 from halfstep.trainer.position import MicroBatches
 
+pytestmark = pytest.mark.filterwarnings("ignore:5 steps in a row were skipped")
+
 
 class Net(nn.Module):
     def __init__(self):

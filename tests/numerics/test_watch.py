@@ -116,7 +116,9 @@ def test_each_optimizer_s_step_notes_its_own_gradients():
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.a, model.b))
     amp = prepare(model, [first, second], dtype="bf16")
     with watch(model, amp, every=0) as seen:
-        amp.backward(model(torch.randn(6, 4)).square().mean())
+        with amp.autocast():
+            loss = model(torch.randn(6, 4)).square().mean()
+        amp.backward(loss)
         tops = [max(p.grad.abs().max().item() for p in m.parameters()) for m in (model.a, model.b)]
         amp.step(first)
         amp.step(second)
