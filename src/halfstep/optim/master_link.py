@@ -1,33 +1,31 @@
 """What ties an optimizer's masters to the model's weights: pairs, hooks, widening and writing back.
 
-It never refers to the optimizer, so that the optimizer's hooks may own it without a cycle.
+At rest each weight is its master, rounded. Where it is not, one of the two was set by hand, and `Link.sync`
+makes them agree. A link never refers to the optimizer, so that its hooks may own it without a cycle.
 """
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.distributed import local_of
+from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
-from halfstep.optim.storage import is_dense
 from halfstep.policy.levels import LOW_DTYPES as LOW
 
+foreach_sub_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_sub_"])
+foreach_norm = cast(Callable[[Sequence[Tensor], float], list[Tensor]], vars(torch)["_foreach_norm"])
 foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
-WATCHED_STEPS = 20
-"""Steps in which a loop shows its habits: does it change weights through `.data`, which no version counts?"""
-LOOK_EVERY = 32
-"""Afterwards every weight is read in every so manieth step, a sample of each in the others."""
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
 
@@ -40,11 +38,23 @@ _NO_COPY = (
 
 
 class Master(nn.Parameter):
-    """An fp32 parameter whose gradient is that of its 16-bit weight, widened when first read."""
+    """An fp32 parameter whose gradient is that of its 16-bit weight, widened when first read.
+
+    Changes through `.data` are counted as all others are: that is how its weight knows of them.
+    """
 
     _source: Tensor
     _owner: "weakref.ref[Link]"
-    _stored: torch.dtype
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        cast(Any, Tensor.data).__set__(self, value)
+        increment_version(self)
 
     @property
     def grad(self) -> Tensor | None:
@@ -92,18 +102,18 @@ _choose_foreach_for(Master)
 
 def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
     master = Master(value, requires_grad=weight.requires_grad)
-    master._source, master._stored = weight, weight.dtype
+    master._source = weight
     master._owner = weakref.ref(owner) if owner is not None else cast(Any, lambda: None)
     # The weight may carry an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told to.
     weight.grad_dtype = torch.float32 if owner is not None and owner.wide else None
     return master
 
 
-class LoadHook:
-    """Module hook: an fp32 checkpoint loaded into 16-bit weights reaches the masters unrounded.
+class ModelHooks:
+    """Module hooks: an fp32 checkpoint loaded into 16-bit weights reaches the masters unrounded.
 
-    Every module has one, since a part of a model can be loaded alone. A copied or pickled model keeps empty
-    ones, so that masters are never copied along with a model.
+    Every module has them, since a part of a model can be loaded or saved alone. A copied or pickled model
+    keeps empty ones, so that masters are never copied along with a model.
     """
 
     def __init__(self, link: "Link | None" = None) -> None:
@@ -120,11 +130,17 @@ class LoadHook:
                 names = {id(p): name for name, p in module._parameters.items()}
                 state.update({prefix + names[key]: value for key, value in taken.items()})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LoadHook":
-        return LoadHook()
+    def push(self, module: nn.Module, *about: Any) -> None:
+        """Before the model runs or is saved: its weights are what was set through the optimizer's groups."""
+        link = self._link() if self._link is not None else None
+        if link is not None and not torch.compiler.is_compiling():
+            link.push()
 
-    def __reduce__(self) -> tuple[type["LoadHook"], tuple[()]]:
-        return LoadHook, ()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHooks":
+        return ModelHooks()
+
+    def __reduce__(self) -> tuple[type["ModelHooks"], tuple[()]]:
+        return ModelHooks, ()
 
 
 def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
@@ -135,52 +151,43 @@ def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
     )
 
 
+def _set_twice(name: str | None, weight: Tensor) -> ConfigError:
+    what = "a parameter of shape " + str(list(weight.shape)) if name is None else f"parameter {name!r}"
+    return ConfigError(
+        f"{what} was changed by hand both in the model and through optimizer.param_groups since its last "
+        "step, and which change came last cannot be known: change it on one side only. "
+        "MasterWeights.refresh() now keeps the model's values, MasterWeights.write_back() the optimizer's"
+    )
+
+
+def _counted(weight: Tensor, master: Tensor) -> tuple[int, int, torch.dtype]:
+    return weight._version, master._version, weight.dtype
+
+
 def _is_free(weight: Tensor) -> bool:
     owner = OWNERS.get(weight)
     return owner is None or owner() is None
 
 
-def _on_host(weight: Tensor) -> bool:
-    """Whether looking at a weight's values costs no waiting."""
-    return weight.is_cpu and not is_traceable_wrapper_subclass(weight)
+def _differing(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[int]:
+    """Places of weights that are not their masters, rounded; on an accelerator of all, where one is not."""
+    pairs = [(local_of(w), local_of(m)) for w, m in zip(weights, masters)]
+    found = [i for i, (w, m) in enumerate(pairs) if w.is_cpu and not _same_bits(w, m.to(w.dtype))]
+    away = [i for i, (w, _) in enumerate(pairs) if not w.is_cpu]
+    if not away or (pairs[away[0]][0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return found
+    distances = [torch.empty_like(pairs[i][0]) for i in away]
+    foreach_copy_(distances, [pairs[i][1] for i in away])
+    foreach_sub_(distances, [pairs[i][0] for i in away])
+    largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
+    return found + away if bool(torch.stack(largest).any()) else found
 
 
-class Samples:
-    """A few elements of every weight on the host beside those of its master."""
-
-    COUNT = 16
-
-    def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        self._places = _places(weights, masters)
-        pairs = [(w.detach(), m.detach()) for w, m in zip(weights, masters) if _on_host(w)]
-        # in one memory order without gaps; the others wait for the next look at everything
-        pairs = [(w, m) for w, m in pairs if w.stride() == m.stride() and is_dense(w)]
-        self._by_dtype = [
-            ([_few(w) for w, _ in some], [_few(m) for _, m in some])
-            for some in ([pair for pair in pairs if pair[0].dtype == dtype] for dtype in LOW)
-            if some
-        ]
-
-    def fits(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
-        """Whether weights and masters lie where they lay."""
-        return self._places == _places(weights, masters)
-
-    def same(self) -> bool:
-        """Whether the samples of the weights are the masters', rounded."""
-        for weights, masters in self._by_dtype:
-            low = torch.cat(weights)
-            if not torch.equal(low.view(torch.int16), torch.cat(masters).to(low.dtype).view(torch.int16)):
-                return False
-        return True
-
-
-def _few(t: Tensor) -> Tensor:
-    return t.as_strided((t.numel(),), (1,))[:: max(1, t.numel() // Samples.COUNT)]
-
-
-def _places(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
-    pairs = zip(weights, masters)
-    return [(w.data_ptr(), m.data_ptr(), w.dtype, w.shape) for w, m in pairs if _on_host(w)]
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = a.reshape(-1), b.reshape(-1)
+    aligned = all(n % 4 == 0 for n in (a.numel(), a.storage_offset(), b.storage_offset()))
+    dtype = torch.int64 if aligned else torch.int16  # torch compares 64 bits as fast as 16
+    return torch.equal(a.view(dtype), b.view(dtype))
 
 
 class Link:
@@ -192,13 +199,11 @@ class Link:
         self.weights: list[Tensor] = []
         self.masters: list[Master] = []
         self._named: list[str | None] = []
-        self._versions: list[int] = []
+        self._seen: list[tuple[int, int, torch.dtype]] = []
+        """When a pair last agreed: the changes that torch had counted of both, and the weight's dtype."""
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
-        self._steps = 0
-        self._edits_data = False
-        self._samples: Samples | None = None
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
@@ -224,7 +229,7 @@ class Link:
             self.weights.append(weight)
             self.masters.append(master)
             self._named.append(names.get(weight))
-            self._versions.append(weight._version)
+            self._seen.append(_counted(weight, master))
 
     def _newcomers(
         self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]
@@ -296,64 +301,54 @@ class Link:
         """Round the masters into the weights: nearest, ties to even, as torch casts."""
         if self.weights:
             foreach_copy_(self.weights, self.masters)
-        self._versions = [w._version for w in self.weights]
+        self._seen = [_counted(w, m) for w, m in zip(self.weights, self.masters)]
+
+    def sync(self) -> None:
+        """Make weights and masters agree, whichever of a pair was set by hand since they last did."""
+        self.push()
+        self.pull()
 
     @torch.no_grad()
-    def sync(self, everything: bool = False) -> None:
-        """Take in weights changed in place since the last write-back, where they differ from the masters."""
-        for w, m, seen in zip(self.weights, self.masters, self._versions):
+    def push(self) -> None:
+        """Round those masters into their weights that were changed through the optimizer's groups.
+
+        ConfigError where both sides of a pair were changed, since the later change cannot be known.
+        """
+        for i, (w, m) in enumerate(zip(self.weights, self.masters)):
+            of_weight, of_master, _ = self._seen[i]
+            if m._version != of_master:
+                if w._version != of_weight and _differing([w], [m]):
+                    raise _set_twice(self._named[i], w)
+                w.copy_(m)
+                self._seen[i] = _counted(w, m)
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Give masters the values of weights that are not their rounding; the other elements keep theirs."""
+        for w, m in zip(self.weights, self.masters):
             if w.shape != m.shape:
                 raise _other_size(w, m)
-            if everything or w._version != seen:
-                stored, m._stored = m._stored, w.dtype
-                if w.dtype not in LOW:  # widened, which changes no value, so the master still is the weight's
-                    m.copy_(torch.where(m.to(stored).to(w.dtype) == w, m, w.to(torch.float32)))
-                    w.copy_(m)
-                    continue
-                low = m.to(w.dtype)
-                if _on_host(w):
-                    if torch.equal(low.view(torch.int16), w.view(torch.int16)):
-                        continue
-                    self._edits_data |= w._version == seen
-                m.copy_(torch.where(low == w, m, w.to(torch.float32)))
-        self._versions = [w._version for w in self.weights]
-
-    @torch.no_grad()
-    def _seems_changed(self) -> bool:
-        """Whether a sample of some weight is not its master's, or a weight has moved."""
-        known = self._samples
-        if known is None or not known.fits(self.weights, self.masters):
-            self._samples = known = Samples(self.weights, self.masters)
-            return True
-        return not known.same()
-
-    def _take_edits(self) -> None:
-        """Bring what was changed since the last step into the masters."""
-        watched = self._edits_data or self._steps <= WATCHED_STEPS
-        if watched or self._seems_changed():
-            return self.sync(everything=True)
-        self.sync(everything=self._steps % LOOK_EVERY == 0)
-        if self._edits_data:
-            warnings.warn(
-                "elements of 16-bit weights were changed through .data, where no change is counted. From "
-                "here on they are followed; such changes of single elements before were undone by the next "
-                "step: change weights under torch.no_grad() instead",
-                HalfstepWarning,
-                stacklevel=2,
-            )
-        return None
+        for i in _differing(self.weights, self.masters):
+            w, m, stored = self.weights[i], self.masters[i], self._seen[i][2]
+            low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
+            m.copy_(torch.where(low == w, m, w.to(torch.float32)))
+            if w.dtype != stored:
+                w.copy_(m)
+        self._seen = [_counted(w, m) for w, m in zip(self.weights, self.masters)]
 
     @torch.no_grad()
     def take(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Set masters from values by the id of their weight; returns what to load in the place of some."""
+        self.push()
         instead: dict[int, Tensor] = {}
-        for w, m in zip(self.weights, self.masters):
+        for i, (w, m) in enumerate(zip(self.weights, self.masters)):
             value = values.get(id(w))
             # 16-bit values say nothing new where they are the rounded master; `sync` takes the others.
             if value is not None and value.shape == m.shape and value.dtype not in LOW:
                 m.copy_(value)
             elif value is not None and saved_masters.is_of_other_bits(value, w):
                 instead[id(w)] = m.copy_(saved_masters.widened(value.to(m.device), m)).detach()
+            self._seen[i] = self._seen[i][0], m._version, self._seen[i][2]
         return instead
 
     def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
@@ -364,7 +359,7 @@ class Link:
     def load(self, values: Sequence[Tensor | None]) -> None:
         """Set the masters that have a value, in our order, and round all into the weights."""
         if any(value is None for value in values):
-            self.sync(everything=True)
+            self.sync()
         for master, value in zip(self.masters, values):
             if value is not None:
                 master.copy_(value)
@@ -373,6 +368,7 @@ class Link:
     @torch.no_grad()
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Give groups, state and gradients back to the weights."""
+        self.sync()
         self.write_back()
         mine = {id(m): w for w, m in zip(self.weights, self.masters)}
         for group in optimizer.param_groups:
@@ -393,8 +389,7 @@ class Link:
                 "an optimizer with MasterWeights cannot be compiled; compile the model only"
             )
         self.adopt(optimizer, {})
-        self._steps += 1
-        self._take_edits()
+        self.sync()
         self.widen()
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.master_link import Link, LoadHook, Master, foreach_mul_, weight_of
+from halfstep.optim.master_link import Link, Master, ModelHooks, foreach_mul_, weight_of
 from halfstep.optim.saved_masters import SavedMasters
 
 __all__ = ["MasterWeights", "weight_of"]
@@ -96,8 +96,11 @@ class MasterWeights:
             optimizer.register_load_state_dict_post_hook(link.after_load),
             *SavedMasters(link.sync, link.write_back).attach(optimizer),
         ]
+        hooks = ModelHooks(link)
         for module in dict.fromkeys(module for model in self._models for module in model.modules()):
-            handles.append(module.register_load_state_dict_pre_hook(LoadHook(link)))
+            handles.append(module.register_load_state_dict_pre_hook(hooks))
+            handles.append(module.register_state_dict_pre_hook(hooks.push))
+        handles += [model.register_forward_pre_hook(hooks.push, prepend=True) for model in self._models]
         return handles
 
     @property
@@ -109,18 +112,22 @@ class MasterWeights:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`(16-bit weight, fp32 master)` for every parameter that has a master."""
-        self.link.adopt(self.optimizer, {})
+        self._agree()
         return list(zip(self.link.weights, self.link.masters))
 
     def named(self) -> list[tuple[str, Tensor]]:
         """`(fully qualified name, fp32 master)`, in the optimizer's order."""
-        self.link.adopt(self.optimizer, {})
+        self._agree()
         return list(zip(self.link.names(self.optimizer), self.link.masters))
 
     def params(self) -> list[Tensor]:
         """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
-        self.link.adopt(self.optimizer, {})
+        self._agree()
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _agree(self) -> None:
+        self.link.adopt(self.optimizer, {})
+        self.link.sync()
 
     def copy_grads(self, inv_scale: float | Tensor | None = None) -> list[Tensor]:
         """Widen the gradients to fp32, then multiply them by `inv_scale`; return those that exist.
@@ -130,7 +137,8 @@ class MasterWeights:
         """
         self.link.adopt(self.optimizer, {})
         self.link.widen()
-        grads = [p.grad for p in self.params() if p.grad is not None]
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        grads = [p.grad for p in params if p.grad is not None]
         if inv_scale is not None:
             _multiply(grads, inv_scale)
         return grads
@@ -146,7 +154,7 @@ class MasterWeights:
         the named masters take those exactly, and the weights follow.
         """
         if values is None:
-            self.link.sync(everything=True)
+            self.link.pull()
             return
         if not isinstance(values, Mapping):
             raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
@@ -186,6 +194,7 @@ class MasterWeights:
         """
         if not self._models:
             raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
+        self._agree()
         places = self.link.places(self._models)
         stand_ins = {m: nn.Parameter(m.detach(), requires_grad=w.requires_grad) for _, _, w, m in places}
         try:
@@ -208,8 +217,7 @@ class MasterWeights:
         """
         if not self._models:
             raise ConfigError("checkpointing() of MasterWeights without a model: pass model=...")
-        self.link.adopt(self.optimizer, {})
-        self.link.sync(everything=True)
+        self._agree()
         places = self.link.places(self._models)
         try:
             for module, key, weight, master in places:

@@ -73,7 +73,7 @@ class Replica:
         if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
             return
         for kept in self._kept:
-            kept.refresh()
+            kept.link.sync()
         sends = torch.distributed.get_rank(self._group) == rank
         for part in _parts(self.weights):
             values = {p: self._value(p) if sends else _like(p) for p in part}

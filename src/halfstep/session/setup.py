@@ -88,7 +88,6 @@ class Setup:
         for values in one_pass_masters(self.level, self.optimizers).values():
             found.update(values)
         for masters in self.masters.values():
-            masters.link.sync()
             found.update((weight, master.detach()) for weight, master in masters.pairs())
         return found
 
