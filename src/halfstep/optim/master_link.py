@@ -6,7 +6,7 @@ makes them agree. A link never refers to the optimizer, so that its hooks may ow
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -129,6 +129,12 @@ class ModelHooks:
             if not (about and about[0].get("assign_to_params_buffers")):
                 names = {id(p): name for name, p in module._parameters.items()}
                 state.update({prefix + names[key]: value for key, value in taken.items()})
+
+    def loaded(self, module: nn.Module, keys: Any) -> None:
+        """After a load: masters of this module's own parameters take the 16-bit values that came in."""
+        link = self._link() if self._link is not None else None
+        if link is not None and module._parameters:
+            link.pull({id(p) for p in module._parameters.values()})
 
     def push(self, module: nn.Module, *about: Any) -> None:
         """Before the model runs or is saved: its weights are what was set through the optimizer's groups."""
@@ -323,18 +329,24 @@ class Link:
                 self._seen[i] = _counted(w, m)
 
     @torch.no_grad()
-    def pull(self) -> None:
-        """Give masters the values of weights that are not their rounding; the other elements keep theirs."""
-        for w, m in zip(self.weights, self.masters):
+    def pull(self, only: Collection[int] | None = None) -> None:
+        """Give masters the values of weights that are not their rounding; the other elements keep theirs.
+
+        `only`: the ids of the weights to compare; None compares all.
+        """
+        places = [i for i, w in enumerate(self.weights) if only is None or id(w) in only]
+        weights, masters = [self.weights[i] for i in places], [self.masters[i] for i in places]
+        for w, m in zip(weights, masters):
             if w.shape != m.shape:
                 raise _other_size(w, m)
-        for i in _differing(self.weights, self.masters):
-            w, m, stored = self.weights[i], self.masters[i], self._seen[i][2]
+        for i in _differing(weights, masters):
+            w, m, stored = weights[i], masters[i], self._seen[places[i]][2]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
             m.copy_(torch.where(low == w, m, w.to(torch.float32)))
             if w.dtype != stored:
                 w.copy_(m)
-        self._seen = [_counted(w, m) for w, m in zip(self.weights, self.masters)]
+        for i, w, m in zip(places, weights, masters):
+            self._seen[i] = _counted(w, m)
 
     @torch.no_grad()
     def take(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -99,6 +99,7 @@ class MasterWeights:
         hooks = ModelHooks(link)
         for module in dict.fromkeys(module for model in self._models for module in model.modules()):
             handles.append(module.register_load_state_dict_pre_hook(hooks))
+            handles.append(module.register_load_state_dict_post_hook(hooks.loaded))
             handles.append(module.register_state_dict_pre_hook(hooks.push))
         handles += [model.register_forward_pre_hook(hooks.push, prepend=True) for model in self._models]
         return handles
