@@ -78,6 +78,16 @@ def home_device(tensors: list[Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """The parameters of an optimizer, one group after the other; none where it has no groups."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def gradients_of(optimizer: Any) -> list[Tensor]:
+    """The gradients that an optimizer's parameters have."""
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+
+
 def select_tree(pred: bool | Tensor, a: T, b: T) -> T:
     """Return nest `a` where `pred` (a bool or 0-d bool tensor) holds, else `b`, leaf by leaf.
 

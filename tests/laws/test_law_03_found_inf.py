@@ -15,8 +15,8 @@ from torch import nn
 from halfstep.distributed import all_ranks
 from halfstep.gradients.stats import measure
 from halfstep.gradients.unscale import any_of, unscale_
-from halfstep.scaling import all_finite
 from halfstep.scaling.grad_scaler import GradScaler
+from halfstep.trees import all_finite
 
 bads = st.lists(st.sampled_from([0.0, 1.0, math.inf, -math.inf, math.nan]), min_size=1, max_size=8)
 

@@ -16,10 +16,9 @@ from halfstep.scaling import (
     NoLossScale,
     SkipCount,
     StaticLossScale,
-    all_finite,
-    select_tree,
 )
 from halfstep.session import prepare
+from halfstep.trees import all_finite, select_tree
 
 Pair = namedtuple("Pair", "a b")
 SCALES = [NoLossScale(), StaticLossScale(128.0), DynamicLossScale(init=1024.0), HeadroomLossScale()]

@@ -42,6 +42,7 @@ class Hooks:
         self._updated = False
         self._by_hand = False
         self._root: nn.Module | None = None
+        self._making: Any = None
 
     def install(self) -> None:
         """Puts all of them in place."""
@@ -71,8 +72,10 @@ class Hooks:
 
     def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
         def created(thing: Any, *args: Any, **kwargs: Any) -> None:
+            within, self._making = self._making is thing, thing  # our GradScaler calls torch's __init__
             create(thing, *args, **kwargs)
-            self._examiner.on_made(thing)
+            if not within:
+                self._examiner.on_made(thing)
 
         return created
 

@@ -12,7 +12,6 @@ from halfstep.scaling.loss_scale import (
 )
 from halfstep.scaling.outcome import Outcome
 from halfstep.scaling.skips import SkipCount
-from halfstep.trees import all_finite, select_tree
 
 __all__ = [
     "LARGEST_SCALE",
@@ -25,6 +24,4 @@ __all__ = [
     "Outcome",
     "SkipCount",
     "StaticLossScale",
-    "all_finite",
-    "select_tree",
 ]

@@ -1,26 +1,31 @@
-"""GradScaler: torch's interface around an immutable loss scale, with an outcome for every step.
+"""GradScaler: torch's class whose next scale a LossScale decides, with an outcome for every step.
 
-Differences from torch's, each on purpose: a skipped step is told; found-inf is an OR over tensors, devices
-and ranks; the scale stays inside bounds and a run of skips is an error; fp16 gradients can be unscaled; state
-is kept neither by `id()` nor on the optimizer. What loss scales do is decided in `loss_scale.py`.
+torch's own attributes are the state, so that what others read there, write there or override works as it does
+on torch's. What loss scales do is decided in `loss_scale.py`. Private names of torch that are used here:
+
+- `_scale`, `_growth_tracker`, `_lazy_init_scale_growth_tracker`: the scale and the count on their device;
+- `_per_optimizer_states`: what torch's methods know of each optimizer until `update`;
+- `_enabled`, `_device`: set apart, as torch's `__init__` disables itself where CUDA is absent;
+- `_unscale_grads_`, `_check_inf_per_device`, `_check_scale_growth_tracker`: overridden, torch's methods and
+  subclasses call them; `_maybe_opt_step`: a subclass that has its own gets it called.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp import grad_scaler as torchs
+from torch.utils import _pytree as pytree
 
-from halfstep import distributed
+from halfstep import devices, distributed
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
@@ -30,7 +35,7 @@ from halfstep.errors import (
     show,
 )
 from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
-from halfstep.gradients.unscale import any_of, kernels_of
+from halfstep.gradients.unscale import any_of, kernels_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
@@ -40,27 +45,24 @@ from halfstep.scaling.loss_scale import (
     NoLossScale,
 )
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
-from halfstep.scaling.per_optimizer import PerOptimizer, State, flags_of
 from halfstep.scaling.skips import SkipCount
-from halfstep.scaling.torch_names import TorchNames, gradients, name_in, parameters
-from halfstep.trees import home_device, multiply
+from halfstep.trees import gradients_of, home_device, multiply, parameters_of, reciprocal
 
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OURS = "halfstep"
-_ASKING: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-_PER_RUN = ("_queue", "_states", "_lent_scale", "_lent_tracker")
+_CONSTANT = DynamicLossScale(growth=1.0, backoff=1.0)
 
 
-class GradScaler(TorchNames):
-    """Scale losses, unscale and check gradients, skip bad steps, adjust the scale.
+class GradScaler(torchs.GradScaler):
+    """torch.amp.GradScaler with bounds, outcomes and found-inf flags that ranks share.
 
     Arguments up to `enabled` are torch's; `device` may stay None (the scale lives where the losses are).
     `loss_scale` takes any LossScale instead of the four numbers. `min_scale` and `max_scale` bound the scale
     (by default the powers of two that float32 can hold and invert); `hysteresis` as in DynamicLossScale.
     `max_skips` skipped iterations in a row raise LossScaleCollapsed in `update`. Where torch.distributed is
     initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
-    (`across_ranks=False`: each rank decides alone). `norm_group` is that of `prepare`: over stages of a
-    pipeline the outcome tells the norm of all of them.
+    (`across_ranks=False`: each rank decides alone), so that no sharded scaler is needed. `norm_group` is that
+    of `prepare`: over stages of a pipeline the outcome has the norm of all of them. With a `loss_scale` that
+    is neither dynamic nor by headroom, torch's factors are 1 and setting them changes nothing.
     """
 
     def __init__(
@@ -81,124 +83,146 @@ class GradScaler(TorchNames):
         across_ranks: bool = True,
         norm_group: Any = None,
     ) -> None:
-        if device is not None and not isinstance(device, str | torch.device):
-            raise ConfigError(f"GradScaler: device must be a name such as 'cpu', got {show(device)}")
         try:
-            torch.device("cpu" if device is None else device)
+            kind = devices.resolve(None) if device is None else torch.device(str(device))
         except RuntimeError as error:
-            raise ConfigError(
-                f"GradScaler: unknown device {show(device)}; expected cpu, cuda, ..."
-            ) from error
-        self._device = device
+            raise ConfigError(f"GradScaler: unknown device {show(device)}: give cpu or cuda") from error
         if loss_scale is None:
-            if growth_factor == 1.0 or backoff_factor == 1.0:
-                raise ConfigError(
-                    f"growth_factor must be above 1, got {growth_factor!r}, backoff_factor below, got "
-                    f"{backoff_factor!r}: for a scale that stays give loss_scale=StaticLossScale(...)"
-                )
             rates = (growth_factor, backoff_factor, growth_interval)
             loss_scale = DynamicLossScale(init_scale, *rates, hysteresis, min_scale, max_scale)
         elif not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"loss_scale must be a LossScale such as NoLossScale(), got {show(loss_scale)}")
-        self._value = loss_scale if enabled else NoLossScale()
+        super().__init__("cpu")
+        self._device = kind.type
+        self._begin_with(loss_scale)
+        self._enabled = enabled and not isinstance(loss_scale, NoLossScale)
         self._skips = SkipCount(limit=max_skips)
         self._group = group
         self._across_ranks = across_ranks
         self._norm_group = norm_group
         self._same_gradients = distributed.SameGradients()
         self._warned = False
-        self._states = PerOptimizer()
         self._queue = OutcomeQueue()
 
     @property
     def loss_scale(self) -> LossScale:
-        """The current loss scale value."""
-        return self._loss_scale
+        """The current loss scale as a value, with the numbers that torch's attributes hold."""
+        if not self._enabled:
+            return NoLossScale()
+        scale, clean = self._scale, self._growth_tracker
+        rule = _edited(
+            self._rule,
+            growth=self.get_growth_factor(),
+            backoff=self.get_backoff_factor(),
+            interval=self.get_growth_interval(),
+            clean=self._get_growth_tracker() if clean is None or clean.is_cpu else clean.clone(),
+        )
+        if not isinstance(rule, DynamicLossScale):
+            return rule
+        rule = rule.with_value(self.get_scale() if scale is None else scale)
+        return rule.on_host() if scale is None or scale.is_cpu else rule
 
     @property
     def skips(self) -> SkipCount:
         """How many iterations were skipped, as far as known (on an accelerator at most 2 steps late)."""
         return self._skips
 
-    def is_enabled(self) -> bool:
-        """Whether losses are scaled and bad steps skipped."""
-        return not isinstance(self._loss_scale, NoLossScale)
-
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a tensor, or a nest or iterable of tensors, times the scale; 16-bit ones become fp32."""
-        if not self.is_enabled():
+        if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            if self._first_device is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            return multiply(outputs, self._loss_scale.tensor(outputs.device))
-        if isinstance(outputs, Mapping):
-            return {key: self.scale(item) for key, item in outputs.items()}
-        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-            return type(outputs)(*map(self.scale, outputs))
-        if isinstance(outputs, list | tuple):
-            return type(outputs)(map(self.scale, outputs))
-        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+        if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor | Mapping | list | tuple | str):
             return map(self.scale, outputs)
-        raise ConfigError(f"outputs must be a Tensor or an iterable of Tensors, got {show(outputs)}")
+        leaves, nest = pytree.tree_flatten(outputs)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ConfigError(f"outputs must be a Tensor or an iterable of Tensors, got {show(outputs)}")
+        if self._scale is None and leaves:
+            self._lazy_init_scale_growth_tracker(leaves[0].device)
+        return pytree.tree_unflatten([multiply(t, self._scale_on(t.device)) for t in leaves], nest)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the scale out of the optimizer's gradients in place, once an iteration, e.g. to clip them.
 
         Computed in fp32 and stored in each gradient's dtype; fp16 gradients are accepted (values that fall
-        below 2^-25 become 0 there). Raises ScalerStateError out of turn.
+        below 2^-25 become 0 there). Raises ScalerStateError where it was called before in this iteration, or
+        before any loss was scaled.
         """
-        if not self.is_enabled():
+        if not self._enabled:
             return
-        self._require_scaled("unscale_")
-        state = self._states.of(optimizer)
-        _refuse_out_of_turn(state)
-        inv_scale = self._loss_scale.inverse(_home(gradients(optimizer)))
-        found_inf = torch.zeros((), device=inv_scale.device)
-        flags = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        _, norm, amax = self._look(gradients(optimizer))
-        self._note(state, flags or {found_inf.device: found_inf}, norm, amax)
-        state["stage"] = OptState.UNSCALED
+        self._check_scale_growth_tracker("unscale_")
+        stage = self._row(optimizer)["stage"]
+        if stage is torchs.OptState.UNSCALED:
+            raise ScalerStateError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if stage is torchs.OptState.STEPPED:
+            raise ScalerStateError("unscale_() is being called after step().")
+        super().unscale_(optimizer)
+        self._note(self._row(optimizer), self._look(gradients_of(optimizer)))
 
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply the gradients by `inv_scale` in place, fp16 ones too; a flag for each device."""
+        grads = gradients_of(optimizer)
+        if not grads:
+            return {}
+        flag = unscale_(grads, inv_scale.to(home_device(grads))).to(found_inf.device, found_inf.dtype)
+        found = torch.maximum(found_inf, flag)
+        return {device: found.to(device) for device in dict.fromkeys(grad.device for grad in grads)}
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        """Look for inf and NaN in the gradients as they are, for an optimizer that divides by itself."""
+        super()._check_inf_per_device(optimizer)
+        row, grads = self._row(optimizer), gradients_of(optimizer)
+        self._note(row, self._look(grads, self._inverse(grads)))
+        return row["found_inf_per_device"]
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        try:
+            return super()._check_scale_growth_tracker(funcname)
+        except AssertionError as error:
+            raise ScalerStateError(str(error)) from None
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
 
         Returns the Outcome; what the optimizer's own step returned is `outcome.result`. An optimizer with
         `one_pass` (halfstep.optim) or torch's fused kernels gets the flag as a device scalar and nothing is
         read back; for any other the flag is read, as torch does. Closures are refused: they would run
-        backward unscaled. Raises ScalerStateError out of turn, ConfigError where ranks of `fully_shard` have
-        gradients of different parameters.
+        backward unscaled. Raises ScalerStateError for a second step before `update` and for one without
+        gradients, ConfigError where ranks of `fully_shard` have gradients of different parameters.
         """
         if self._shares_flag():
-            self._same_gradients.check(parameters(optimizer), partial(name_in, optimizer))
-        if not self.is_enabled():
+            self._same_gradients.check(parameters_of(optimizer), partial(name_in, optimizer))
+        if not self._enabled:
             return self._plain_step(optimizer, args, kwargs)
-        _refuse_closure(args, kwargs)
-        self._require_scaled("step")
-        state = self._states.of(optimizer)
-        if state["stage"] is OptState.STEPPED:
+        if kwargs.pop("closure", None) is not None or any(callable(arg) for arg in args):
+            raise UnsupportedError(
+                "Closure use is not currently supported if GradScaler is enabled: the closure would run "
+                "backward on an unscaled loss. Run forward and backward yourself, then step(optimizer)."
+            )
+        scale, _ = self._check_scale_growth_tracker("step")
+        row = self._row(optimizer)
+        if row["stage"] is torchs.OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY and not gradients(optimizer) and not self._shares_flag():
+        if not (row["found_inf_per_device"] or gradients_of(optimizer) or self._shares_flag()):
             raise ScalerStateError(
                 "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
                 "Call scaler.scale(loss).backward() before step."
             )
-        result = self._step_of(optimizer)(optimizer, args, kwargs)
-        state = self._states.of(optimizer)
-        state["stage"] = OptState.STEPPED
-        return self._outcome(state, result)
+        if getattr(optimizer, "one_pass", False) and not self._is_changed():
+            result = self._one_pass_step(optimizer, args, kwargs)
+        else:
+            with _attributes_kept(optimizer):
+                result = super().step(optimizer, *args, **kwargs)
+        row = self._row(optimizer)
+        taken, stats = ~found_in(row), {"grad_norm": row.get("norm"), "amax": row.get("amax")}
+        return Outcome(taken=taken, finite=taken, scale=scale.clone(), result=result, **stats)
 
-    def _step_of(self, optimizer: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-        """How to step this optimizer: what a subclass replaced is always called."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._handed_step if _asks_for_scaler(optimizer) else self._fused_step
-        own = self._replaced("unscale_", "_unscale_grads_", "_maybe_opt_step")
-        return (
-            self._one_pass_step if getattr(optimizer, "one_pass", False) and not own else self._checked_step
-        )
-
-    def _replaced(self, *names: str) -> bool:
-        """Whether a subclass, or somebody on this instance, put a method in place of ours."""
+    def _is_changed(self) -> bool:
+        """Whether a subclass, or somebody on this instance, unscales or steps in a way of their own."""
+        names = ("unscale_", "_unscale_grads_", "_maybe_opt_step")
         return any(getattr(getattr(self, n), "__func__", None) is not getattr(GradScaler, n) for n in names)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -207,53 +231,67 @@ class GradScaler(TorchNames):
         Raises LossScaleCollapsed after `max_skips` skipped iterations in a row (on an accelerator at most 2
         iterations late), ScalerStateError where no gradients were checked.
         """
-        if not self.is_enabled():
+        if not self._enabled:
             return
-        self._require_scaled("update")
-        checked, self._states = self._states.looked_at(), PerOptimizer()
+        scale, _ = self._check_scale_growth_tracker("update")
+        rule = self.loss_scale
+        rows = [row for row in self._per_optimizer_states.values() if row["found_inf_per_device"]]
+        self._per_optimizer_states.clear()
         if new_scale is not None:
-            self._loss_scale = self._loss_scale.with_value(new_scale)
+            self._go_on_with(rule.with_value(new_scale))
             return
-        if not checked:
+        if not rows:
             raise ScalerStateError("No inf checks were recorded prior to update.")
-        found = any_of([flag for state in checked for flag in flags_of(state)])
-        amax = _largest([state.get("amax") for state in checked], found.device)
-        outcome = Outcome(taken=~found, finite=~found, scale=self._loss_scale.value)
-        self._loss_scale = self._next(found, amax)
-        for record in self._queue.push(outcome):
-            self._skips = self._skips.counted(record.taken)
-            self._skips.check(scale=record.scale)
+        found = any_of([found_in(row) for row in rows]).to(scale.device)
+        amax = torch.stack([row["amax"].to(scale) for row in rows]).amax() if rule.needs_amax else None
+        outcome = Outcome(taken=~found, finite=~found, scale=scale.clone())
+        self._go_on_with(_next(rule, found, amax))
+        self._count(self._queue.push(outcome))
 
-    def _next(self, found: Tensor, amax: Tensor | None) -> LossScale:
-        if found.device.type == "cpu":
-            return self._loss_scale.adjust(not found, None if amax is None else float(amax))
-        update = kernels_of(found.device.type).update_scale
-        if update is not None and type(self._loss_scale) is DynamicLossScale:
-            return self._loss_scale.adjust_by_kernel(update, found)
-        return self._loss_scale.adjust(~found, amax)
+    def _begin_with(self, rule: LossScale) -> None:
+        """Take over all numbers of a loss scale, where `scale` was called before or not."""
+        self._rule, numbers = rule, _numbers(rule) or _CONSTANT
+        state = (rule.read(), numbers.growth, numbers.backoff, numbers.interval, int(numbers.clean))
+        super().load_state_dict(dict(zip(_TORCH_KEYS, state, strict=True)))
+
+    @torch.no_grad()
+    def _go_on_with(self, rule: LossScale) -> None:
+        """Write the next scale into torch's tensors, which others may hold; nothing is read."""
+        self._rule, numbers = rule, _numbers(rule) or _CONSTANT
+        scale, clean = self._check_scale_growth_tracker("update")
+        for held, number in ((scale, rule.value), (clean, numbers.clean)):
+            held.copy_(torch.as_tensor(number), non_blocking=not held.is_cpu)
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        return self._check_scale_growth_tracker("scale")[0].to(device, non_blocking=True)
+
+    def _inverse(self, grads: list[Tensor]) -> Tensor:
+        return reciprocal(self._scale_on(home_device(grads) if grads else torch.device("cpu")))
+
+    def _row(self, optimizer: Any) -> dict[str, Any]:
+        """torch's row of an optimizer; it holds the optimizer until `update`, lest another get its id."""
+        row = self._per_optimizer_states[id(optimizer)]
+        row["optimizer"] = optimizer
+        return row
 
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step without scaling: never skips, but says what the gradients were."""
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
-        stats = None if closure else measure_whole(gradients(optimizer), stages=self._norm_group)
+        stats = None if closure else measure_whole(gradients_of(optimizer), stages=self._norm_group)
         result = optimizer.step(*args, **kwargs)
-        stats = stats or measure_whole(gradients(optimizer), stages=self._norm_group)
+        stats = stats or measure_whole(gradients_of(optimizer), stages=self._norm_group)
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result
         )
-        for record in self._queue.push(outcome):
-            self._tell(record)
-        return outcome
-
-    def _tell(self, record: StepRecord) -> None:
-        if not record.finite and not self._warned:
+        if not all(record.finite for record in self._queue.push(outcome)) and not self._warned:
             self._warned = True
             warnings.warn(
                 "gradients hold inf or NaN and the step was taken, since this GradScaler is disabled; "
-                "later such steps are told by their outcomes only",
+                "only the outcomes of later steps say so again",
                 HalfstepWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+        return outcome
 
     def _look(
         self, grads: list[Tensor], inv_scale: Tensor | None = None
@@ -261,115 +299,31 @@ class GradScaler(TorchNames):
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
         if self._norm_group is not None or any(distributed.local_of(g) is not g for g in grads):
             return measure_shards(grads, inv_scale, stages=self._norm_group)
-        if not self._loss_scale.needs_amax:
-            return finite_and_norm(grads, inv_scale)
-        return measure(grads, inv_scale)
+        return (measure if self._rule.needs_amax else finite_and_norm)(grads, inv_scale)
 
     def _one_pass_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state, inv_scale = self._states.of(optimizer), None
-        if state["stage"] is OptState.READY:
-            grads = gradients(optimizer)
-            inv_scale = self._loss_scale.inverse(_home(grads))
+        row, inv_scale = self._row(optimizer), None
+        if row["stage"] is torchs.OptState.READY:
+            grads = gradients_of(optimizer)
+            inv_scale = self._inverse(grads)
             alone = self._norm_group is None
             stats = optimizer.measure(inv_scale=inv_scale) if alone else self._look(grads, inv_scale)
-            self._note(state, {stats.finite.device: ~stats.finite}, stats.norm, stats.amax)
-        found = any_of(flags_of(state))
-        return optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)
+            row["found_inf_per_device"] = {stats.finite.device: (~stats.finite).float()}
+            self._note(row, stats)
+        result = optimizer.step(*args, inv_scale=inv_scale, found_inf=found_in(row), **kwargs)
+        row["stage"] = torchs.OptState.STEPPED
+        return result
 
-    def _fused_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand scale and flag to torch's fused kernels, which look for them on the optimizer.
-
-        A `grad_scale` that its owner put there is divided out as well, as torch does.
-        """
-        state, scale = self._states.of(optimizer), getattr(optimizer, "grad_scale", None)
-        if state["stage"] is OptState.READY:
-            grads = gradients(optimizer)
-            ours = self._loss_scale.tensor(_home(grads))
-            finite, norm, amax = self._look(grads, self._loss_scale.inverse(_home(grads)))
-            own = self._replaced("_check_inf_per_device", "_unscale_grads_")
-            flags = self._check_inf_per_device(optimizer) if own else {finite.device: ~finite}
-            self._note(state, flags, norm, amax)
-            scale = ours if scale is None else ours * scale
-        before = {
-            name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)
-        }
-        try:
-            optimizer.grad_scale, optimizer.found_inf = scale, any_of(flags_of(state)).float()
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-            vars(optimizer).update(before)
-
-    def _handed_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand this scaler to an optimizer whose `step` asks for it and does all of the checking itself."""
-        return optimizer.step(*args, **kwargs, grad_scaler=self)
-
-    def _checked_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._states.of(optimizer)["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        return self._maybe_opt_step(optimizer, self._states.of(optimizer), *args, **kwargs)
-
-    def _note(
-        self, state: State, flags: Mapping[torch.device, Tensor], norm: Tensor, amax: Tensor | None
-    ) -> None:
-        """Keep what a look at gradients found, the flags as all ranks see them."""
+    def _note(self, row: dict[str, Any], stats: GradStats[Tensor, Tensor, Tensor | None]) -> None:
+        """Keep norm and largest magnitude, and make the flags those of all ranks."""
+        row.update(norm=stats.norm, amax=stats.amax)
         if self._shares_flag():
-            found = self._over_ranks(any_of(list(flags.values())))
-            flags = {device: found.to(device, non_blocking=True) for device in flags}
-        floats = {device: flag.float() for device, flag in flags.items()}
-        state.update(found_inf_per_device=floats, norm=norm, amax=amax)
-
-    def _outcome(self, state: State, result: Any) -> Outcome:
-        finite = ~any_of(flags_of(state))
-        return Outcome(
-            taken=finite,
-            finite=finite,
-            scale=self._loss_scale.value,
-            grad_norm=state.get("norm"),
-            amax=state.get("amax"),
-            result=result,
-        )
+            found = distributed.all_ranks(found_in(row), self._group).float()
+            places = row["found_inf_per_device"] or [found.device]
+            row["found_inf_per_device"] = {device: found.to(device) for device in places}
 
     def _shares_flag(self) -> bool:
         return self._across_ranks and distributed.world_size(self._group) > 1
-
-    def _over_ranks(self, found: Tensor) -> Tensor:
-        return distributed.all_ranks(found, self._group) if self._across_ranks else found
-
-    def _require_scaled(self, method: str) -> None:
-        if self._first_device is None:
-            raise ScalerStateError(
-                f"Attempted {method} but no loss was scaled yet.  This may indicate your script did not use "
-                "scaler.scale(loss or outputs) earlier in the iteration."
-            )
-
-    def get_scale(self) -> float:
-        """Return the scale as a float, 1.0 when disabled (synchronises on an accelerator)."""
-        return self._loss_scale.read()
-
-    def get_growth_factor(self) -> float:
-        """Return the factor of growth."""
-        return self._dynamic().growth
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor of growth."""
-        self._edit(growth=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Return the factor applied on overflow."""
-        return self._dynamic().backoff
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor applied on overflow."""
-        self._edit(backoff=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return the number of clean steps in a row before growth."""
-        return self._dynamic().interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of clean steps in a row before growth."""
-        self._edit(interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries; empty when disabled.
@@ -377,119 +331,121 @@ class GradScaler(TorchNames):
         What those five cannot say (another kind of loss scale, bounds, hysteresis, a run of skips) goes under
         the key "halfstep", which torch's scaler ignores. Call after `update`.
         """
-        if not self.is_enabled():
-            return {}
-        state: dict[str, Any] = {}
-        plain = False
-        if isinstance(self._loss_scale, DynamicLossScale | HeadroomLossScale):
-            d = self._dynamic()
-            numbers = (self.get_scale(), d.growth, d.backoff, d.interval, int(d.clean))
-            state = dict(zip(_TORCH_KEYS, numbers, strict=True))
-            usual = (1, SMALLEST_SCALE, LARGEST_SCALE)
-            plain = d is self._loss_scale and (d.hysteresis, d.min, d.max) == usual
-        self._count_skips()
-        if not plain or self._skips.in_row:
-            state[_OURS] = {"loss_scale": self._loss_scale.state_dict(), "skips_in_row": self._skips.in_row}
+        state = super().state_dict()
+        if not self._enabled:
+            return state
+        self._count(self._queue.drain())
+        rule = self.loss_scale
+        bounds = isinstance(rule, DynamicLossScale) and (rule.hysteresis, rule.min, rule.max)
+        if self._skips.in_row or bounds != (1, SMALLEST_SCALE, LARGEST_SCALE):
+            state[_OURS] = {"loss_scale": rule.state_dict(), "skips_in_row": self._skips.in_row}
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take up a state saved by this scaler or by torch's; ignored when disabled.
 
         Raises ScalerStateError for the empty state of a disabled scaler and CheckpointError for one that is
         neither.
         """
-        if not self.is_enabled():
+        if not self._enabled:
             return
-        if not isinstance(state_dict, Mapping):
-            raise CheckpointError(f"not a GradScaler state but a {type(state_dict).__name__}")
         if not state_dict:
             raise ScalerStateError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of "
                 "GradScaler."
             )
-        ours = state_dict.get(_OURS)
-        if ours is not None:
-            try:
-                scale, in_row = LossScale.from_state(ours["loss_scale"]), int(ours["skips_in_row"])
-            except (TypeError, KeyError, ValueError) as error:
-                raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
-            self._loss_scale, self._skips = scale, replace(self._skips, in_row=in_row)
-            return
-        missing = [key for key in _TORCH_KEYS if key not in state_dict]
-        if missing:
-            raise CheckpointError(f"not a GradScaler state: {', '.join(missing)} missing")
-        scale, growth, backoff, interval, clean = (state_dict[key] for key in _TORCH_KEYS)
         try:
-            state = {"current": float(scale), "clean": int(clean), "overflows": 0}
-            self._edit(growth=growth, backoff=backoff, interval=interval, **state)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"a GradScaler state that cannot be read: {error}") from error
-        self._skips = replace(self._skips, in_row=0)
+            if _OURS in state_dict:
+                ours = state_dict[_OURS]
+                rule, in_row = LossScale.from_state(ours["loss_scale"]), int(ours["skips_in_row"])
+            else:
+                scale, growth, backoff, interval, clean = (state_dict[key] for key in _TORCH_KEYS)
+                numbers = {"growth": growth, "backoff": backoff, "interval": interval, "clean": int(clean)}
+                rule, in_row = _edited(self._rule, **numbers, overflows=0).with_value(float(scale)), 0
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"a GradScaler state that cannot be read: {error!r}") from error
+        self._begin_with(rule)
+        self._skips = replace(self._skips, in_row=in_row)
 
-    def _count_skips(self) -> None:
-        for record in self._queue.drain():
+    def _count(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
             self._skips = self._skips.counted(record.taken)
             self._skips.check(scale=record.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._states.looked_at():
+        if self._per_optimizer_states:
             raise ScalerStateError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update()."
             )
-        self._count_skips()
-        kept = {k: v for k, v in vars(self).items() if k not in _PER_RUN}
-        return kept | {"_value": LossScale.from_state(self._loss_scale.state_dict())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._states, self._queue = PerOptimizer(), OutcomeQueue()
+        self._count(self._queue.drain())
+        rule = self.loss_scale if self._enabled else self._rule
+        return super().__getstate__() | {"_rule": LossScale.from_state(rule.state_dict())}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        self._count_skips()
+        """A copy with tensors of its own; what it knows of an optimizer goes with the optimizer's copy."""
+        self._count(self._queue.drain())
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        vars(twin).update({k: v for k, v in vars(self).items() if k not in _PER_RUN})
-        twin._value = self._loss_scale
-        twin._states, twin._queue = copy.deepcopy(self._states, memo), OutcomeQueue()
+        vars(twin).update(vars(self))
+        twin._queue = OutcomeQueue()
+        twin._scale, twin._growth_tracker = copy.deepcopy((self._scale, self._growth_tracker), memo)
+        twin._per_optimizer_states = copy.copy(self._per_optimizer_states)
+        twin._per_optimizer_states.clear()
+        for row in self._per_optimizer_states.values():
+            optimizer = memo.get(id(row["optimizer"]), row["optimizer"])
+            flags = {"found_inf_per_device": copy.deepcopy(row["found_inf_per_device"])}
+            twin._row(optimizer).update(row | flags | {"optimizer": optimizer})
         return twin
 
     def __repr__(self) -> str:
-        return f"GradScaler({self._loss_scale})"
+        return f"GradScaler({self.loss_scale})"
 
 
-def _home(grads: list[Tensor]) -> torch.device:
-    return home_device(grads) if grads else torch.device("cpu")
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-def _largest(peaks: list[Tensor | None], device: torch.device) -> Tensor | None:
-    """Return the largest of the magnitudes, None unless all were measured."""
-    known = [peak.to(device, torch.float32, non_blocking=True) for peak in peaks if peak is not None]
-    return torch.stack(known).amax() if len(known) == len(peaks) else None
+def name_in(optimizer: Any, p: Tensor) -> str:
+    """How to speak of one of an optimizer's parameters, which have no names there."""
+    number = next(number for number, own in enumerate(parameters_of(optimizer)) if own is p)
+    return f"parameter {number} of this {type(optimizer).__name__}, of shape {list(p.shape)},"
 
 
-def _refuse_out_of_turn(state: State) -> None:
-    if state["stage"] is OptState.UNSCALED:
-        raise ScalerStateError(
-            "unscale_() has already been called on this optimizer since the last update()."
-        )
-    if state["stage"] is OptState.STEPPED:
-        raise ScalerStateError("unscale_() is being called after step().")
+def found_in(row: dict[str, Any]) -> Tensor:
+    """Whether any of an optimizer's gradients was found not to be finite, on any device."""
+    return any_of(list(row["found_inf_per_device"].values()))
 
 
-def _asks_for_scaler(optimizer: Any) -> bool:
-    """Whether its `step` has an argument `grad_scaler`; looked up once a class."""
-    kind = type(optimizer)
-    found = _ASKING.get(kind)
-    if found is None:
-        parameters = inspect.signature(getattr(kind, "step", optimizer.step)).parameters
-        found = _ASKING[kind] = "grad_scaler" in parameters
-    return found
+def _numbers(rule: LossScale) -> DynamicLossScale | None:
+    """The part of a loss scale that grows and backs off."""
+    scale = rule.limit if isinstance(rule, HeadroomLossScale) else rule
+    return scale if isinstance(scale, DynamicLossScale) else None
 
 
-def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("closure") is not None or any(callable(arg) for arg in args):
-        raise UnsupportedError(
-            "Closure use is not currently supported if GradScaler is enabled: the closure would run backward "
-            "on an unscaled loss. Run forward and backward yourself, then step(optimizer) without a closure."
-        )
+def _edited(rule: LossScale, **numbers: Any) -> LossScale:
+    """The same loss scale with other numbers, where it has such."""
+    if isinstance(rule, HeadroomLossScale):
+        return replace(rule, limit=replace(rule.limit, **numbers))
+    return replace(rule, **numbers) if isinstance(rule, DynamicLossScale) else rule
+
+
+def _next(rule: LossScale, found: Tensor, amax: Tensor | None) -> LossScale:
+    if found.is_cpu:
+        return rule.adjust(not found, None if amax is None else float(amax))
+    update = kernels_of(found.device.type).update_scale
+    if update is not None and type(rule) is DynamicLossScale:
+        return rule.adjust_by_kernel(update, found)
+    return rule.adjust(~found, amax)
+
+
+@contextmanager
+def _attributes_kept(optimizer: Any) -> Generator[None]:
+    """Give a fused optimizer its attributes back that torch's step writes, also after an error."""
+    names = ("grad_scale", "found_inf")
+    before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(before)

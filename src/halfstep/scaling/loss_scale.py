@@ -43,15 +43,6 @@ def check_count(owner: str, name: str, value: Any) -> None:
         raise ConfigError(f"{owner}: {name} must be an integer of at least 1, got {show(value)}")
 
 
-def check_bounds(owner: str, low: float, high: float) -> None:
-    """Raise ConfigError unless `low` and `high` are scales, in this order."""
-    if not (is_number(low) and is_number(high)) or not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
-        raise ConfigError(
-            f"{owner}: expected {SMALLEST_SCALE:g} <= min <= max <= {LARGEST_SCALE:g}, "
-            f"got min={low!r}, max={high!r}"
-        )
-
-
 def check_one(value: float | Tensor) -> None:
     """Raise ConfigError for a tensor that is not one real number without a gradient; nothing is read."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad or value.is_complex()):
@@ -228,7 +219,12 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        check_bounds(owner, self.min, self.max)
+        numbers = is_number(self.min) and is_number(self.max)
+        if not numbers or not SMALLEST_SCALE <= self.min <= self.max <= LARGEST_SCALE:
+            raise ConfigError(
+                f"{owner}: expected {SMALLEST_SCALE:g} <= min <= max <= {LARGEST_SCALE:g}, "
+                f"got min={self.min!r}, max={self.max!r}"
+            )
         check_scale(owner, self.init, self.min, self.max)
         if not is_number(self.growth) or not 1.0 <= self.growth < math.inf:
             raise ConfigError(f"{owner}: growth must be a finite number of at least 1, got {self.growth!r}")
@@ -269,60 +265,52 @@ class DynamicLossScale(LossScale):
 
     def on_host(self) -> DynamicLossScale:
         """Return the same scale with its state as Python numbers (one read if it lives on a device)."""
-        if not any(isinstance(x, Tensor) for x in (self.current, self.clean, self.overflows)):
-            return self
         return replace(self, current=self.read(), clean=int(self.clean), overflows=int(self.overflows))
 
     def adjust(self, finite: bool | Tensor, amax: float | Tensor | None = None) -> DynamicLossScale:
         """Return the next scale; with a tensor nothing is read and the state moves to the tensor's device."""
-        if isinstance(finite, Tensor):
-            return self._adjust_on_device(finite)
-        here = self.on_host()
-        clean, overflows, current = int(here.clean), int(here.overflows), here.read()
-        if not finite:
-            overflows = min(overflows + 1, self.hysteresis)
-            if overflows >= self.hysteresis:
-                current = self._clamp(as_float32(current * self.backoff))
-            return replace(self, current=current, clean=0, overflows=overflows)
-        clean += 1
-        if clean >= self.interval:
-            current, clean, overflows = self._clamp(as_float32(current * self.growth)), 0, 0
-        return replace(self, current=current, clean=clean, overflows=overflows)
+        now: Any = self.tensor(finite.device) if isinstance(finite, Tensor) else self.read()
+        clean, overflows = _count_on(self.clean, finite), _count_on(self.overflows, finite)
+        full = clean + 1 >= min(self.interval, 2**31 - 1)  # counted in int32
+        more = overflows + 1
+        spent = more >= self.hysteresis
+        grown = _choose(full, self._times(now, self.growth), now)
+        shrunk = _choose(spent, self._times(now, self.backoff), now)
+        return replace(
+            self,
+            current=_choose(finite, grown, shrunk),
+            clean=_choose(finite, _choose(full, 0, clean + 1), 0),
+            overflows=_choose(finite, _choose(full, 0, overflows), _choose(spent, self.hysteresis, more)),
+        )
+
+    def _times(self, scale: Any, factor: float) -> float | Tensor:
+        """A scale times a factor, within the bounds, rounded once to float32 where there is float64."""
+        if isinstance(scale, Tensor):
+            wide = scale if scale.device.type == "mps" else scale.double()
+            return (wide * factor).clamp(self.min, self.max).float()
+        return as_float32(min(max(scale * factor, self.min), self.max))
 
     def adjust_by_kernel(self, update: Callable[..., None], found_inf: Tensor) -> DynamicLossScale:
         """Return the next scale as a device's own scale-update kernel makes it, kept within the bounds."""
         if self.hysteresis != 1:
             return self.adjust(found_inf == 0)
         scale = self.tensor(found_inf.device).clone()
-        clean = _count_tensor(self.clean, found_inf.device).clone()
+        clean = _count_on(self.clean, found_inf).clone()
         update(scale, clean, found_inf.float(), self.growth, self.backoff, self.interval)
         return replace(self, current=scale.clamp(self.min, self.max), clean=clean)
 
-    def _clamp(self, value: float) -> float:
-        return as_float32(min(max(value, self.min), self.max))
 
-    def _adjust_on_device(self, finite: Tensor) -> DynamicLossScale:
-        device = finite.device
-        finite = finite.reshape(()).bool()
-        current = self.tensor(device)
-        clean = _count_tensor(self.clean, device) + 1
-        overflows = (_count_tensor(self.overflows, device) + 1).clamp(max=self.hysteresis)
-        wide = current if device.type == "mps" else current.double()
-        grown = (wide * self.growth).clamp(self.min, self.max).float()
-        shrunk = (wide * self.backoff).clamp(self.min, self.max).float()
-        full = clean >= min(self.interval, 2**31 - 1)  # counted in int32
-        after_clean = torch.where(full, grown, current)
-        after_overflow = torch.where(overflows >= self.hysteresis, shrunk, current)
-        kept = torch.where(full, 0, _count_tensor(self.overflows, device))
-        return replace(
-            self,
-            current=torch.where(finite, after_clean, after_overflow),
-            clean=torch.where(finite, torch.where(full, 0, clean), 0).to(torch.int32),
-            overflows=torch.where(finite, kept, overflows).to(torch.int32),
-        )
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    """One of two numbers; where the condition is a flag on a device, a tensor there, unread."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition.reshape(()).bool(), a, b)
+    return a if condition else b
 
 
-def _count_tensor(count: int | Tensor, device: torch.device) -> Tensor:
+def _count_on(count: int | Tensor, flag: bool | Tensor) -> Any:
+    """A count where the flag is: a Python number, or an int32 tensor on its device."""
+    if not isinstance(flag, Tensor):
+        return int(count)
     if isinstance(count, Tensor):
-        return count.to(device, non_blocking=True)
-    return torch.full((), count, dtype=torch.int32, device=device)
+        return count.to(flag.device, non_blocking=True)
+    return torch.full((), count, dtype=torch.int32, device=flag.device)

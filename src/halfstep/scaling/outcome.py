@@ -7,7 +7,7 @@ a property is first read. `StepRecord` is the plain value that comes out; nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -17,8 +17,6 @@ from torch import Tensor
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 
 Scalar = bool | float | Tensor | None
-
-_FIELDS = ("taken", "finite", "scale", "grad_norm", "amax")
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Outcome:
         self._reason = reason
         self._record: StepRecord | None = None
         self._on_read = on_read
-        self._copies: list[_Copy] | None = None
+        self._copies: list[tuple[list[str], AsyncCopy]] | None = None
         self.result = result
 
     @property
@@ -134,14 +132,14 @@ class Outcome:
     @property
     def arrived(self) -> bool:
         """Whether reading would not wait: the values are on the host or their copy has finished."""
-        return self._copies is not None and all(copy.done() for copy in self._copies)
+        return self._copies is not None and all(copy.done() for _, copy in self._copies)
 
     def _host_values(self) -> dict[str, Scalar]:
         host: dict[str, Scalar] = {
             name: None if isinstance(v, Tensor) else v for name, v in self._values.items()
         }
-        for copy in self._copies or ():
-            host.update(copy.wait())
+        for names, copy in self._copies or ():
+            host.update(zip(names, cast(list[float], copy.wait().tolist()), strict=True))
         return host
 
     def read(self) -> StepRecord:
@@ -151,15 +149,8 @@ class Outcome:
             host = {name: None if v is None else float(v) for name, v in self._host_values().items()}
             taken, finite = bool(host["taken"]), bool(host["finite"])
             reason = _reason(taken, finite) if self._reason is None else self._reason
-            self._record = StepRecord(
-                taken,
-                finite,
-                cast(float, host["scale"]),
-                host["grad_norm"],
-                host["amax"],
-                reason,
-                self._step,
-            )
+            scale, norm, amax = cast(float, host["scale"]), host["grad_norm"], host["amax"]
+            self._record = StepRecord(taken, finite, scale, norm, amax, reason, self._step)
             on_read, self._on_read = self._on_read, None
             if on_read is not None:
                 on_read(self._record)
@@ -171,12 +162,12 @@ class Outcome:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as plain values."""
         record = self.read()
-        values: dict[str, Scalar] = {name: getattr(record, name) for name in _FIELDS}
+        values: dict[str, Scalar] = {name: getattr(record, name) for name in self._values}
         return self.__dict__ | {"_values": values, "_on_read": None, "_copies": None}
 
     def __repr__(self) -> str:
-        on_host = self._record is not None or not any(_is_remote(v) for v in self._values.values())
-        if not on_host:
+        tensors = [v for v in self._values.values() if isinstance(v, Tensor)]
+        if self._record is None and not all(t.is_cpu for t in tensors):
             return f"Outcome(step={self._step}, on the device, not read)"
         return f"Outcome({', '.join(f'{k}={v!r}' for k, v in self.read().as_dict().items())})"
 
@@ -188,36 +179,18 @@ def _reason(taken: bool, finite: bool) -> str:
     return f"taken although {what}" if taken else f"skipped: {what}"
 
 
-def _is_remote(value: Scalar) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Scalars of one device on their way to the host, packed into one tensor."""
-
-    names: tuple[str, ...]
-    packed: AsyncCopy
-
-    def done(self) -> bool:
-        return self.packed.done()
-
-    def wait(self) -> dict[str, float]:
-        return dict(zip(self.names, cast(list[float], self.packed.wait().tolist()), strict=True))
-
-
-def _start_copies(values: Mapping[str, Scalar]) -> list[_Copy]:
+def _start_copies(values: Mapping[str, Scalar]) -> list[tuple[list[str], AsyncCopy]]:
+    """Send the scalars to the host, those of one device packed into one tensor."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             by_device.setdefault(value.device, {})[name] = value.detach()
-    return [_start_copy(tensors) for tensors in by_device.values()]
+    return [(list(tensors), send_to_host(_packed(tensors.values()))) for tensors in by_device.values()]
 
 
-def _start_copy(tensors: Mapping[str, Tensor]) -> _Copy:
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
-    packed = torch.stack([t.reshape(()).to(wide) for t in tensors.values()])
-    return _Copy(tuple(tensors), send_to_host(packed))
+def _packed(tensors: Collection[Tensor]) -> Tensor:
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.stack([t.reshape(()).to(wide) for t in tensors])
 
 
 class OutcomeQueue:
