@@ -109,18 +109,18 @@ class GradScaler(torchs.GradScaler):
         """The current loss scale as a value, with the numbers that torch's attributes hold."""
         if not self._enabled:
             return NoLossScale()
-        scale, clean = self._scale, self._growth_tracker
-        rule = _edited(
-            self._rule,
-            growth=self.get_growth_factor(),
-            backoff=self.get_backoff_factor(),
-            interval=self.get_growth_interval(),
-            clean=self._get_growth_tracker() if clean is None or clean.is_cpu else clean.clone(),
-        )
+        rule, scale, clean = self._rule, self._scale, self._growth_tracker
+        numbers: dict[str, Any] = {
+            "growth": self.get_growth_factor(),
+            "backoff": self.get_backoff_factor(),
+            "interval": self.get_growth_interval(),
+            "clean": self._get_growth_tracker() if clean is None or clean.is_cpu else clean.clone(),
+        }
         if not isinstance(rule, DynamicLossScale):
-            return rule
-        rule = rule.with_value(self.get_scale() if scale is None else scale)
-        return rule.on_host() if scale is None or scale.is_cpu else rule
+            return _edited(rule, **numbers)
+        if scale is None or scale.is_cpu:
+            return replace(rule, current=min(max(self.get_scale(), rule.min), rule.max), **numbers)
+        return replace(rule, current=scale.clamp(rule.min, rule.max), **numbers)
 
     @property
     def skips(self) -> SkipCount:
