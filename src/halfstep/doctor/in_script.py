@@ -42,7 +42,6 @@ class Hooks:
         self._updated = False
         self._by_hand = False
         self._root: nn.Module | None = None
-        self._making: Any = None
 
     def install(self) -> None:
         """Puts all of them in place."""
@@ -58,7 +57,7 @@ class Hooks:
             self._stack.callback(handle.remove)
         for owner in (Session, GradScaler, torch.amp.GradScaler):
             self._replace(owner, "step", self._bracketed)
-        for owner in (Session, GradScaler, torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
+        for owner in (Session, torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             self._replace(owner, "__init__", self._announced)
         for owner in (torch.autocast, autocast):
             self._replace(owner, "__enter__", self._entered)
@@ -72,10 +71,8 @@ class Hooks:
 
     def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
         def created(thing: Any, *args: Any, **kwargs: Any) -> None:
-            within, self._making = self._making is thing, thing  # our GradScaler calls torch's __init__
             create(thing, *args, **kwargs)
-            if not within:
-                self._examiner.on_made(thing)
+            self._examiner.on_made(thing)
 
         return created
 
