@@ -120,10 +120,10 @@ def test_rows_survive_toml_and_state(tmp_path) -> None:
     rows = (
         Row(Choice("native", "rounded", "onednn"), "linear", "bf16", "plain", "large", 4, "iw", 'says "so"'),
         Row(ROUNDED, "aten::conv_tbc", "bf16", "", "", 0, "*"),
-        Row(ROUNDED, dtype="fp16"),
+        Row(ROUNDED, dtype="fp16", why="of two\nlines,\ta \\ and \x7f, größer"),
     )
     file = tmp_path / "kernels.toml"
-    file.write_text(to_toml(rows, "of one machine"))
+    file.write_text(to_toml(rows, "of one machine"), encoding="utf-8")
     assert read_toml(file) == rows
     assert from_plain(to_plain(rows)) == rows
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.autocast import autocast
-from halfstep.conformance.probe import groups, probe_casting, summary
+from halfstep.conformance.probe import NOT_IN_TORCH, groups, probe_casting, summary
 from halfstep.policy import Policy
 from halfstep.policy.ops import TABLES, OpRow, Rule
 
@@ -46,6 +46,23 @@ def test_ops_without_a_kernel_or_a_sample_are_told_apart():
     seen = probe(nullcontext, _thnn_fused_gru_cell=Rule.LOW, no_such_op=Rule.LOW)
     assert [o.verdict for o in seen.values()] == ["absent", "unsampled"]
     assert summary(seen.values()) == {"absent": 1, "unsampled": 1}
+
+
+def test_an_op_that_this_torch_does_not_have_is_absent_and_said_so(monkeypatch):
+    class Older:
+        def __getattr__(self, name):
+            if name == "exp":
+                raise AttributeError(name)
+            return getattr(aten, name)
+
+    aten = torch.ops.aten
+    monkeypatch.setattr(torch.ops, "aten", Older())
+    seen = probe(nullcontext, exp=Rule.FULL, tan=Rule.KEEP)
+    assert (seen["exp"].verdict, seen["exp"].note) == ("absent", NOT_IN_TORCH)
+    assert seen["tan"].verdict == "agrees"
+    assert [(o.note, names) for o, names in groups(seen.values()) if o.verdict == "absent"] == [
+        (NOT_IN_TORCH, ["exp"])
+    ]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])

@@ -20,6 +20,7 @@ from typing import Any, cast
 from halfstep.autocast.kernel_names import check_row
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.policy.plan import quoted
 
 #: Another way replaces torch's own kernel where it takes at most this share of its time.
 MARGIN = 0.8
@@ -312,15 +313,9 @@ def to_toml(rows: Iterable[Row], comment: str = "") -> str:
     """Rows as a TOML file that `read_toml` reads."""
     lines = [*(f"# {line}" for line in comment.splitlines()), "format = 1"]
     for row in to_plain(rows):
-        lines += ["", "[[kernel]]", *(f"{key} = {_quoted(value)}" for key, value in row.items())]
+        values = {key: quoted(value) if isinstance(value, str) else value for key, value in row.items()}
+        lines += ["", "[[kernel]]", *(f"{key} = {value}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(value: str | int) -> str:
-    if isinstance(value, int):
-        return str(value)
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def read_toml(path: str | Path) -> tuple[Row, ...]:
@@ -330,7 +325,7 @@ def read_toml(path: str | Path) -> tuple[Row, ...]:
         ConfigError: a file that cannot be read, or rows that cannot.
     """
     try:
-        data = tomllib.loads(Path(path).read_text())
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         if stray := sorted(set(data) - {"format", "kernel"}):
             raise ValueError(f"it has {stray[0]!r}; expected format = 1 and tables [[kernel]]")
         if data.get("format") != 1:

@@ -125,7 +125,7 @@ _BINARY = (
 _MATRIX_OPS = (
     "cholesky cholesky_inverse inverse pinverse linalg_cond linalg_matrix_rank linalg_cholesky "
     "linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv geqrf _lu_with_info qr svd linalg_qr "
-    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex trace"
+    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth trace"
 )
 _UPSAMPLES_2D = "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"
 _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {

@@ -23,6 +23,8 @@ from halfstep.policy.ops import OpRow, Rule
 
 Verdict = Literal["agrees", "differs", "absent", "unsampled"]
 _MOVES = frozenset({"_to_copy", "copy_", "clone", "detach", "empty_like", "fill_", "zero_", "contiguous"})
+#: Note of an op that the running torch does not have: tables list the ops of every torch.
+NOT_IN_TORCH = "not in this torch"
 #: Note of a LOW op that the device computes in fp32, giving back the compute dtype.
 ROUNDED = "fp32 arithmetic, rounded"
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,7 +37,7 @@ class Observed:
     `given`: dtypes of its floating arguments. `compute`: floating dtypes taken in by the ops below that are
     no casts and no views (an own `dtype=` counts as its dtype). `output`: dtype of the first result. The
     verdict: `agrees` or `differs` with the rule, `absent` where the device lacks the op in fp32 already,
-    `unsampled` where there is no sample of it. `note` says why.
+    or the running torch does, `unsampled` where there is no sample of it. `note` says why.
     """
 
     op: str
@@ -113,6 +115,8 @@ def _probe(
 ) -> Observed:
     if name not in SAMPLES:
         return Observed(name, rule, (), (), None, "unsampled", "no sample call of it")
+    if not hasattr(torch.ops.aten, name):
+        return Observed(name, rule, (), (), None, "absent", NOT_IN_TORCH)
     if name.startswith("mkldnn") and torch.device(device).type != "cpu":
         return Observed(name, rule, (), (), None, "absent", "belongs to the CPU")
     fn, args = SAMPLES[name](device, torch.float32)
@@ -192,7 +196,8 @@ def groups(seen: Iterable[Observed]) -> Iterator[tuple[Observed, list[str]]]:
     """Observations that look alike, with the names of their ops: one of them, and all names."""
     found: dict[tuple[Any, ...], tuple[Observed, list[str]]] = {}
     for o in seen:
-        note = o.note if o.verdict in ("agrees", "differs") and o.rule is not Rule.BANNED else ""
+        told = o.verdict in ("agrees", "differs") and o.rule is not Rule.BANNED
+        note = o.note if told or o.note == NOT_IN_TORCH else ""
         key = (o.rule, o.given, o.compute, o.output, o.verdict, note)
         found.setdefault(key, (o, []))[1].append(o.op)
     order = list(Rule)

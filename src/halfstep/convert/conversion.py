@@ -119,8 +119,8 @@ class Conversion:
             )
         for handle in self._handles:
             handle.remove()
-        for group, policy in self._policies:
-            group.mp_policy = policy
+        for holder, policy in self._policies:
+            holder.mp_policy = policy
         for tensor, dtype in self._before:
             low, wide = tensor.data, tensor.data.to(dtype)
             original = self.originals.get(tensor, self.buffers.originals.get(tensor))

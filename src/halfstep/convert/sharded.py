@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from halfstep import torch_private
 from halfstep.distributed import ddp_around, local_of
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name
@@ -34,27 +35,24 @@ def is_shard(tensor: Tensor) -> bool:
 def groups_of(model: nn.Module) -> Iterator[Any]:
     """The parameter groups of `fully_shard` in a model."""
     for module in model.modules():
-        state: Any = cast(Any, module)._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        if state is not None:
-            yield from getattr(state, "_fsdp_param_groups", None) or ()
+        yield from torch_private.fsdp_groups(module)
 
 
 def shards_of(model: nn.Module) -> list[Tensor]:
     """The shards that `fully_shard` keeps; while a group is gathered, modules hold whole tensors instead."""
-    return [own.sharded_param for group in groups_of(model) for own in group.fsdp_params]
+    return [shard for group in groups_of(model) for shard in torch_private.fsdp_shards(group)]
 
 
 def announce(model: nn.Module) -> None:
     """Tell `fully_shard` that shards of the model have changed their dtype."""
     with torch.no_grad():
         for group in groups_of(model):
-            for own in group.fsdp_params:
-                own.reset_sharded_param()
+            torch_private.fsdp_read_again(group)
 
 
 def has_run(model: nn.Module) -> bool:
     """Whether `fully_shard` has read the dtypes already, at the first forward."""
-    return any(hasattr(own, "orig_dtype") for group in groups_of(model) for own in group.fsdp_params)
+    return any(map(torch_private.fsdp_has_read_dtypes, groups_of(model)))
 
 
 def check_before(model: nn.Module) -> None:
@@ -88,25 +86,26 @@ def check_groups(
                 "a group gathers one dtype: shard with hs.distributed.shard(model, blocks), which gives "
                 "normalisations a group of their own"
             )
-        asked = group.mp_policy.param_dtype
-        if asked is not None and asked not in dtypes:
-            raise ConfigError(
-                f"fully_shard's MixedPrecisionPolicy(param_dtype={dtype_name(asked)}) contradicts the level, "
-                f"which computes in {dtype_name(low)}: drop param_dtype, or give it that dtype"
-            )
+        for asked in {h.mp_policy.param_dtype for h in torch_private.fsdp_policy_holders(group)} - {None}:
+            if asked not in dtypes:
+                raise ConfigError(
+                    f"fully_shard's MixedPrecisionPolicy(param_dtype={dtype_name(asked)}) contradicts the "
+                    f"level, which computes in {dtype_name(low)}: drop param_dtype, or give it that dtype"
+                )
 
 
 def _dtypes(group: Any, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> set[torch.dtype]:
-    shards = [own.sharded_param for own in group.fsdp_params if own.sharded_param.requires_grad]
+    shards = [shard for shard in torch_private.fsdp_shards(group) if shard.requires_grad]
     return {wanted[id(p)][1] if id(p) in wanted else p.dtype for p in shards}
 
 
 def gather_in(model: nn.Module, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> list[tuple[Any, Any]]:
-    """Make `fully_shard` gather fp32 shards in the wanted dtypes; returns (group, its policy before)."""
+    """Make `fully_shard` gather fp32 shards in the wanted dtypes; returns (holder, policy before)."""
     before: list[tuple[Any, Any]] = []
     for group in groups_of(model):
         (dtype,) = _dtypes(group, wanted) or {torch.float32}
-        if dtype != torch.float32 and group.mp_policy.param_dtype is None:
-            before.append((group, group.mp_policy))
-            group.mp_policy = replace(group.mp_policy, param_dtype=dtype)
+        for holder in torch_private.fsdp_policy_holders(group) if dtype != torch.float32 else ():
+            if holder.mp_policy.param_dtype is None:
+                before.append((holder, holder.mp_policy))
+                holder.mp_policy = replace(holder.mp_policy, param_dtype=dtype)
     return before

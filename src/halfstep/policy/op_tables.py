@@ -25,7 +25,7 @@ _FACTORISATIONS = (
     " linalg_eigvalsh linalg_inv"
     " linalg_householder_product linalg_tensorinv linalg_tensorsolve geqrf _lu_with_info qr svd"
     " triangular_solve linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh"
-    " linalg_lstsq linalg_inv_ex"
+    " linalg_lstsq linalg_inv_ex linalg_matrix_sqrth"
 )
 _POINTWISE_FULL = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"
@@ -35,11 +35,11 @@ _UPSAMPLES = (
     " _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"
     " _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
-# These stay in fp32 at every level: in 16 bits torch refuses them on CPU.
+# These stay in fp32 at every level: in 16 bits torch refuses them on CPU (trace: torch 2.11 alone).
 NO_16_BIT_KERNEL = (
     f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d cdist pdist"
     " nuclear_norm ctc_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward"
-    " _grid_sampler_2d_cpu_fallback _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+    " _grid_sampler_2d_cpu_fallback _upsample_bilinear2d_aa _upsample_bicubic2d_aa trace"
 )
 
 
@@ -207,7 +207,7 @@ TORCH_CUDA: Groups = (
         f" nuclear_norm"
         f" cosine_similarity {_LOSSES} dist pdist cdist renorm logsumexp {_UPSAMPLES} norm prod*"
         f" softmax*"
-        f" log_softmax* cumprod* cumsum* linalg_vector_norm* linalg_matrix_norm* sum*",
+        f" log_softmax* cumprod* cumsum* linalg_vector_norm* linalg_matrix_norm* sum* linalg_matrix_sqrth",
     ),
     (
         "widest",

@@ -323,7 +323,7 @@ def _no_match(rule: PlanRule, paths: Iterable[str], modules: Iterable[nn.Module]
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Write a TOML basic string: every control character escaped."""
     written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
     return f'"{"".join(written)}"'
@@ -332,7 +332,7 @@ def _quoted(text: str) -> str:
 def _table_to_toml(head: str, values: Mapping[str, Any]) -> str:
     """Write a table of texts and numbers; what is None is left out."""
     lines = [
-        f"{key} = {_quoted(value) if isinstance(value, str) else format(float(value), '.6g')}"
+        f"{key} = {quoted(value) if isinstance(value, str) else format(float(value), '.6g')}"
         for key, value in values.items()
         if value is not None
     ]
@@ -340,17 +340,17 @@ def _table_to_toml(head: str, values: Mapping[str, Any]) -> str:
 
 
 def _rule_to_toml(rule: PlanRule) -> str:
-    lines = ["[[rule]]", f"pattern = {_quoted(rule.pattern)}"]
+    lines = ["[[rule]]", f"pattern = {quoted(rule.pattern)}"]
     if rule.dtype is not None:
-        lines.append(f"dtype = {_quoted(dtype_name(rule.dtype))}")
+        lines.append(f"dtype = {quoted(dtype_name(rule.dtype))}")
     if rule.rule is not None:
-        lines.append(f"rule = {_quoted(rule.rule.value)}")
+        lines.append(f"rule = {quoted(rule.rule.value)}")
     if rule.ops:
-        edits = ", ".join(f"{_quoted(name)} = {_quoted(edit.value)}" for name, edit in rule.ops.items())
+        edits = ", ".join(f"{quoted(name)} = {quoted(edit.value)}" for name, edit in rule.ops.items())
         lines.append(f"ops = {{ {edits} }}")
     if not rule.required:
         lines.append("required = false")
-    return "\n".join([*lines, f"reason = {_quoted(rule.reason)}"]) + "\n"
+    return "\n".join([*lines, f"reason = {quoted(rule.reason)}"]) + "\n"
 
 
 _KEYS: Mapping[str, type] = {
