@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test test-long test-all check docs machines bench gpu paper soak clean
+.PHONY: demo test suite pages test-long test-all check docs machines torches bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -27,7 +27,12 @@ check: .venv/dev.stamp  ## formatting, lint, types, layers
 	$(BIN)/lint-imports
 
 test: check  ## everything but the long and exhaustive runs
+	$(MAKE) --no-print-directory suite pages
+
+suite:
 	$(PYTEST) -m 'not exhaustive and not long'
+
+pages:
 	$(PAGES)
 
 test-long: .venv/dev.stamp  ## tests that start many processes for one fact; CI runs them too
@@ -42,6 +47,9 @@ docs: .venv/dev.stamp  ## the site, offline, warnings as errors; open build/site
 
 machines: .venv/dev.stamp  ## both commands under every instruction set that this processor can show
 	$(BIN)/python .ci/machines.py
+
+torches: .venv/dev.stamp  ## tests and README under the oldest, the pinned and the newest torch; before a release
+	$(BIN)/python .ci/torches.py
 
 bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/<machine>/*.json
 	$(BIN)/python benchmarks/run_all.py

@@ -266,7 +266,7 @@ def test_checkpointing_recomputes_by_the_same_kernels(name: str, reentrant: bool
         assert torch.equal(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("how", ["rounded", "native"])
 def test_function_transforms_and_forward_mode_still_work(how: str) -> None:
     x, w = seeded(3, 4), seeded(4, 4, seed=1)

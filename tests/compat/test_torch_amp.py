@@ -333,7 +333,7 @@ def test_install_entered_and_never_left_holds(quiet):
     assert originals() == before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_code_that_holds_a_region_is_scripted_under_install(modules):
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

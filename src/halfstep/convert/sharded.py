@@ -105,7 +105,10 @@ def gather_in(model: nn.Module, wanted: Mapping[int, tuple[Tensor, torch.dtype]]
     for group in groups_of(model):
         (dtype,) = _dtypes(group, wanted) or {torch.float32}
         for holder in torch_private.fsdp_policy_holders(group) if dtype != torch.float32 else ():
-            if holder.mp_policy.param_dtype is None:
-                before.append((holder, holder.mp_policy))
-                holder.mp_policy = replace(holder.mp_policy, param_dtype=dtype)
+            policy = holder.mp_policy
+            if policy.param_dtype is None:
+                before.append((holder, policy))
+                # Reduced as they were computed: torch 2.15 else widens gradients before it adds them up.
+                reduce = policy.reduce_dtype or dtype
+                holder.mp_policy = replace(policy, param_dtype=dtype, reduce_dtype=reduce)
     return before

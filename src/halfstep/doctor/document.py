@@ -143,7 +143,7 @@ class Document:
     forecasts: list[str] = field(default_factory=list[str])
     lost: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     summary: list[str] = field(default_factory=list[str])
-    torch: str = torch.__version__
+    torch: str = field(default_factory=lambda: str(torch.__version__))
 
     @property
     def faults(self) -> list[Fault]:

@@ -87,7 +87,7 @@ def scalars(
     if skip is None:
         tl.store(at, step, mask=live)
     else:
-        tl.store(at, step, mask=live & (tl.load(skip) == 0))
+        tl.store(at, step, mask=live & (tl.load(skip + lane * 0) == 0))
 
     if inv_scale is not None:
         factor = factor * tl.load(inv_scale)
