@@ -32,7 +32,7 @@ The error for any other name says what to use instead.
 does. Checkpoint files are torch's, not MindSpore's.
 """
 
-from halfstep.compat.mindspore import amp, common, context, dataset, dtype, nn, ops, train
+from halfstep.compat.mindspore import _older_paths, amp, common, context, dataset, dtype, nn, ops, train
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._functions import (
     grad,
@@ -114,4 +114,5 @@ __all__ = [
     "value_and_grad",
 ]
 
+_older_paths.register()
 __getattr__ = absent("mindspore")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.grad import conv2d_input
 
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._function_ops import (
@@ -119,16 +120,29 @@ __all__ = [
 class Primitive(torch.nn.Module):
     """An operator as an object: made once in `__init__` of a Cell, called in `construct`."""
 
+    def _options(self) -> tuple[Any, ...]:
+        """What follows the arguments of the call."""
+        return ()
+
+
+def _row(name: str, function: Callable[..., Any], says: str, base: type[Primitive] = Primitive) -> Any:
+    """The class of objects that call a function with what they are given and their options."""
+
+    def forward(self: Primitive, *args: Any) -> Any:
+        return function(*args, *self._options())
+
+    return type(name, (base,), {"forward": forward, "__doc__": says, "__module__": __name__})
+
 
 class MatMul(Primitive):
-    """Product of two matrices, either of them transposed first."""
+    """Product of two matrices, [..., M, K] and [..., K, N], either of them transposed first."""
 
     def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
         super().__init__()
         self.transpose_a, self.transpose_b = transpose_a, transpose_b
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """[..., M, K] and [..., K, N] to [..., M, N]."""
+        """[..., M, N]."""
         return torch.matmul(a.mT if self.transpose_a else a, b.mT if self.transpose_b else b)
 
 
@@ -160,183 +174,8 @@ class _Convolution(Primitive):
         self.pad = pad if pad_mode.lower() == "pad" else 0
         self.dilation, self.group = dilation, group
 
-
-class Conv2D(_Convolution):
-    """Convolution over [N, C, H, W] with the weight given."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, C, H, W] and [out, C / group, h, w]."""
-        return F.conv2d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
-
-
-class Conv3D(_Convolution):
-    """Convolution over [N, C, D, H, W] with the weight given."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, C, D, H, W] and [out, C / group, d, h, w]."""
-        return F.conv3d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
-
-
-class Conv2DTranspose(_Convolution):
-    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
-
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
-        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
-        edges = self.stride, self.pad, self.dilation, self.group
-        return torch.nn.grad.conv2d_input(tuple(input_size), weight, dout, *edges)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class Conv2DBackpropInput(Conv2DTranspose):
-    """The older name of Conv2DTranspose."""
-
-
-class Conv3DTranspose(_Convolution):
-    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
-
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
-        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
-
-
-class ReLU(Primitive):
-    """max(x, 0)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
-        return torch.relu(x)
-
-
-class PReLU(Primitive):
-    """x where positive, else weight * x, by channel."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, C, ...] and [C] or [1]."""
-        return F.prelu(x, weight)
-
-
-class Ger(Primitive):
-    """Outer product of two vectors."""
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """[M] and [N] to [M, N]."""
-        return torch.outer(a, b)
-
-
-def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
-    """`x`, a tensor or a number, in another dtype."""
-    return as_tensor(torch.as_tensor(x).to(dtype))
-
-
-class _Function(Primitive):
-    """A torch function as an object without options."""
-
-    function: Callable[..., torch.Tensor]
-
-    def forward(self, *args: Any) -> torch.Tensor:
-        """What the function takes."""
-        return type(self).function(*args)
-
-
-class Add(_Function):
-    """x + y."""
-
-    function = staticmethod(torch.add)
-
-
-class Sub(_Function):
-    """x - y."""
-
-    function = staticmethod(torch.sub)
-
-
-class Mul(_Function):
-    """x * y."""
-
-    function = staticmethod(torch.mul)
-
-
-class Div(_Function):
-    """x / y."""
-
-    function = staticmethod(torch.div)
-
-
-class Sqrt(_Function):
-    """The square root."""
-
-    function = staticmethod(torch.sqrt)
-
-
-class Reshape(_Function):
-    """x in another shape."""
-
-    function = staticmethod(torch.reshape)
-
-
-class Transpose(_Function):
-    """x with its dimensions in another order, all of them named."""
-
-    function = staticmethod(torch.permute)
-
-
-class Fill(_Function):
-    """`fill` as an object."""
-
-    function = staticmethod(fill)
-
-
-class Identity(_Function):
-    """`identity` as an object."""
-
-    function = staticmethod(identity)
-
-
-class OnesLike(_Function):
-    """Ones in the shape and dtype of x."""
-
-    function = staticmethod(torch.ones_like)
-
-
-class ScalarToTensor(_Function):
-    """`scalar_to_tensor` as an object."""
-
-    function = staticmethod(scalar_to_tensor)
-
-
-class Select(_Function):
-    """`select` as an object."""
-
-    function = staticmethod(select)
-
-
-class ZerosLike(_Function):
-    """Zeros in the shape and dtype of x."""
-
-    function = staticmethod(torch.zeros_like)
-
-
-class Cast(Primitive):
-    """`cast` as an object."""
-
-    def forward(self, x: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Any shape."""
-        return cast(x, dtype)
-
-
-class Depend(Primitive):
-    """`depend` as an object."""
-
-    def forward(self, value: Any, expr: Any) -> Any:
-        """`value`."""
-        return depend(value, expr)
-
-
-class Reciprocal(Primitive):
-    """1 / x."""
-
-    def forward(self, x: Any) -> torch.Tensor:
-        """Any shape, or a number."""
-        return reciprocal(x)
+    def _options(self) -> tuple[Any, ...]:
+        return None, self.stride, self.pad, self.dilation, self.group
 
 
 class ReduceSum(Primitive):
@@ -369,6 +208,11 @@ class Softmax(Primitive):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """Any shape."""
         return softmax(logits, self.axis)
+
+
+def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, a tensor or a number, in another dtype."""
+    return as_tensor(torch.as_tensor(x).to(dtype))
 
 
 def _dims(x: torch.Tensor, axis: Any) -> Any:
@@ -445,6 +289,49 @@ def softmax(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
 def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """`x`, through which no gradient flows."""
     return x.detach()
+
+
+Add = _row("Add", torch.add, "x + y.")
+Sub = _row("Sub", torch.sub, "x - y.")
+Mul = _row("Mul", torch.mul, "x * y.")
+Div = _row("Div", torch.div, "x / y.")
+Sqrt = _row("Sqrt", torch.sqrt, "The square root.")
+Reciprocal = _row("Reciprocal", reciprocal, "1 / x, of a tensor or a number.")
+ReLU = _row("ReLU", torch.relu, "max(x, 0).")
+PReLU = _row("PReLU", F.prelu, "x where positive, else weight * x, by channel: [N, C, ...] and [C] or [1].")
+Ger = _row("Ger", torch.outer, "Outer product of two vectors.")
+Reshape = _row("Reshape", torch.reshape, "x in another shape.")
+Transpose = _row("Transpose", torch.permute, "x with its dimensions in another order, all of them named.")
+OnesLike = _row("OnesLike", torch.ones_like, "Ones in the shape and dtype of x.")
+ZerosLike = _row("ZerosLike", torch.zeros_like, "Zeros in the shape and dtype of x.")
+Cast = _row("Cast", cast, "`cast` as an object.")
+Depend = _row("Depend", depend, "`depend` as an object.")
+Fill = _row("Fill", fill, "`fill` as an object.")
+Identity = _row("Identity", identity, "`identity` as an object.")
+ScalarToTensor = _row("ScalarToTensor", scalar_to_tensor, "`scalar_to_tensor` as an object.")
+Select = _row("Select", select, "`select` as an object.")
+Conv2D = _row("Conv2D", F.conv2d, "Convolution of [N, C, H, W] with the weight given.", _Convolution)
+Conv3D = _row("Conv3D", F.conv3d, "Convolution of [N, C, D, H, W] with the weight given.", _Convolution)
+
+
+class Conv2DTranspose(_Convolution):
+    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
+
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
+        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
+        return conv2d_input(tuple(input_size), weight, dout, *self._options()[1:])
+
+
+class Conv3DTranspose(_Convolution):
+    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
+
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
+        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
+
+
+class Conv2DBackpropInput(Conv2DTranspose):
+    """The older name of Conv2DTranspose."""
 
 
 matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.log, torch.isfinite

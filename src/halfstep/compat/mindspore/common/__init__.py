@@ -2,6 +2,6 @@
 
 from halfstep.compat.mindspore._functions import set_seed
 from halfstep.compat.mindspore._tensor import Parameter, ParameterTuple, Tensor
-from halfstep.compat.mindspore.common import dtype, initializer, parameter, tensor
+from halfstep.compat.mindspore.common import initializer
 
-__all__ = ["Parameter", "ParameterTuple", "Tensor", "dtype", "initializer", "parameter", "set_seed", "tensor"]
+__all__ = ["Parameter", "ParameterTuple", "Tensor", "initializer", "set_seed"]

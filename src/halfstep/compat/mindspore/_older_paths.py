@@ -1,0 +1,41 @@
+"""Module paths under which older scripts import what lies elsewhere here: one row a path."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from halfstep.compat.mindspore import _functions, _tensor, amp, dtype, nn, train
+
+_HERE = "halfstep.compat.mindspore"
+_ROWS: tuple[tuple[str, ModuleType, str], ...] = (
+    ("common.dtype", dtype, " ".join(dtype.__all__)),
+    ("common.parameter", _tensor, "Parameter ParameterTuple"),
+    ("common.tensor", _tensor, "Tensor"),
+    ("nn.wrap", nn, ""),
+    ("nn.wrap.cell_wrapper", nn, "TrainOneStepCell WithEvalCell WithLossCell"),
+    (
+        "nn.wrap.loss_scale",
+        nn,
+        "DynamicLossScaleUpdateCell FixedLossScaleUpdateCell TrainOneStepWithLossScaleCell",
+    ),
+    ("train.amp", amp, "auto_mixed_precision build_train_network"),
+    (
+        "train.callback",
+        train,
+        "Callback CheckpointConfig EarlyStopping History LossMonitor ModelCheckpoint RunContext TimeMonitor",
+    ),
+    ("train.loss_scale_manager", train, "DynamicLossScaleManager FixedLossScaleManager LossScaleManager"),
+    ("train.model", train, "Model"),
+    ("train.serialization", _functions, "load_checkpoint load_param_into_net save_checkpoint"),
+)
+
+
+def register() -> None:
+    """Make every path importable, and an attribute of the module that it lies in."""
+    for path, home, names in _ROWS:
+        module = ModuleType(f"{_HERE}.{path}", f"mindspore.{path}: a path that older scripts import from.")
+        vars(module).update({name: getattr(home, name) for name in names.split()}, __path__=[])
+        sys.modules[module.__name__] = module
+        parent, _, name = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], name, module)
