@@ -340,7 +340,7 @@ class CheckpointFolder:
         for old in [other for other in self.paths() if _step_of(other) <= step][: -self.keep]:
             old.unlink(missing_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
-            if not is_being_written(leftover):
+            if was_abandoned(leftover, _NAME.pattern) and leftover.is_file():
                 leftover.unlink(missing_ok=True)
         return path
 
@@ -382,23 +382,21 @@ def _step_of(path: Path) -> int:
     return int(path.name[len("step-") : -len(".pt")])
 
 
-def is_being_written(temporary: Path) -> bool:
-    """Whether the process named in a temporary file's name may still live; one of another host may."""
-    found = re.fullmatch(r"\..+\.(.+)-(\d+)\.tmp", temporary.name)
+def was_abandoned(temporary: Path, name: str) -> bool:
+    """Whether this is a name that `save` gives what becomes `name` (a pattern), and its process has ended.
+
+    False for any other name, and for one of another host, where the process may live.
+    """
+    found = re.fullmatch(rf"\.{name}\.{HOST}-(\d+)\.tmp", temporary.name)
     if found is None:
         return False
-    host, pid = found.groups()
-    if host != HOST:
-        return True
-    if int(pid) == os.getpid():
-        return False
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(found[1]), 0)
     except ProcessLookupError:
-        return False
-    except OSError:
         return True
-    return True
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def warn_if_threads_differ(saved: int) -> None:

@@ -62,10 +62,12 @@ def test_only_what_dead_processes_left_is_cleared(tmp_path):
     living = tmp_path / f".step-00000004.pt.{host}-{os.getppid()}.tmp"
     elsewhere = tmp_path / ".step-00000004.pt.otherhost-1.tmp"
     gone = tmp_path / f".step-00000004.pt.{host}-{int(dead.stdout)}.tmp"
-    for path in (living, elsewhere, gone):
+    strangers = [tmp_path / ".step-plan.tmp", tmp_path / f".step-4.pt.{host}-{int(dead.stdout)}.tmp"]
+    for path in (living, elsewhere, gone, *strangers):
         path.write_bytes(b"half")
     CheckpointFolder(tmp_path).save(5, {"step": 5})
     assert [living.exists(), elsewhere.exists(), gone.exists()] == [True, True, False]
+    assert all(path.exists() for path in strangers)
 
 
 def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path):

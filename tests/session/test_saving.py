@@ -2,12 +2,15 @@
 
 import json
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import halfstep as hs
+from halfstep import checkpoint
 from halfstep.autocast.kernel_choice import ROUNDED, KernelTable, Row
 from halfstep.autocast.kernel_names import SIZES
 from halfstep.errors import CheckpointError
@@ -135,6 +138,44 @@ def test_keep_last_and_replacing(tmp_path):
         run[3].save(tmp_path / f"step-{step}", keep_last=2)
     run[3].save(tmp_path / "step-10")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-2", "step-best"]
+
+
+def test_no_folder_without_our_mark_is_removed(tmp_path):
+    """A save used to delete every `.*.tmp` beside it, whatever lay where it writes, and older namesakes."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own = f"{checkpoint.HOST}-{ended.pid}.tmp"
+    strangers = [".my-experiment.tmp", f".step-1.{own}", f".notes.{own}", "step-0", ".step-5.old", "step-6"]
+    for name in strangers:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / "step-0" / "manifest.json").write_text('{"name": "a web page"}')
+    run = build()
+    for step in (1, 2, 3):
+        run[3].save(tmp_path / f"step-{step}", keep_last=1)
+    for taken in ("step-5", "step-6"):
+        with pytest.raises(CheckpointError, match="is no checkpoint of halfstep, so that it is not replaced"):
+            run[3].save(tmp_path / taken)
+    with pytest.raises(CheckpointError, match="choose another name"):
+        run[3].save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*strangers, "step-3"])
+    assert all((tmp_path / name / "notes.txt").read_text() == "mine" for name in strangers)
+
+
+def test_what_a_killed_save_left_is_cleared_and_an_empty_folder_is_used(tmp_path):
+    run, empty = build(), tmp_path / "step-2"
+    code = f"""
+import os, halfstep as hs, torch
+from halfstep.session import writing
+writing._finish = lambda *_: os._exit(9)
+hs.prepare(torch.nn.Linear(2, 2)).save({str(tmp_path / "step-1")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert [p.name.startswith(".step-1.") for p in tmp_path.iterdir()] == [True]
+    empty.mkdir()
+    run[3].save(empty)
+    run[3].save(empty)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
 
 
 @pytest.mark.parametrize("at", [9, 200, -1, -3000])

@@ -509,7 +509,7 @@ class Session(OfSetup):
         it, into any master or state format.
 
         Args:
-            path: a folder on a disk that all ranks see; one that exists is replaced.
+            path: a folder on a disk that all ranks see; a checkpoint there is replaced, nothing else.
             schedulers: learning-rate schedulers, in an order that `load` repeats.
             position: where this rank stands in its data: tensors, numbers, strings, nests of these.
             extra: the same on all ranks.
@@ -517,8 +517,9 @@ class Session(OfSetup):
             background: copy everything now and write in a thread while training goes on.
 
         Raises:
-            CheckpointError: a full disk, told on every rank, or a value that cannot be saved. In the
-                background: at the next `save` or `load`, or by `wait_until_saved`.
+            CheckpointError: a full disk, told on every rank, a value that cannot be saved, or a folder in
+                the way that is no checkpoint. In the background: at the next `save` or `load`, or by
+                `wait_until_saved`.
         """
         return saving.save(
             self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last,

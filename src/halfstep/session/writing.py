@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def _write(
     file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
     needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
     try:
+        _check_place(path)
         temporary.mkdir(parents=True, exist_ok=True)
+        if rank() == 0:
+            (temporary / MANIFEST).write_text(json.dumps({"halfstep": manifest["halfstep"]}))
         digest, count = shardfiles.write(file, pieces, about)
         told: Any = (file.name, digest, count)
     except OSError as error:
@@ -134,14 +138,45 @@ def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
     checkpoint.sync_folder(temporary)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         os.rename(path, old)
     os.rename(temporary, path)
     checkpoint.sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
     for left in path.parent.glob(".*.tmp"):
-        if left.is_dir() and not checkpoint.is_being_written(left):
-            shutil.rmtree(left, ignore_errors=True)
+        if checkpoint.was_abandoned(left, ".+"):
+            _remove(left)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has the mark of a checkpoint inside: a manifest that names halfstep."""
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            return b'"halfstep": "' in file.read(4096)
+    except OSError:
+        return False
+
+
+def _check_place(path: Path) -> None:
+    """CheckpointError where something that is no checkpoint would have to go."""
+    for place in (path, path.with_name(f".{path.name}.old")):
+        empty = place.is_dir() and not any(place.iterdir())
+        if place.exists() and not empty and not _is_ours(place):
+            raise CheckpointError(
+                f"cannot write {path}: {place} is there and is no checkpoint of halfstep, so that it is not "
+                "replaced: choose another name, or move it"
+            )
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint, its mark last, or a folder that is empty; nothing else."""
+    with suppress(OSError):
+        if _is_ours(folder):
+            for file in folder.glob("*.safetensors"):
+                file.unlink()
+            shutil.rmtree(folder)
+        elif folder.is_dir():
+            folder.rmdir()  # fails where something is in it
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
@@ -168,7 +203,7 @@ def _prune(path: Path, keep: int) -> None:
     older: list[tuple[int, Path]] = []
     for other in path.parent.iterdir():
         match = pattern.fullmatch(other.name)
-        if match and int(match[1]) <= int(found[2]) and (other / MANIFEST).is_file():
+        if match and int(match[1]) <= int(found[2]) and _is_ours(other):
             older.append((int(match[1]), other))
     for _, other in sorted(older)[:-keep]:
-        shutil.rmtree(other, ignore_errors=True)
+        _remove(other)
