@@ -26,9 +26,10 @@ def trained(rank: int) -> tuple[list[torch.Tensor], str]:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Flatten(), torch.nn.Linear(576, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = hs.prepare(model, optimizer, level="O1", dtype="bf16", kernels="measured")
+    forward = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     for _ in range(2):
         with amp.autocast():
-            loss = model(torch.randn(16, 3, 8, 8)).float().square().mean()
+            loss = forward(torch.randn(16, 3, 8, 8)).float().square().mean()
         amp.backward(loss)
         amp.step()
     return [p.detach() for p in model.parameters()], amp.kernels.digest

@@ -1,7 +1,5 @@
 """Law 13, the machine only says by which kernel: choices follow times, keep dtypes, and are data."""
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
@@ -10,9 +8,10 @@ import halfstep as hs
 from halfstep.autocast import kernel_choice, kernel_functions
 from halfstep.autocast.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
 from halfstep.autocast.kernel_functions import Linear
+from halfstep.session import ranks as ranks_module
 
 BF16 = torch.bfloat16
-prepare_module = importlib.import_module("halfstep.session.prepare")  # the package's name is the function
+
 WAYS = ("native", "rounded")
 
 
@@ -143,15 +142,15 @@ def test_all_ranks_take_the_choices_of_rank_0(monkeypatch) -> None:
     said: list[object] = []
 
     def of_rank(number: int) -> KernelTable:
-        def gathered(value: object) -> list[object]:
+        def gathered(value: object, group: object) -> list[object]:
             if number == 0:
                 said.append(value)
             return said
 
-        monkeypatch.setattr(prepare_module, "world_size", lambda: 2)
-        monkeypatch.setattr(prepare_module, "rank", lambda: number)
-        monkeypatch.setattr(prepare_module, "gather", gathered)
-        return prepare_module.same_on_all_ranks(ranks[number], torch.device("cpu"), BF16)
+        monkeypatch.setattr(ranks_module, "world_size", lambda group: 2)
+        monkeypatch.setattr(ranks_module, "rank", lambda group: number)
+        monkeypatch.setattr(ranks_module, "gather", gathered)
+        return ranks_module.kernels_of_first_rank(ranks[number], BF16, None)
 
     tables = [of_rank(0), of_rank(1)]
     met_later = OpClass("convolution", "bf16", "2d depthwise", "large", torch.get_num_threads())

@@ -18,7 +18,7 @@ from halfstep.distributed.reduce import (
     Group,
     all_parts,
     local_of,
-    rank_in,
+    rank,
     shard_groups,
     to_backend,
     world_size,
@@ -76,7 +76,7 @@ def _plain_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
     """The norms of gradients split over one group along one dimension; each rank puts some together."""
-    ranks, me, (_, dim) = world_size(group), rank_in(group), _place(grads[0])
+    ranks, me, (_, dim) = world_size(group), rank(group), _place(grads[0])
     owners = _owners([g.numel() for g in grads], ranks)
     theirs = [[g for g, owner in zip(grads, owners) if owner == number] for number in range(ranks)]
     shapes = [[_shape_on(g, dim, number, ranks) for g in theirs[me]] for number in range(ranks)]

@@ -25,14 +25,9 @@ def world_size(group: Group | None = None) -> int:
     return dist.get_world_size(group)
 
 
-def rank() -> int:
-    """Return this process's rank, 0 without an initialised process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def rank_in(group: Group) -> int:
-    """Return this process's place among the ranks of `group`."""
-    return dist.get_rank(group)
+def rank(group: Group | None = None) -> int:
+    """Return this process's place among the ranks of `group` (default: all), 0 without a process group."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def started_by_torchrun() -> int:

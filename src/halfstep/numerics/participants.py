@@ -56,6 +56,11 @@ class StepParticipants:
         return self.models[0] if self.models else None
 
     @property
+    def group(self) -> Any:
+        """The process group of the session's ranks, None for all."""
+        return getattr(self.session, "group", None)
+
+    @property
     def scale_moves(self) -> bool:
         """Whether the loss scale finds its own place: one that is too large goes down by itself."""
         holder = self.session or self.scaler

@@ -124,7 +124,9 @@ class Replayable:
 
     def _on_any_rank(self, here: bool) -> bool:
         """All ranks replay or none does: a replay takes part in their collectives."""
-        return here if world_size() == 1 else bool(all_ranks(torch.tensor(here, device=self._device)))
+        if world_size() == 1 or self._parts is None:
+            return here
+        return bool(all_ranks(torch.tensor(here, device=self._device), self._parts.group))
 
     def _is_bad(self, ran: _Ran) -> bool:
         session = self._parts_of(ran.step).session

@@ -456,7 +456,7 @@ def _try_cures(
 
     if world_size() == 1 or not trace.collectives:
         return bad and replace(bad, cures=try_alone(bad.cures, trials(underflow)))
-    everyone = gather(_told(trace))
+    everyone = gather(_told(trace), parts.group)
     together = TrialsTogether(everyone, trials(any(told.underflow for told in everyone)), parts)
     judged = together.run()
     if bad is not None and bad.cause.kind == "rank":

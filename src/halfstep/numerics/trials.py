@@ -173,12 +173,12 @@ class TrialsTogether:
             return UNTRIED
         possible = cure.apply is not _impossible
         state = _UNSAFE if not possible else _READY if scales else self._trials.rehearse(cure.apply)
-        states = gather(state)
+        states = gather(state, self._parts.group)
         if _UNSAFE in states:
             return UNTRIED
         if _RAISED in states:
             return FAILS
-        return WORKS if all(gather(self._trials.works(cure.apply))) else FAILS
+        return WORKS if all(gather(self._trials.works(cure.apply), self._parts.group)) else FAILS
 
 
 def _impossible() -> Any:

@@ -39,7 +39,23 @@ class Training(Protocol):
         ...
 
 
+class Wrapped(Protocol):
+    """Who wants to know of each DDP that is made around its weights."""
+
+    number: int
+    """Later ones have higher numbers."""
+
+    def trains_in(self, module: nn.Module) -> bool:
+        """Whether its weights are the module's."""
+        ...
+
+    def wrapped(self, ddp: Any, sends: bool) -> None:
+        """Called within DDP's constructor; `sends`: on every rank, and for no other of the same weights."""
+        ...
+
+
 _TRAININGS: weakref.WeakSet[Training] = weakref.WeakSet()
+_TOLD: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 _AT_ONCE = 1 << 26
 """How many masters are sent before they are put in their places: 256 MiB of memory in between."""
 
@@ -129,6 +145,13 @@ def follow_wraps(training: Training) -> None:
         _watch()
 
 
+def tell_of_wraps(told: Wrapped) -> None:
+    """From now on, `told` hears of every DDP around its weights."""
+    if torch.distributed.is_available():
+        _TOLD.add(told)
+        _watch()
+
+
 @functools.cache
 def _watch() -> None:
     register_module_module_registration_hook(_on_registration)
@@ -136,7 +159,13 @@ def _watch() -> None:
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called for every module that becomes part of another; acts where DDP's constructor takes its own."""
-    if isinstance(parent, nn.parallel.DistributedDataParallel) and module is not None and _broadcasts():
+    if not isinstance(parent, nn.parallel.DistributedDataParallel) or module is None:
+        return
+    sends = _broadcasts()
+    told = sorted((one for one in _TOLD if one.trains_in(module)), key=lambda one: one.number)
+    for one in told:  # collectives for the latest alone: older ones may be gone on other ranks
+        one.wrapped(parent, sends and one is told[-1])
+    if sends:
         replica = Replica(parent, module, list(_TRAININGS))
         if replica.weights:
             check_shapes = getattr(torch.distributed, "_verify_param_shape_across_processes", None)

@@ -110,6 +110,7 @@ def choose(
         relayout=layout == "auto",
         by_module=plan is None,
         seconds=seconds,
+        group=options.get("group"),
     )
 
 

@@ -6,13 +6,13 @@ that are there are unscaled, set aside and added again afterwards, so that each 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from halfstep.distributed import all_ranks, local_of
+from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, show
 from halfstep.gradients.stats import AnyStats
 from halfstep.optim.masters import weight_of
@@ -127,13 +127,13 @@ def settle(
     index: int,
     shares: Mapping[int, Share],
     device: torch.device,
-    everywhere: bool,
+    over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> tuple[StepState, dict[int, Share], Flag]:
     """Whether a step is to be skipped, and each loss's share as all see it; who shares a loss is told.
 
-    A loss found inf where any optimizer that it trains did (`everywhere`: on any rank, law 3).
+    A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
     """
-    if len(shares) == 1 and not everywhere:
+    if len(shares) == 1 and over_ranks is None:
         [share] = shares.values()
         if len(share.group) == 1:  # nobody to ask, nobody to tell
             return state, dict(shares), share.found
@@ -143,7 +143,9 @@ def settle(
     for loss, share in open_.items():
         theirs = [_found(held, loss, steppers[other], device) for other, held in siblings[loss]]
         flags.append(_any([share.found, *theirs]))
-    flags = _over_ranks(flags, device) if everywhere and flags else flags
+    if over_ranks is not None and flags:
+        told = over_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in flags]))
+        flags = [bool(flag) if isinstance(mine, bool) else flag for mine, flag in zip(flags, told)]
     answered = {
         loss: share if found is share.found else share._replace(found=found)
         for (loss, share), found in zip(open_.items(), flags)
@@ -207,12 +209,6 @@ def _told(carried: Carried, loss: int, found: Flag) -> Carried:
         share = carried.shares[loss]._replace(found=found, settled=True)
         return carried._replace(shares={**carried.shares, loss: share})
     return carried._replace(found=found) if isinstance(carried, OF_A_BACKWARD) else carried
-
-
-def _over_ranks(flags: Sequence[Flag], device: torch.device) -> list[Flag]:
-    """The same over all ranks, in one exchange."""
-    told = all_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in flags]))
-    return [bool(flag) if isinstance(mine, bool) else flag for mine, flag in zip(flags, told)]
 
 
 def _any(flags: Sequence[Flag]) -> Flag:

@@ -18,11 +18,9 @@ import torch
 from torch import nn
 
 from halfstep import devices
-from halfstep.autocast.kernel_choice import Kernels, KernelTable, from_plain, table_of, to_plain
-from halfstep.autocast.kernel_probes import whole_table
+from halfstep.autocast.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
-from halfstep.distributed import gather, rank, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, show
 from halfstep.formats import dtype_name
 from halfstep.optim.base import OnePassOptimizer
@@ -36,7 +34,7 @@ from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
-from halfstep.session.ranks import check_norm_group
+from halfstep.session.ranks import check_group, check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import parameters_of
@@ -238,15 +236,6 @@ def loss_scales_of(
     return [loss_scale_of(one, level, compute) for one in given]
 
 
-def same_on_all_ranks(table: KernelTable, device: torch.device, compute: torch.dtype) -> KernelTable:
-    """Rank 0's kernels, on every rank: measured in whole before training, so that nothing is open later."""
-    if world_size() == 1 or device.type != "cpu" or compute not in LOW_DTYPES:
-        return table
-    mine = gather((to_plain(whole_table(table, compute)), table.measured) if rank() == 0 else None)
-    rows, measured = mine[0]
-    return KernelTable(from_plain(rows), name="of rank 0", measured=measured)
-
-
 def apply_level(
     level: Level,
     models: Sequence[nn.Module],
@@ -342,6 +331,7 @@ def prepare(
     seconds: float = 60.0,
     kernels: Kernels = None,
     norm_group: Any = None,
+    group: Any = None,
     **unknown: Never,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
@@ -372,11 +362,16 @@ def prepare(
             are 16-bit with masters (fp32 weights, at O0 and O1, add up in fp32 anyway); optimizers of
             `halfstep.optim` take the same argument themselves.
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
-            TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". Over
-            ranks, rank 0's choices hold on all. A loaded state brings its own.
+            TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". The
+            ranks over which the model is wrapped, or of `group`, use those of the first of them. A loaded
+            state brings its own.
         norm_group: a process group whose ranks each train other parameters of one model, such as the stages
             of a pipeline: the norm that clips and is told is that of all of them, and a step is one that all
             ranks of the group take. Shards (DTensors) need none.
+        group: the process group whose ranks are one run: they take or skip the same steps, compute by the
+            same kernels and save into one folder. None is the ranks over which the model is wrapped, when
+            that is needed: DDP's `process_group`, the mesh of its shards, `norm_group`, or what these join
+            together; for a model that nothing wraps all ranks, but kernels are each rank's own then.
         step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
             returns the loss. Everything it changes is put back.
         batch: for "auto": what `step` is called with.
@@ -397,7 +392,8 @@ def prepare(
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
-        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate, "norm_group": norm_group}
+        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate}
+        options |= {"norm_group": norm_group, "group": group}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
@@ -408,19 +404,20 @@ def prepare(
     chosen = policy_of(row, dtype, word_dtype, policy, device)
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
+    check_group(group)
     check_norm_group(norm_group, optimizers)
     check_accumulation(accumulate, row, optimizers)
     scales = loss_scales_of(loss_scale, row, compute)
     scaled = any(not isinstance(one, NoLossScale) for one in scales)
     skips = skips_of(on_nonfinite, skip_nonfinite, scaled)
-    table = same_on_all_ranks(table_of(kernels), device, compute)
+    table = table_of(kernels)
     counts = SkipCount(limit=max_skips)
     warn_of_lost_masters(row, models, optimizers, compute)
     relayout = Relayout(models if layout == "channels_last" else ())
     setup = Setup(models, optimizers, row, chosen, table, device, skips, relayout)
     try:
         setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute, accumulate)
-        session = Session(setup, scales, counts, on_nonfinite, norm_group)
+        session = Session(setup, scales, counts, on_nonfinite, norm_group, group)
     except Exception:
         take_back(setup.conversions, setup.masters)
         relayout.revert()

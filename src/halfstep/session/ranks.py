@@ -1,10 +1,12 @@
-"""What a session refuses by name before training, because it cannot be right over ranks (law 14).
+"""Over which ranks a session is one run, and what it refuses by name before training (law 14).
 
-A model does not know what wraps it, so DDP is looked for once, at the first backward pass or step.
+A model does not know what wraps it, so DDP is looked for where the answer is first needed, and anew after
+each DDP that is made around the model.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,44 +14,107 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.autocast.kernel_choice import KernelTable, from_plain, to_plain
+from halfstep.autocast.kernel_probes import whole_table
 from halfstep.convert.sharded import shards_of
-from halfstep.distributed import SameGradients, ddp_around, is_sharded, joins_alone, world_size
+from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.session.setup import Setup
 from halfstep.session.steppers import parameters_of
+
+_NUMBERS = itertools.count()
 
 
 class RankGuard:
-    """The checks of one session; those that cannot change are made once."""
+    """The ranks of one session, and its checks; those that cannot change are made once."""
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], compute: torch.dtype
-    ) -> None:
-        self._models, self._optimizers, self._compute = models, optimizers, compute
+    def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
+        self._setup, self._given, self._stages = setup, group, norm_group
+        self._models, self._optimizers = setup.models, setup.optimizers
+        self.number = next(_NUMBERS)
+        self._checked = self._knows_group = False
         self._wrappers: list[weakref.ref[Any]] | None = None
+        self._group: Any = None
         self._sharded, self._same_gradients = False, SameGradients()
         self._weights: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
-        self._prepared = [weakref.ref(weight_of(p)) for o in optimizers for p in parameters_of(o)]
+        self._prepared = [weakref.ref(weight_of(p)) for o in setup.optimizers for p in parameters_of(o)]
+
+    @property
+    def group(self) -> Any:
+        """The ranks that take or skip steps and save together; None is all of them.
+
+        Those given to `prepare`, else those over which the model is wrapped, which are put together at the
+        first call: every one of them must make it.
+        """
+        if world_size() == 1:
+            return None
+        if not self._knows_group:
+            self._group, self._knows_group = joint_group(self._groups()), True
+        return self._group
+
+    def _groups(self) -> list[Any]:
+        """The process groups over which the session's models are wrapped, or the one that was given."""
+        if self._given is not None:
+            return [self._given]
+        found = [] if self._stages is None else [self._stages]
+        meshes = dict.fromkeys(
+            mesh
+            for model in self._models
+            for p in (*model.parameters(), *shards_of(model))
+            if (mesh := getattr(p, "device_mesh", None)) is not None
+        )
+        found += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        found += [ddp.process_group for ddp in self._around()]
+        return list({id(group): group for group in found}.values())
+
+    def _around(self) -> list[Any]:
+        """Every DDP around the models."""
+        if self._wrappers is None:
+            parameters = (p for model in self._models for p in model.parameters())
+            self._wrappers = [
+                weakref.ref(ddp) for ddp in (ddp_around(parameters) if world_size() > 1 else ())
+            ]
+        return [ddp for ref in self._wrappers if (ddp := ref()) is not None]
+
+    def trains_in(self, module: nn.Module) -> bool:
+        """Whether weights of the session's models are the module's."""
+        theirs = set(module.parameters())
+        return any(p in theirs for model in self._models for p in model.parameters())
+
+    def wrapped(self, ddp: Any, sends: bool) -> None:
+        """A DDP is being made around the models: what was found before it is looked for anew.
+
+        Where it `sends` (a collective), its ranks get the kernels of their first one.
+        """
+        self._wrappers, self._checked, self._knows_group = None, False, False
+        if sends and self._given is None:
+            self._share_kernels([ddp.process_group])
+
+    def share_kernels(self) -> None:
+        """Compute by the kernels of the first rank on all of the ranks that are known by now (law 13)."""
+        if world_size() > 1:
+            self._share_kernels(self._groups())
+
+    def _share_kernels(self, groups: Sequence[Any]) -> None:
+        compute = self._setup.policy.compute_dtype
+        if self._setup.device.type == "cpu" and compute in LOW_DTYPES:
+            for group in groups:
+                self._setup.kernels = kernels_of_first_rank(self._setup.kernels, compute, group)
 
     def check(self, shares_flag: bool) -> None:
         """Raise ConfigError or UnsupportedError; `shares_flag`: steps tell each other what they found."""
-        if self._wrappers is None:
+        if not self._checked:
             self._check_parameters()
-            wrappers = (
-                ddp_around(p for model in self._models for p in model.parameters())
-                if world_size() > 1
-                else []
-            )
-            for ddp in wrappers:
+            for ddp in self._around():
                 self._check_wrapper(ddp)
-            self._wrappers = [weakref.ref(ddp) for ddp in wrappers]
             self._sharded = world_size() > 1 and any(map(is_sharded, self._models))
+            self._checked = True
         if not shares_flag:
             return
-        for ref in self._wrappers:
-            ddp = ref()
-            if ddp is not None and joins_alone(ddp):
+        for ddp in self._around():
+            if joins_alone(ddp):
                 raise ConfigError(
                     "ddp.join() answers for DDP alone, and this session's ranks also tell each other what "
                     "they found: use `with hs.distributed.join(ddp, amp):` instead"
@@ -102,21 +167,58 @@ class RankGuard:
         for optimizer in self._optimizers:
             refuse_in_ddp(optimizer)
         for hook, _ in getattr(ddp, "_comm_hooks", ()):
-            if getattr(hook, "dtype", None) is torch.float16 and self._compute == torch.bfloat16:
+            if (
+                getattr(hook, "dtype", None) is torch.float16
+                and self._setup.policy.compute_dtype == torch.bfloat16
+            ):
                 raise ConfigError(
                     "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
                     "to zero or to inf: register compress_hook('bf16') instead"
                 )
 
 
+def joint_group(groups: Sequence[Any]) -> Any:
+    """One process group of all ranks that these join (a grid's rows and columns say); None where it is all.
+
+    A collective of these ranks where there are several groups.
+    """
+    if len(groups) < 2:
+        return groups[0] if groups else None
+    ranks = {rank()}
+    for group in groups:
+        ranks = set[int]().union(*gather(ranks, group))
+    if len(ranks) == world_size():
+        return None
+    known = (g for g in groups if ranks == {*torch.distributed.get_process_group_ranks(g)})
+    return next(known, None) or torch.distributed.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def kernels_of_first_rank(table: KernelTable, compute: torch.dtype, group: Any) -> KernelTable:
+    """The kernels of a group's first rank, on all: measured in whole, so that nothing is open later."""
+    if world_size(group) == 1:
+        return table
+    first = rank(group) == 0
+    mine = gather((to_plain(whole_table(table, compute)), table.measured) if first else None, group)
+    rows, measured = mine[0]
+    return KernelTable(from_plain(rows), name="of rank 0", measured=measured)
+
+
+_OWN = "group", "a process group that this rank is in, what new_group([0, 1]) gives ranks 0 and 1 say"
+_STAGES = "norm_group", "the process group of the stages, mesh.get_group('pp') say"
+
+
+def check_group(group: Any, about: tuple[str, str] = _OWN) -> None:
+    """Raise ConfigError for what is no process group of this rank."""
+    kind = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+    if group is not None and not isinstance(group, kind):
+        raise ConfigError(f"{about[0]}={group!r:.80}: expected {about[1]}")
+
+
 def check_norm_group(group: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for what is no process group, UnsupportedError where norms come too late for one."""
+    """Raise as `check_group`, or UnsupportedError where norms come too late for a group of stages."""
+    check_group(group, _STAGES)
     if group is None:
         return
-    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
-        raise ConfigError(
-            f"norm_group={group!r:.80}: expected the process group of the stages, mesh.get_group('pp') say"
-        )
     if any(getattr(optimizer, "release_gradients", False) for optimizer in optimizers):
         raise UnsupportedError(
             "norm_group with release_gradients, which clips by this rank's own norm of the step before: "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns, named_parameters
 from halfstep.optim.base import OnePassOptimizer
@@ -153,12 +154,14 @@ def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[
     return optimizer.state_dict(), [names.get(id(w), place) for w, place in zip(held, places)]
 
 
-def _split(t: Tensor, number: int) -> Piece | None:
+def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     """This rank's piece of a tensor, None where another rank writes it."""
     placed: Any = t
     whole = tuple(t.shape)
     if local_of(t) is t:
-        return Piece(t.detach(), (0,) * len(whole), whole) if number % world_size() == rank() else None
+        return (
+            Piece(t.detach(), (0,) * len(whole), whole) if number % world_size(group) == rank(group) else None
+        )
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placements, mesh = placed.placements, placed.device_mesh
@@ -196,21 +199,21 @@ def save(
     path = Path(path)
     check_keep(path, keep_last)
     _reshard(session)
-    pieces: dict[str, Piece] = {}
-    held: dict[str, Any] = {"": rank() if stages else 0}
+    pieces, group = dict[str, Piece](), session.group
+    held: dict[str, Any] = {"": rank(group) if stages else 0}
     for number, (name, t, is_weight) in enumerate(_tensors(session)):
         # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
-        piece, held[name] = _split(t, number if is_weight else 0), tuple(t.shape)
+        piece, held[name] = _split(t, number if is_weight else 0, group), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece
-    manifest = {**_manifest(session, pieces, schedulers, extra), "model": checksum_of(held)}
+    manifest = {**_manifest(session, pieces, schedulers, extra, group), "model": checksum_of(held)}
     own = {"random": rng.random_state(), "position": position}
-    about = {"own": _encode(own, f".rank.{rank()}", pieces), "ranks": world_size()}
+    about = {"own": _encode(own, f".rank.{rank(group)}", pieces), "ranks": world_size(group)}
     if background:
         writer = _WRITERS.setdefault(session, GroupWriter())
-        writer.start(path, pieces, about, manifest, keep_last)
+        writer.start(path, pieces, about, manifest, keep_last, group)
     else:
-        write(path, pieces, about, manifest, keep_last)
+        write(path, pieces, about, manifest, keep_last, group)
     return path
 
 
@@ -224,7 +227,11 @@ def wait_until_saved(session: Session) -> None:
 
 
 def _manifest(
-    session: Session, pieces: dict[str, Piece], schedulers: Sequence[Any], extra: Any
+    session: Session,
+    pieces: dict[str, Piece],
+    schedulers: Sequence[Any],
+    extra: Any,
+    group: Group | None,
 ) -> dict[str, Any]:
     names, plain = _names(session), dict[str, Piece]()
     optimizers: list[Any] = []
@@ -241,7 +248,7 @@ def _manifest(
                     values.setdefault(own[key], {})[what] = value
                     continue
                 number += 1
-                piece = _split(value, number)
+                piece = _split(value, number, group)
                 if piece is not None:
                     pieces[at] = piece
                 values.setdefault(own[key], {})[what] = {"tensor": at}
@@ -262,13 +269,13 @@ def _manifest(
         "session": session.state_dict(),
     }
     encoded = _encode(rest, ".rest", plain)
-    if rank() == 0:
+    if rank(group) == 0:
         pieces |= plain
     return {
         "format": FORMAT,
         "halfstep": sys.modules["halfstep"].__version__,
         "torch": torch.__version__,
-        "ranks": world_size(),
+        "ranks": world_size(group),
         "threads": torch.get_num_threads(),
         "optimizers": optimizers,
         "rest": encoded,
@@ -285,7 +292,7 @@ def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) 
     old = path.with_name(f".{path.name}.old")
     if not path.exists() and (old / MANIFEST).is_file():
         path = old  # killed between two renames
-    manifest = _checked(path)
+    manifest = _checked(path, session.group)
     _reshard(session)
     headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
     found = shardfiles.index(headers)
@@ -298,10 +305,10 @@ def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) 
     for scheduler, state in zip(schedulers, rest["schedulers"]):
         scheduler.load_state_dict(state)
     checkpoint.warn_if_threads_differ(manifest["threads"])
-    return Loaded(rest["extra"], _own_part(manifest, headers, found))
+    return Loaded(rest["extra"], _own_part(manifest, headers, found, session.group))
 
 
-def _checked(path: Path) -> dict[str, Any]:
+def _checked(path: Path, group: Group | None) -> dict[str, Any]:
     """The manifest; CheckpointError on all ranks where one of them finds a file missing or altered."""
     told: str | None = None
     manifest: dict[str, Any] = {}
@@ -314,7 +321,10 @@ def _checked(path: Path) -> dict[str, Any]:
         for number, (name, known) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
-            elif number % world_size() == rank() and shardfiles.checksum(path / name) != known["sha256"]:
+            elif (
+                number % world_size(group) == rank(group)
+                and shardfiles.checksum(path / name) != known["sha256"]
+            ):
                 told = told or f"{path / name} is corrupt: its checksum is not the manifest's"
     except NotADirectoryError:
         told = (
@@ -327,7 +337,7 @@ def _checked(path: Path) -> dict[str, Any]:
         told = str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         told = f"{path / MANIFEST} is damaged or not a manifest: {error}"
-    wrong = [one for one in gather(told) if one]
+    wrong = [one for one in gather(told, group) if one]
     if wrong:
         raise CheckpointError(wrong[0])
     return manifest
@@ -438,16 +448,19 @@ def _copy_rest(model: nn.Module, prefix: str, known: set[int], found: shardfiles
             local_of(value).copy_(_box(found, prefix + short[key], value))
 
 
-def _own_part(manifest: Mapping[str, Any], headers: Sequence[Any], found: shardfiles.Index) -> Any:
+def _own_part(
+    manifest: Mapping[str, Any], headers: Sequence[Any], found: shardfiles.Index, group: Group | None
+) -> Any:
     """Set this rank's random generators; returns its position."""
-    if manifest["ranks"] != world_size():
+    here = world_size(group)
+    if manifest["ranks"] != here:
         warnings.warn(
-            f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size()}: weights "
+            f"the checkpoint was written by {manifest['ranks']} ranks and is read by {here}: weights "
             "and states are exact, random generators and positions in the data begin anew",
             HalfstepWarning,
             stacklevel=4,
         )
         return None
-    own = _decode(headers[rank()][1]["own"], found.read)
+    own = _decode(headers[rank(group)][1]["own"], found.read)
     rng.load_random_state(own["random"])
     return own["position"]

@@ -26,6 +26,7 @@ from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
+from halfstep.optim.replicas import tell_of_wraps
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
@@ -80,7 +81,13 @@ class Session(OfSetup):
     """
 
     def __init__(
-        self, setup: Setup, scales: Sequence[LossScale], skips: SkipCount, on_nonfinite: Any, norm_group: Any
+        self,
+        setup: Setup,
+        scales: Sequence[LossScale],
+        skips: SkipCount,
+        on_nonfinite: Any,
+        norm_group: Any,
+        group: Any,
     ) -> None:
         super().__init__(setup)
         optimizers = setup.optimizers
@@ -99,13 +106,15 @@ class Session(OfSetup):
         self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
         steppers = enumerate(self._steppers)
         self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
-        self._ranks = RankGuard(setup.models, optimizers, setup.policy.compute_dtype)
+        self._ranks = RankGuard(setup, group, norm_group)
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(optimizers, self._carried)
 
     def settle(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         self._setup.serve_copies()
+        tell_of_wraps(self._ranks)
+        self._ranks.share_kernels()
         self._handles = [*self._handles, *self._setup.follow_loads(), *registry.remember(self)]
 
     def stop_watching(self) -> None:
@@ -163,6 +172,14 @@ class Session(OfSetup):
     def loss_scales(self) -> tuple[LossScale, ...]:
         """The scale of every loss, by the number that `backward(loss_id=)` names it by."""
         return self.state.loss_scales
+
+    @property
+    def group(self) -> Any:
+        """The process group whose ranks step and save together, None for all ranks; see `prepare`.
+
+        Every one of them must ask for it at the same place in the program.
+        """
+        return self._ranks.group
 
     @property
     def steps(self) -> int:
@@ -363,10 +380,11 @@ class Session(OfSetup):
     def _settle(
         self, index: int, pending: Scaled | Unscaled, measured: AnyStats
     ) -> tuple[bool | Tensor, dict[int, Share]]:
-        """OR over this optimizer, those that share its losses, and all ranks (law 3, ARCHITECTURE.md)."""
+        """OR over this optimizer, those that share its losses, and the ranks of the session (law 3)."""
         skips, device = self._setup.skip_nonfinite, self._setup.device
-        everywhere, mine = skips and world_size() > 1, losses.shares_of(pending, measured)
-        state, shares, found = losses.settle(self.state, self._steppers, index, mine, device, everywhere)
+        over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
+        mine = losses.shares_of(pending, measured)
+        state, shares, found = losses.settle(self.state, self._steppers, index, mine, device, over_ranks)
         if state is not self.state:
             self.state = state
         return found, shares
@@ -411,7 +429,7 @@ class Session(OfSetup):
         self.state = self.state.counted()
         if not self.skip_nonfinite:
             return
-        flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device))
+        flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device), self._ranks.group)
         found = bool(flag) if self.device.type == "cpu" else flag
         scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
         if isinstance(found, bool):

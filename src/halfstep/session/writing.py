@@ -35,7 +35,7 @@ class GroupWriter:
     def __init__(self) -> None:
         self._background = Background()
         self._group: Group | None = None
-        self._world: Group | None = None
+        self._made_for: tuple[Any, ...] = ()
 
     def start(
         self,
@@ -44,17 +44,21 @@ class GroupWriter:
         about: Mapping[str, Any],
         manifest: dict[str, Any],
         keep_last: int | None,
+        group: Group | None,
     ) -> None:
         """Copy every value and begin to write; raises what the writing before this one raised."""
         self.wait()
-        if world_size() > 1 and self._world is not dist.group.WORLD:
-            self._group, self._world = dist.new_group(backend="gloo"), dist.group.WORLD
+        if world_size(group) > 1 and self._made_for != (group, dist.group.WORLD):
+            ranks = None if group is None else dist.get_process_group_ranks(group)
+            apart = ranks is not None
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=apart)
+            self._made_for = group, dist.group.WORLD
         copies = {name: replace(p, value=p.value.detach().to("cpu", copy=True)) for name, p in pieces.items()}
-        group = self._group if world_size() > 1 else None
+        own = self._group if world_size(group) > 1 else group
 
         def work() -> None:
             try:
-                write(path, copies, about, manifest, keep_last, group)
+                write(path, copies, about, manifest, keep_last, own)
             except CheckpointError:
                 raise
             except RuntimeError as error:
@@ -77,12 +81,13 @@ def write(
     keep_last: int | None = None,
     group: Group | None = None,
 ) -> None:
-    """Write this rank's pieces and, on rank 0, the manifest, the name and the cleaning; all ranks call.
+    """Write this rank's pieces and, on rank 0 of the group, the manifest, the name and the cleaning.
 
+    All ranks of the group call.
     Raises CheckpointError on every rank where one of them could not.
     """
     _write(path, pieces, about, manifest, group)
-    if keep_last is not None and rank() == 0:
+    if keep_last is not None and rank(group) == 0:
         _prune(path, keep_last)
 
 
@@ -101,12 +106,12 @@ def _write(
             "write a part of its own: save state_dict() of model, optimizer and session for each stage"
         )
     temporary = begun[0][0]
-    file = temporary / f"rank-{rank():05d}-of-{world_size():05d}.safetensors"
+    file = temporary / f"rank-{rank(group):05d}-of-{world_size(group):05d}.safetensors"
     needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
     try:
         _check_place(path)
         temporary.mkdir(parents=True, exist_ok=True)
-        if rank() == 0:
+        if rank(group) == 0:
             (temporary / MANIFEST).write_text(json.dumps({"halfstep": manifest["halfstep"]}))
         digest, count = shardfiles.write(file, pieces, about)
         told: Any = (file.name, digest, count)
@@ -116,7 +121,7 @@ def _write(
         told = str(error)
     everyone = gather(told, group)
     wrong = [one for one in everyone if isinstance(one, str)]
-    if not wrong and rank() == 0:
+    if not wrong and rank(group) == 0:
         manifest["files"] = {name: {"sha256": digest, "bytes": n} for name, digest, n in everyone}
         try:
             _finish(temporary, path, manifest)
@@ -124,7 +129,7 @@ def _write(
             wrong = [f"cannot write {path}: {checkpoint.reason(error, path, 0)}"]
     wrong = wrong or [one for one in gather(wrong[0] if wrong else None, group) if one]
     if wrong:
-        if rank() == 0:
+        if rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         stands = "what was saved before stands"
         raise CheckpointError(wrong[0] if stands in wrong[0] else f"{wrong[0]}; {stands}")

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.autocast.kernel_probes import measurements
 from halfstep.distributed import gather
+from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.tuning.budget import Budget, of_first_rank
+from halfstep.tuning.budget import Budget
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
 
 Step = Callable[..., Any]
@@ -57,13 +58,14 @@ class Bench:
         batch: Sequence[Any],
         make: Callable[[LevelChoice], Any],
         seconds: float,
+        group: Group | None = None,
     ) -> None:
         self.models, self.optimizers = list(models), list(optimizers)
         self._step, self._batch, self._make = step, tuple(batch), make
         self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
-        self.budget = Budget(seconds)
+        self.budget = Budget(seconds, group)
         self._clock = _clock(self._device)
         self._bases: dict[str, FirstStep] = {}
         self._plain = LevelChoice("O0")
@@ -84,7 +86,7 @@ class Bench:
 
     def first(self, choice: LevelChoice) -> Trial:
         """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
-        return together(gather(self._first(choice)))
+        return together(gather(self._first(choice), self.budget.group))
 
     def _first(self, choice: LevelChoice) -> Trial:
         begins = not self._bases
@@ -96,7 +98,7 @@ class Bench:
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
-                slow = of_first_rank(slow)
+                slow = self.budget.of_first_rank(slow)
                 taken = () if slow else (self._settled(run, choice),)
             if slow:
                 return Trial(choice, failed=NO_TIME)
@@ -128,7 +130,7 @@ class Bench:
         taken = self._timed(run, choice)
         first = self._best is None
         hopeless = self._best is not None and HOPELESS * self._best < taken < self.budget.left()
-        if first or of_first_rank(hopeless):
+        if first or self.budget.of_first_rank(hopeless):
             taken = min(taken, self._timed(run, choice))
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
@@ -170,7 +172,7 @@ class Bench:
             with self.entered(choice) as run:
                 run()
                 times[index] += [self._timed(run, choice) for _ in range(steps)]
-        times = of_first_rank(times)
+        times = self.budget.of_first_rank(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:

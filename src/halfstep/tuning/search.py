@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from halfstep.convert.layout import convolution_weights
+from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
-from halfstep.tuning.budget import of_first_rank
 from halfstep.tuning.choices import NO_TIME, Decision, LevelChoice, Trial, decide
 from halfstep.tuning.engine import HOPELESS, Bench, Step
 from halfstep.tuning.flow import flow_of
@@ -110,6 +110,7 @@ def search(
     relayout: bool = True,
     by_module: bool = True,
     seconds: float = SECONDS,
+    group: Group | None = None,
 ) -> Tuning:
     """Try choices on the models and put them back; `make` prepares them for one and returns the session.
 
@@ -118,7 +119,7 @@ def search(
     """
     began = time.perf_counter()
     relayout = relayout and bool(convolution_weights(models))
-    bench = Bench(models, optimizers, step, batch, make, seconds)
+    bench = Bench(models, optimizers, step, batch, make, seconds, group)
     try:
         if level is None:
             trials = _search(bench, dtype, device, relayout, by_module)
@@ -128,7 +129,7 @@ def search(
         bench.close()
     if trials[0].failed is not None:
         raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
-    trials = of_first_rank(trials)
+    trials = bench.budget.of_first_rank(trials)
     return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
 
 
@@ -156,7 +157,7 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
         return trials
     for level in ("O1", "O2"):
         trials.append(_first(bench, LevelChoice(level, dtype)))
-    for one in _best(trials, 2) if relayout else ():
+    for one in _best(bench, trials, 2) if relayout else ():
         trials.append(_first(bench, replace(one.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
     if by_module:
@@ -165,7 +166,7 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
     for _ in range(CLOSE_TURNS):
         trials = _turns(bench, trials, LAST_ROUNDS, CLOSE)
         best = min(t.time for t in _usable(trials))
-        if of_first_rank(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
+        if bench.budget.of_first_rank(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
             break
     return trials
 
@@ -179,17 +180,17 @@ def _usable(trials: Sequence[Trial]) -> list[Trial]:
     return [t for t in trials if t.failed is None and t.too_far is None]
 
 
-def _best(trials: Sequence[Trial], count: int) -> list[Trial]:
+def _best(bench: Bench, trials: Sequence[Trial], count: int) -> list[Trial]:
     """The fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
     usable = _usable(trials)
-    return [trials[i] for i in of_first_rank(order) if trials[i] in usable][:count]
+    return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i] in usable][:count]
 
 
 def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[Trial]:
     """Time what is within `near` of the best, and fp32, in turns."""
     best = min((t.time for t in _usable(trials)), default=float("inf"))
-    chosen = of_first_rank(
+    chosen = bench.budget.of_first_rank(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
     timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS)
@@ -205,10 +206,10 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
     found: list[LevelChoice] = []
     for level in ("O1", "O2"):
         own = [t for t in _usable(trials) if t.choice.level == level and t.choice.dtype]
-        for trial in _best(own, 1):
+        for trial in _best(bench, own, 1):
             if not bench.budget.affords(trial.choice.label, PROFILED):
                 return found
-            rules = of_first_rank(_rules_for(bench, trial.choice, device))
+            rules = bench.budget.of_first_rank(_rules_for(bench, trial.choice, device))
             if rules.rules:
                 found.append(replace(trial.choice, rules=rules))
     return found
