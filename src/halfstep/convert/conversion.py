@@ -343,7 +343,7 @@ class _Casting:
         return wanted
 
     def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
-        check_groups(self.model, wanted, self.low)
+        check_groups(self.model, wanted, self.low, self.keep_shards)
         if self.keep_shards:
             self.record._policies = gather_in(self.model, wanted)
             wanted = {key: pair for key, pair in wanted.items() if not is_shard(pair[0])}

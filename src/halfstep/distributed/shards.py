@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,8 @@ def shard(
             of its own (of two it does not matter); with this weights are those of one process that adds
             up the same micro-batches one after the other, bit for bit. Where a torch optimizer's gradients
             are clipped, each rank then sends its shards once more, for the norm as one process takes it.
-        options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...).
+        options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...). The
+            `param_dtype` of an `mp_policy` is not for normalisations, which are gathered as they are.
 
     Raises:
         ConfigError: a block that is not the model's, or a model that is sharded already.
@@ -76,7 +78,7 @@ def shard(
     given = options if mesh is None else {**options, "mesh": mesh}
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]
     if norms and model not in norms:
-        fully_shard(norms, **{**given, "reshard_after_forward": False})
+        fully_shard(norms, **{**given, **_of_norms(options.get("mp_policy"))})
     for block in chosen:
         if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
@@ -89,6 +91,12 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _of_norms(policy: Any) -> dict[str, Any]:
+    """Normalisations stay gathered, and in the dtype that they have, whatever the others are gathered in."""
+    own = {} if policy is None else {"mp_policy": replace(policy, param_dtype=None)}
+    return {"reshard_after_forward": False, **own}
 
 
 def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:

@@ -266,6 +266,12 @@ class Link:
             raise UnsupportedError(
                 f"{what} is {weight.dtype}; masters are kept for float16 and bfloat16 weights"
             )
+        if local_of(weight) is not weight:
+            raise UnsupportedError(
+                f"{what} is a 16-bit shard, for which no master can be kept beside it. Shard the fp32 model: "
+                "at O2 its shards are the masters, and MixedPrecisionPolicy(param_dtype=...) gathers them in "
+                "16 bits; or train 16-bit shards by an optimizer of hs.optim"
+            )
         if weight.is_meta or isinstance(weight, nn.UninitializedParameter):
             raise UnsupportedError(f"{what} has no values yet (meta or lazy); materialise the model first")
         if self._models and not self.masters and weight not in names:

@@ -120,6 +120,13 @@ class RankGuard:
                     "they found: use `with hs.distributed.join(ddp, amp):` instead"
                 )
 
+    def narrow_gradients(self) -> None:
+        """Give DDP gradients of the weights' dtype: its buffers take no fp32 ones, which steps leave."""
+        for ddp in self._around() if self._setup.masters else ():
+            for p in ddp.module.parameters():
+                if p.grad is not None and p.dtype in LOW_DTYPES and p.grad.dtype != p.dtype:
+                    p.grad = p.grad.to(p.dtype)
+
     def check_step(self, shares_flag: bool, optimizer: torch.optim.Optimizer) -> None:
         """`check`, and that all ranks of `fully_shard` have gradients of the same parameters.
 

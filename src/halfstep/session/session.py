@@ -241,6 +241,7 @@ class Session(OfSetup):
             alone = [i for i in indices if i not in mixed] if mixed else indices
             self.state = opened(self.state, self._steppers, alone, frozenset(indices), loss_id)
             self._nonfinite.backward(loss)
+            self._ranks.narrow_gradients()
             scale.scale(loss).backward(**kwargs)
         if self._handles and self.steps < WATCHED_STEPS:
             self.state = marked(self.state, optimizers, indices)
