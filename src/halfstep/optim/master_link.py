@@ -210,6 +210,7 @@ class Link:
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
+        self._stepping = False
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
 
@@ -409,10 +410,17 @@ class Link:
         self.adopt(optimizer, {})
         self.sync()
         self.widen()
+        self._stepping = True
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
-        self.write_back()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Round what a step has changed into the weights, where it was broken off before it could."""
+        if self._stepping:
+            self.write_back()
+        self._stepping = False
 
     def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Add the masters by name."""

@@ -316,29 +316,31 @@ class Session(OfSetup):
         self._ranks.check_step(self._setup.skip_nonfinite, self._setup.optimizers[index])
         stepper = self._steppers[index]
         pending = ours(self.state, self._steppers, index)
-        if self._handles:
-            self.state = self.state.carrying(index, UPDATING)
-        carried = scale_of(pending)
-        edited = was_edited(pending, stepper.optimizer)
-        if self._first:
-            self._first_step()
-        if self.steps < WATCHED_STEPS:
-            self._leftovers.step(index, kept=not zero_grad)
-        for listener in self.early_listeners:
-            listener(self, stepper.optimizer)
-        inv_scale = None
-        if carried is not None and not isinstance(carried, NoLossScale):
-            inv_scale = carried.inverse(self.device)
+        carried, enabled = scale_of(pending), torch.is_grad_enabled()
         try:
+            if self._handles:
+                self.state = self.state.carrying(index, UPDATING)
+            edited = was_edited(pending, stepper.optimizer)
+            if self._first:
+                self._first_step()
+            if self.steps < WATCHED_STEPS:
+                self._leftovers.step(index, kept=not zero_grad)
+            for listener in self.early_listeners:
+                listener(self, stepper.optimizer)
+            inv_scale = None
+            if carried is not None and not isinstance(carried, NoLossScale):
+                inv_scale = carried.inverse(self.device)
             measured, found, shares = self._update(index, pending, inv_scale, clip_norm)
             looked = self._nonfinite.look(stepper.optimizer, found, shares, edited)
-        except BaseException:
-            self.state = self.state.carrying(index, EMPTY)
+            kept = NoLossScale() if stepper.unscaled or carried is None else carried
+            left = EMPTY if zero_grad else Kept(kept)
+            self.state = losses.adjusted(self.state, shares).stepped(index, left)
+            if zero_grad:
+                stepper.clear()
+        except BaseException as error:
+            self._broken_off(index, error)
+            torch.set_grad_enabled(enabled)
             raise
-        left = EMPTY if zero_grad else Kept(NoLossScale() if stepper.unscaled or carried is None else carried)
-        self.state = losses.adjusted(self.state, shares).stepped(index, left)
-        if zero_grad:
-            stepper.clear()
         self._setup.look_at_buffers()
         partly = found is True and self._setup.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
@@ -362,6 +364,17 @@ class Session(OfSetup):
             fault = no_region(setup.policy)
         if fault is not None:
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=4)
+
+    def _broken_off(self, index: int, error: BaseException) -> None:
+        """After an error or a signal in a step: weights are their masters rounded, and gradients not ours.
+
+        A signal may come while gradients are changed in place, so that they are dropped.
+        """
+        self.state, self.found_inf = self.state.carrying(index, EMPTY), None
+        if index in self._setup.masters:
+            self._setup.masters[index].link.end_step()
+        if not isinstance(error, Exception):
+            self._steppers[index].clear()
 
     def _update(
         self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
