@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.distributed import all_ranks, world_size
+from halfstep.distributed import all_ranks, is_sharded, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.nodes import is_finite, tensors_in
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.numerics.trace import BadOp, Trace, trace_step
+
+_SHARDED = (
+    "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "
+    "gathers, which a replay would have to read again. Run the step in one process or under DDP (said once)"
+)
 
 #: Replays of one run for each new cause that it may find.
 _TRIES = 4
@@ -45,7 +50,8 @@ class Replayable:
 
     A step that is skipped, or whose loss is not finite, is replayed if its cause may be new: the first in a
     row of bad steps, the second, the fourth and so on. Each cause is told once, in a warning; a range that
-    only the present loss scale exceeds is no fault and is kept without one.
+    only the present loss scale exceeds is no fault and is kept without one. Steps of a model under
+    `fully_shard` are not replayed: the first bad one is told in a warning.
 
     Args:
         session: a Session, or None with `model` and `optimizer` given (or found through the step function).
@@ -70,6 +76,7 @@ class Replayable:
         self._given = [x for x in (session, model, optimizer, *others) if x is not None]
         self._limit, self._warn = limit, warn
         self._replays = self._bad_in_a_row = 0
+        self._sharded = self._told = False
         self._parts: StepParticipants | None = None
         self._step: Callable[..., Any] | None = None
         self._device = torch.device("cpu")
@@ -93,7 +100,7 @@ class Replayable:
         parts = self._parts_of(step)
         ran = _Ran(step, batch, Snapshot(parts, weights=False), _outcomes(parts))
         self.steps += 1
-        hooks = [] if self._never_spoils(parts) else self._guards(parts, ran)
+        hooks = [] if self._sharded or self._never_spoils(parts) else self._guards(parts, ran)
         try:
             ran.result = step(*batch)
         except LossScaleCollapsed as error:
@@ -119,7 +126,9 @@ class Replayable:
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
         wanted = bad and power_of_two and self._replays < _TRIES * self._limit
-        if wanted and self._on_any_rank(len(self.traces) < self._limit):
+        if self._sharded:
+            self._tell_of_shards(bad)
+        elif wanted and self._on_any_rank(len(self.traces) < self._limit):
             self._keep(self._replay(ran))
 
     def _on_any_rank(self, here: bool) -> bool:
@@ -145,7 +154,14 @@ class Replayable:
         if self._warn and not bad.harmless and bad.cause.kind != "rank":
             warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
 
+    def _tell_of_shards(self, bad: bool) -> None:
+        if bad and self._warn and not self._told:
+            self._told = True
+            warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=4)
+
     def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
+        if self._sharded:
+            return LossScaleCollapsed(str(error))
         trace = self._replay(ran)
         bad: BadOp | None = trace.bad
         if bad is not None and not any(bad.same_as(known.bad) for _, known in self.traces):
@@ -155,6 +171,7 @@ class Replayable:
     def _parts_of(self, step: Callable[..., Any]) -> StepParticipants:
         if self._parts is None or self._step is not step:
             self._parts, self._step = StepParticipants(step, self._given), step
+            self._sharded = any(map(is_sharded, self._parts.models))
             self._device = next((p.device for p in self._parts.parameters()), torch.device("cpu"))
         return self._parts
 

@@ -1,0 +1,111 @@
+"""Ctrl-C at any line of a step, and going on: weights and masters agree, nothing stays open."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import HalfstepError
+
+KINDS = {"ours": hs.optim.AdamW, "torch": torch.optim.AdamW}
+SETTINGS = [("O2", "bf16", "torch"), ("O2", "fp16", "torch"), ("O2", "fp16", "ours"), ("O1", "fp16", "torch")]
+
+
+def prepared(level, dtype, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = KINDS[kind](model.parameters(), lr=0.01)
+    return model, optimizer, hs.prepare(model, optimizer, level=level, dtype=dtype, kernels="native")
+
+
+def forward(model, amp, at):
+    with amp.autocast():
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(at))
+        loss = model(x).float().square().mean()
+    amp.backward(loss)
+
+
+def interrupted(step, lines):
+    """Run `step` with a KeyboardInterrupt at so manieth event of halfstep or torch.optim; whether it came."""
+    left = lines
+
+    def trace(frame, event, arg):
+        nonlocal left
+        code = frame.f_code
+        ours = "halfstep" in code.co_filename or "torch/optim" in code.co_filename
+        if ours and code.co_name != "<genexpr>":  # one that is closed tells nobody of an error
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def apart(model, optimizer, amp):
+    """The 16-bit weights that are not their masters rounded."""
+    if isinstance(optimizer, hs.optim.AdamW):
+        pairs = [(w, m) for w, m in optimizer.masters().items() if w.dtype != torch.float32]
+        return [w for w, m in pairs if not torch.equal(m.to(w.dtype), w.detach())]
+    return [w for m in amp.masters.values() for w, v in m.pairs() if not torch.equal(v.to(w.dtype), w)]
+
+
+def goes_on(setting, lines):
+    """Whether the interrupt came; three more steps are taken after it."""
+    model, optimizer, amp = prepared(*setting)
+    forward(model, amp, 0)
+    amp.step(clip_norm=1.0)
+    forward(model, amp, 1)
+    came = interrupted(lambda: amp.step(clip_norm=1.0), lines)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert not apart(model, optimizer, amp)
+    told = amp.steps
+    for at in range(2, 5):
+        forward(model, amp, at)
+        assert amp.step(clip_norm=1.0).taken
+    assert amp.steps == told + 3
+    assert not apart(model, optimizer, amp)
+    assert all(p.isfinite().all() for p in model.parameters())
+    return came
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids="-".join)
+def test_a_step_that_is_interrupted_leaves_nothing_half_done(setting):
+    """It used to leave masters ahead of their weights, and gradients scaled and unscaled for the next one."""
+    lines = 1
+    while goes_on(setting, lines):
+        lines += 61
+    assert lines > 300
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setting", SETTINGS, ids="-".join)
+def test_at_every_line(setting):
+    lines = 1
+    while goes_on(setting, lines):
+        lines += 1
+
+
+def test_gradients_of_a_step_that_was_interrupted_are_gone():
+    model, _, amp = prepared("O2", "fp16", "torch")
+    forward(model, amp, 0)
+    amp.early_listeners.append(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        amp.step()
+    amp.early_listeners.clear()
+    with pytest.raises(HalfstepError, match="no gradients"):
+        amp.step()
+    forward(model, amp, 1)
+    assert amp.step().taken
