@@ -26,7 +26,7 @@ from halfstep.formats import dtype_name
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
-from halfstep.policy.levels import LOW_DTYPES, Level, dtype_of, level_of
+from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy, says_dtype
 from halfstep.scaling.headroom import HeadroomLossScale

@@ -159,9 +159,8 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     placed: Any = t
     whole = tuple(t.shape)
     if local_of(t) is t:
-        return (
-            Piece(t.detach(), (0,) * len(whole), whole) if number % world_size(group) == rank(group) else None
-        )
+        mine = number % world_size(group) == rank(group)
+        return Piece(t.detach(), (0,) * len(whole), whole) if mine else None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placements, mesh = placed.placements, placed.device_mesh
@@ -312,6 +311,7 @@ def _checked(path: Path, group: Group | None) -> dict[str, Any]:
     """The manifest; CheckpointError on all ranks where one of them finds a file missing or altered."""
     told: str | None = None
     manifest: dict[str, Any] = {}
+    ranks, own = world_size(group), rank(group)
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] not in (1, 2, FORMAT):
@@ -321,10 +321,7 @@ def _checked(path: Path, group: Group | None) -> dict[str, Any]:
         for number, (name, known) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
-            elif (
-                number % world_size(group) == rank(group)
-                and shardfiles.checksum(path / name) != known["sha256"]
-            ):
+            elif number % ranks == own and shardfiles.checksum(path / name) != known["sha256"]:
                 told = told or f"{path / name} is corrupt: its checksum is not the manifest's"
     except NotADirectoryError:
         told = (
