@@ -217,9 +217,7 @@ class Program:
     def load_weights(self):
         dtype = self.random.choice([torch.float32, DTYPES[self.low]])
         given = {
-            name: torch.randn(
-                p.shape, generator=torch.Generator().manual_seed(self.random.randrange(999))
-            ).to(dtype)
+            name: torch.randn(p.shape, generator=torch.Generator().manual_seed(self.random.randrange(999))).to(dtype)
             for name, p in self.model.named_parameters()
             if self.random.random() < 0.6
         }
