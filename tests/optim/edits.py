@@ -2,7 +2,7 @@
 
 Run by hand or in a child process: `python -m tests.optim.edits FIRST COUNT [--guard] [--fp32]`. The peer of
 fp32 weights is torch's optimizer of the same kind (of Lion the paper's lines in torch); that of 16-bit
-weights is our plain reference, made to forget everything before each step. Equal numbers, or a refusal by
+weights is our plain reference. Equal numbers, or a refusal by
 name: anything else is printed and counted as a failure. With `--guard` tensors of the user's end where a page
 begins that may not be touched.
 """
@@ -488,8 +488,6 @@ def take(side: Side, edits: list[Callable[..., None]], seed: int, refill: bool) 
             return f"refused: {error}"
         except Exception as error:
             return f"raised {type(error).__name__}: {error}"
-    if side.low and side.optimizer.backend == "reference":
-        side.optimizer._forget()
     try:
         side.optimizer.step()
     except HalfstepError as error:

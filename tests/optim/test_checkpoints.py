@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim import SGD, Adam, AdamW, Lion, fp32_state_dict, storage
+from halfstep.optim import SGD, Adam, AdamW, Lion, fp32_state_dict, rounding
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = list(itertools.product(("exact", "fp32", None), ("fp32", "bf16", "8bit")))
@@ -29,6 +29,16 @@ def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
         x = torch.randn(8, 16, generator=g).to(dtype)
         model(x).float().square().mean().backward()
         optimizer.step()
+
+
+def moment(entry: Any, key: str) -> torch.Tensor:
+    """A state in fp32."""
+    held = entry[key]
+    if held.dtype != torch.uint8:
+        return held.float()
+    width = held[0].numel()
+    values = rounding.decode(held.view(-1), entry[key + "_exponents"], signed=key == "exp_avg", width=width)
+    return values.view_as(held)
 
 
 def saved(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
@@ -79,12 +89,8 @@ def test_any_format_loads_into_any_other(source: tuple[Any, str], target: tuple[
         exact = torch.equal(optimizer.master_of(p), into.master_of(q))
         assert exact or target[0] is None
         if target[1] == "fp32" or target[1] == source[1]:
-            optimizer._slot(p, *optimizer._find(p)), into._slot(q, *into._find(q))
-            for i in range(2):
-                ours, theirs = (
-                    storage.read_state(optimizer._slots[p], i),
-                    storage.read_state(into._slots[q], i),
-                )
+            for key in ("exp_avg", "exp_avg_sq"):
+                ours, theirs = (moment(one.state[w], key) for one, w in ((optimizer, p), (into, q)))
                 assert torch.equal(ours, theirs)
     train(other, into, 1)
 
@@ -289,13 +295,19 @@ def test_the_algorithm_is_in_the_file():
 
 
 def test_a_named_checkpoint_names_an_optimizer_without_names():
-    params = wide()
+    """Names key the random rounding, so both round alike from then on."""
+    params, others = ([nn.Parameter(p.detach().bfloat16()) for p in wide()] for _ in range(2))
     named = AdamW([("first", params[0]), ("second", params[1])], master="stochastic")
     steps_of(params, named, 2, 0)
-    other = AdamW(params)
-    other.load_state_dict(named.state_dict())
+    other = AdamW(others, master="stochastic")
+    other.load_state_dict(copy.deepcopy(named.state_dict()))
     assert other.param_groups[0]["param_names"] == ["first", "second"]
-    assert other._base_key(other.param_groups[0], (0, 1)) == named._base_key(named.param_groups[0], (0, 1))
+    with torch.no_grad():
+        for p, q in zip(params, others):
+            q.copy_(p)
+    steps_of(params, named, 2, 1)
+    steps_of(others, other, 2, 1)
+    assert all(torch.equal(p, q) for p, q in zip(params, others))
 
 
 @pytest.mark.parametrize("source", [("exact", "fp32"), ("fp32", "8bit")])
@@ -325,21 +337,3 @@ def test_a_file_that_is_refused_in_part_changes_nothing(source: tuple[Any, str])
     assert all(torch.equal(p, q) for p, q in zip(other.parameters(), before[0]))
     assert all(torch.equal(ours.master_of(p), q) for p, q in before[1].items())
     assert str(ours.state_dict()) == str(before[2])
-
-
-@pytest.mark.parametrize("master", ["exact", "fp32"])
-def test_a_file_saved_after_the_state_was_cleared_holds_the_masters(master: str):
-    model, other = net(), net()
-    optimizer = AdamW(model.parameters(), lr=1e-4, master=master)
-    train(model, optimizer, 3)
-    masters = optimizer.masters()
-    optimizer.state.clear()
-    weights, state = saved(model, optimizer)
-    again = AdamW(other.parameters(), lr=1e-4, master=master)
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    for p, value in zip(other.parameters(), masters.values()):
-        assert torch.equal(again.master_of(p), value)
-    for m, o in ((model, optimizer), (other, again)):
-        train(m, o, 2, seed=1)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))

@@ -162,7 +162,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path):
         "p = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))\n"
         "p.grad = torch.ones_like(p)\n"
         "optimizer = hs.optim.SGD([p])\n"
-        "optimizer.step(); optimizer.step(look=True); optimizer.measure_on_host(None)\n"
+        "optimizer.step(); optimizer.step(look=[]); optimizer.measure_on_host(None)\n"
     )
     said: list[str] = []
     for _ in range(2):

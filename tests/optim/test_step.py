@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
 from halfstep.optim import SGD, Adam, AdamW, Lion, backends
+from halfstep.optim.bundles import bundles_of, members_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -196,12 +197,12 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = AdamW(params, **options)
     for step, now in enumerate(grads):
-        entries = []
         for p, g in zip(params, now):
-            group, place = optimizer._find(p)
-            entries.append((optimizer._slot(p, group, place), g.reshape(-1)))
-        job = backends.GroupUpdate(optimizer.algorithm(group), group, entries, torch.tensor(0.5), None)
-        backends.on_device(job, torch.device("cpu"), torch.tensor(step == 1))
+            p.grad = g.reshape(p.shape).clone()
+        found = bundles_of(members_of(optimizer.param_groups), optimizer.algorithm)
+        for bundle in found:
+            bundle.complete(optimizer.state)
+        backends.on_device(found, (torch.tensor(0.5), None), torch.tensor(step == 1), optimizer.seed)
     assert all(torch.equal(p, q) for p, q in zip(host, params))
 
 

@@ -4,9 +4,8 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,28 +14,16 @@ from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
-from halfstep.optim import cpu, cuda, reference, rounding, storage
-from halfstep.optim.algorithms import Algorithm, Number, Scalars
+from halfstep.optim import cuda, reference, rounding, storage
+from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
-from halfstep.optim.storage import Slot
+from halfstep.optim.bundles import Bundle
 
 Scalar = float | Tensor | None
 foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
 )
-
-
-@dataclass(frozen=True)
-class GroupUpdate:
-    """The parameters of one group on one device, with their gradients (in the parameters' memory order) and
-    the step's scalars."""
-
-    algorithm: Algorithm
-    group: Mapping[str, Any]
-    entries: list[tuple[Slot, Tensor]]
-    inv_scale: Scalar
-    clip_coef: Scalar
 
 
 class LateErrors:
@@ -76,26 +63,28 @@ def as_fp32(row: tuple[Number, ...]) -> Scalars:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def on_host(update: GroupUpdate, compiled: bool) -> None:
-    """Update CPU parameters; raises MasterRangeError."""
-    hyper = numbers_of(update.group)
-    rows: dict[float, Scalars] = {}
-    work: list[tuple[Slot, Tensor, Scalars, int]] = []
-    foreach_add_([slot.step for slot, _ in update.entries], 1)
-    for slot, grad in update.entries:
-        step = slot.step.item()
-        if step not in rows:
-            rows[step] = update.algorithm.scalars(hyper, step)
-        key = slot.key(int(step)) if slot.rounds_randomly else 0
-        work.append((slot, grad, rows[step], key))
-    factor = number(update.inv_scale) * number(update.clip_coef) * (-1.0 if hyper["maximize"] else 1.0)
-    if compiled:
-        over = cpu.update(update.algorithm, work, factor)
-    else:
-        work = [(slot, storage.flat(grad), as_fp32(row), key) for slot, grad, row, key in work]
-        flag = reference.update(update.algorithm, work, as_fp32((factor,))[0], None)
-        over = flag is not None and bool(flag)
-    check_range(over)
+def factor_of(inv_scale: Scalar, clip_coef: Scalar) -> float:
+    """What gradients are multiplied by, as a Python number."""
+    return number(inv_scale) * number(clip_coef)
+
+
+def on_host(bundle: Bundle, factor: float, seed: int) -> bool:
+    """Update CPU parameters by plain torch; true where one left its master's range."""
+    hyper, steps = numbers_of(bundle.group), bundle.columns["step"]
+    foreach_add_(steps, 1)
+    counts = [float(step) for step in steps]
+    rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
+    keys = [
+        (cast(int, rounding.key_of(base, int(step))) + shift) & rounding.WORD
+        for base, step, shift in zip(bundle.base_keys(seed), counts, bundle.key_shifts())
+    ]
+    work = [
+        (slot, storage.flat(grad), rows[step], key)
+        for slot, grad, step, key in zip(bundle.slots(), bundle.grads, counts, keys)
+    ]
+    factor = -factor if hyper["maximize"] else factor
+    flag = reference.update(bundle.algorithm, work, as_fp32((factor,))[0], None)
+    return flag is not None and bool(flag)
 
 
 def check_range(over: bool) -> None:
@@ -131,61 +120,77 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
 
 
 def on_device(
-    update: GroupUpdate,
-    device: torch.device,
+    bundles: Sequence[Bundle],
+    scalars: tuple[Scalar, Scalar],
     found_inf: bool | Tensor | None,
+    seed: int,
     plans: cuda.Plans | None = None,
 ) -> Tensor | None:
-    """Update parameters of an accelerator without reading anything back; returns the out-of-range flag.
+    """Update one group's parameters on one accelerator without reading anything back.
 
-    `plans` are the optimizer's for the Triton kernels; without them the plain reference runs.
+    `scalars` are the inverse scale and the clip factor, `plans` the optimizer's for the Triton kernels;
+    without them the plain reference runs. Returns the out-of-range flag.
     """
     if plans is not None:
-        return _by_kernels(update, device, found_inf, plans)
+        return _by_kernels(bundles, scalars, found_inf, seed, plans)
+    flags = [_by_reference(bundle, scalars, found_inf, seed) for bundle in bundles]
+    known = [flag for flag in flags if flag is not None]
+    return torch.stack(known).any() if known else None
+
+
+def _by_reference(
+    bundle: Bundle, scalars: tuple[Scalar, Scalar], found_inf: bool | Tensor | None, seed: int
+) -> Tensor | None:
+    device, steps = bundle.device, bundle.columns["step"]
     skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
-    steps = [slot.step for slot, _ in update.entries]
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
     counts = torch.stack(steps).to(_wide(device))
     hyper = {
-        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in update.group.items()
+        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in bundle.group.items()
     }
-    columns = update.algorithm.scalars(hyper, counts)
+    columns = bundle.algorithm.scalars(hyper, counts)
     rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
     factor = torch.ones((), device=device)
-    for scalar in (update.inv_scale, update.clip_coef):
+    for scalar in scalars:
         factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
-    factor = -factor if update.group["maximize"] else factor
+    factor = -factor if bundle.group["maximize"] else factor
+    keys: list[rounding.Int] = [0] * len(steps)
+    if bundle.rounds_randomly:
+        keys = [
+            (rounding.key_of(base, step.to(torch.int64)) + shift) & rounding.WORD
+            for base, step, shift in zip(bundle.base_keys(seed), steps, bundle.key_shifts())
+        ]
     work = [
-        (slot, storage.flat(grad), row, _key_there(slot) if slot.rounds_randomly else 0)
-        for (slot, grad), row in zip(update.entries, rows)
+        (slot, storage.flat(grad), row, key)
+        for slot, grad, row, key in zip(bundle.slots(), bundle.grads, rows, keys)
     ]
-    return reference.update(update.algorithm, work, factor, skip)
-
-
-def _key_there(slot: Slot) -> rounding.Int:
-    return (rounding.key_of(slot.base_key, slot.step.to(torch.int64)) + slot.shift) & rounding.WORD
+    return reference.update(bundle.algorithm, work, factor, skip)
 
 
 def _by_kernels(
-    update: GroupUpdate, device: torch.device, found_inf: bool | Tensor | None, plans: cuda.Plans
+    bundles: Sequence[Bundle],
+    scalars: tuple[Scalar, Scalar],
+    found_inf: bool | Tensor | None,
+    seed: int,
+    plans: cuda.Plans,
 ) -> Tensor | None:
     """`on_device` by the Triton kernels."""
-    if found_inf is True:
-        return None
+    device, group = bundles[0].device, bundles[0].group
     skip = None
     if isinstance(found_inf, Tensor):
         skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
-    group, lr = update.group, update.group["lr"]
+    lr = group["lr"]
     there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
     away = cast(Tensor, lr).detach().to(device) if there else None
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
     rate = 0.0 if away is not None else float(lr)
     rest = (group.get("eps", 0.0), group.get("bias_correction", True))
     hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
-    factors, sign = [update.inv_scale, update.clip_coef], -1.0 if group["maximize"] else 1.0
-    flag = plans.update(update.algorithm.code, update.entries, hyper, away, factors, sign, skip, device)
-    storage.count_versions(slot for slot, _ in update.entries)
+    sign = -1.0 if group["maximize"] else 1.0
+    flag = plans.update(bundles, seed, hyper, away, scalars, sign, skip, device)
+    for bundle in bundles:
+        bundle.count_versions()
     return flag
 
 

@@ -4,31 +4,45 @@ What is updated and with which scalars is decided here; arithmetic is in referen
 and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import increment_version
 
-from halfstep.errors import ConfigError
+from halfstep.distributed import local_of, shard_groups
+from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import GradStats, HostStats, clip_coefficient
+from halfstep.gradients.stats import AnyStats, GradStats, HostStats, clip_coefficient, measure_shards
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, backends, checkpoints, cuda, saved_masters, state_dicts, storage
+from halfstep.optim import (
+    arguments,
+    backends,
+    bundles,
+    checkpoints,
+    cuda,
+    entries,
+    hand_edits,
+    saved_masters,
+    shards,
+    state_dicts,
+    storage,
+)
+from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
-from halfstep.optim.cpu_plan import HostPlan
+from halfstep.optim.bundles import Bundle, Group, Members, Place
+from halfstep.optim.cpu import Table
 from halfstep.optim.release import GradientRelease
-from halfstep.optim.remembered import MASTER_KEYS, Group, Place, Remembering
-from halfstep.optim.sharded import Shards, any_shard
-from halfstep.optim.source import OwnGradients, Source, dense_grad
-from halfstep.optim.state import State
 from halfstep.optim.step_hooks import is_watched
 
 BACKENDS = ("auto", "reference", "triton")
 
 
-class OnePassOptimizer(Remembering):
+class OnePassOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
     `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
@@ -36,6 +50,8 @@ class OnePassOptimizer(Remembering):
     `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
     `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
     CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
+
+    Nothing is remembered between steps: all that one uses stands in `param_groups` and `state` (law 15).
     """
 
     one_pass = True
@@ -60,20 +76,24 @@ class OnePassOptimizer(Remembering):
         self.release_gradients = release_gradients
         self._prepare()
         super().__init__(params, defaults)
-        self.state: Any = State()
-        self._shard()
-
-    def _shard(self) -> None:
-        if any_shard([p for p, _, _ in self.places()]):
-            self._shards = Shards(self)
 
     def _prepare(self) -> None:
-        self._start_memory()
-        self._shards: Shards | None = None
-        self.source: Source = OwnGradients()
         self._late = backends.LateErrors()
         self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """The algorithm this group runs."""
+        raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
+
+    def places(self) -> Iterator[tuple[Tensor, Group, Place]]:
+        """Every parameter with its group, and its place: number of the group and number within."""
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                yield p, group, (g, i)
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
@@ -83,12 +103,20 @@ class OnePassOptimizer(Remembering):
             arguments.settle_group(group)
             for p in group["params"]:
                 storage.check_parameter(p, group["master"])
+            shards.check_blocks(group, group["params"])
+            self._check_shards(group["params"])
         except BaseException:
             del self.param_groups[-1]
             raise
         self._hook(group["params"])
-        if self._shards is not None:
-            self._shards.regroup()
+
+    def _check_shards(self, params: Sequence[Tensor]) -> None:
+        if (self.release is not None or self.accumulate) and shards.any_shard(params):
+            what = "accumulate='fp32'" if self.release is None else "release_gradients"
+            raise UnsupportedError(
+                f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by itself "
+                "and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
+            )
 
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
@@ -99,18 +127,16 @@ class OnePassOptimizer(Remembering):
 
     def __getstate__(self) -> Group:
         own = ("seed", "backend", "accumulate", "release_gradients")
+        self._take_edits()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
-        entries = dict(self.state)
-        self.state = State()
-        for p, entry in entries.items():
-            self.state[p].update(entry)
         self._prepare()
         for group in self.param_groups:
             self._hook(group["params"])
-        self._shard()
+        for p, lacking, _ in self._pairs():
+            hand_edits.even(p, lacking)
 
     def _runner(self, device: torch.device) -> str:
         return backends.runner(self.backend, device)
@@ -123,9 +149,11 @@ class OnePassOptimizer(Remembering):
 
         With released gradients the answer speaks of those freed since the last step as well.
         """
-        if self._shards is not None:
-            return self._shards.measure(inv_scale)
-        grads = self._gradients()
+        params = self._params()
+        if shards.any_shard(params):
+            shards.add_partial_sums(params)
+            return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
+        grads = [grad for members in bundles.members_of(self.param_groups) for grad in members.grads]
         seen = None if self.release is None else self.release.stats(None)
         if seen is None:
             return self._measure(grads, inv_scale)
@@ -133,58 +161,40 @@ class OnePassOptimizer(Remembering):
         assert self.release is not None
         return self.release.stats(rest) or seen
 
+    @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
-        if self._shards is not None:
-            return self._shards.measure_on_host(inv_scale)
-        known = self.measure_by_plan(inv_scale)
-        if known is not None:
-            return known
-        with torch.no_grad():
-            return None if self.release is not None else self._by_kernels(self._gradients(), inv_scale)
-
-    def measure_by_plan(self, inv_scale: Scalar) -> HostStats | None:
-        """`measure_on_host` by the plan that the last step left; None where it no longer holds."""
-        return self._plan.measure(backends.number(inv_scale)) if self._planned() and self._plan else None
+        params = self._params()
+        sharded = shards.any_shard(params)
+        if sharded:
+            shards.add_partial_sums(params)
+        if self.release is not None:
+            return None
+        members = bundles.members_of(self.param_groups)
+        if not sharded:
+            return self._by_kernels([grad for own in members for grad in own.grads], inv_scale)
+        if not all(p.is_cpu for p in params) or self._runner(torch.device("cpu")) != "numba":
+            return None
+        sets: dict[Any, list[Tensor]] = {}
+        for p, grad in ((p, grad) for own in members for p, grad in zip(own.params, own.grads)):
+            sets.setdefault(shard_groups(p), []).append(grad)
+        found = [(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
+        return shards.combined(found, _sets_of(params), backends.number(inv_scale))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or with `set_to_none=False` fill them with zeros, as in torch."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
-        elif self._shards is not None:
-            self._shards.source.clear()
         else:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad = None
-
-    @property
-    def planned(self) -> bool:
-        """Whether the last step left a plan, by which the next can measure and update in one pass."""
-        return self._shards.twin.planned if self._shards is not None else self._plan is not None
-
-    def on_kernels(self) -> bool:
-        """Whether the CPU kernels run here."""
-        return self._runner(torch.device("cpu")) == "numba"
+            for p in self._params():
+                p.grad = None
 
     @torch.no_grad()
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
-        if self._shards is not None:
-            self._shards.enter().init_states()
-            return self._shards.show()
         for p, group, place in self.places():
             if p.requires_grad:
-                self._slot(p, group, place)
-        return None
-
-    def _gradients(self) -> list[Tensor]:
-        return [g for p, group, at in self.places() if (g := self._gradient(p, group, at)) is not None]
-
-    def _gradient(self, p: Tensor, group: Group, place: Place) -> Tensor | None:
-        """The gradient of `p` as the kernels read it, or None."""
-        grad = self.source.of(p)
-        return None if grad is None else dense_grad(p, grad, lambda: self.name_of(group, place))
+                self._settle(p, group, place, None)
 
     def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> HostStats | None:
         if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
@@ -204,7 +214,7 @@ class OnePassOptimizer(Remembering):
         inv_scale: Scalar = None,
         clip_coef: Scalar = None,
         found_inf: bool | Tensor | None = None,
-        look: bool = False,
+        look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
     ) -> Any:
         """Update every parameter that has a gradient, in one pass.
@@ -215,17 +225,16 @@ class OnePassOptimizer(Remembering):
         MasterRangeError when a weight outgrew an exact fp16 master (it stays at 65504; on an accelerator the
         error comes up to two steps late).
 
-        With `look`, `looked` holds afterwards what `measure_on_host` would have said before, at the price of
-        no further pass; None where `planned` was false. `clip_norm`, in place of `clip_coef`, clips their
-        2-norm to this: it is measured first, over all ranks that hold parts of them, and `looked` says what
-        was found. ConfigError for a `clip_norm` below 0, or both; UnsupportedError for one where gradients
-        were released.
+        With a list as `look`, what `measure` would have said before is appended to it, where possible at the
+        price of no further pass. `clip_norm`, in place of `clip_coef`, clips their 2-norm to this: it is
+        measured first, over all ranks that hold parts of them. ConfigError for one below 0, or both;
+        UnsupportedError for one where gradients were released.
         """
         options = {
             "inv_scale": inv_scale,
             "clip_coef": clip_coef,
             "found_inf": found_inf,
-            "look": look or None,
+            "look": look,
             "clip_norm": clip_norm,
         }
         if torch.compiler.is_dynamo_compiling():
@@ -243,112 +252,133 @@ class OnePassOptimizer(Remembering):
         inv_scale: Scalar = None,
         clip_coef: Scalar = None,
         found_inf: bool | Tensor | None = None,
-        look: bool = False,
+        look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
     ) -> Any:
-        loss, measured = None, None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if clip_norm is not None:
             arguments.check_clipping(clip_norm, clip_coef, self.release is not None)
-        twin = self if self._shards is None else self._shards.enter()
-        twin._late.check()
-        if not twin._step_by_plan(inv_scale, clip_coef, found_inf, look, clip_norm):
+        self._late.check()
+        with torch.no_grad():
+            params = self._params()
+            if shards.any_shard(params):
+                shards.add_partial_sums(params)
+            found = self._bundles(bundles.members_of(self.param_groups), found_inf)
             if clip_norm is not None and found_inf is not True:
-                measured = self.measure_on_host(inv_scale) or self.measure(inv_scale)
-                clip_coef = clip_coefficient(measured.norm, clip_norm)
-            twin.looked = measured
-            twin._step_by_slots(inv_scale, clip_coef, found_inf)
-        self.looked = twin.looked
-        if self._shards is not None:
-            self._shards.leave(found_inf)
-        return loss
-
-    def _step_by_slots(self, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None) -> None:
-        if self.release is None:
-            self._recall()
-        try:
-            with torch.no_grad():
-                self._step(self.places(), inv_scale, clip_coef, found_inf)
-        finally:
-            self._edits.after_step()
+                stats = self._measured(found, inv_scale)
+                clip_coef = clip_coefficient(stats.norm, clip_norm)
+                if look is not None:
+                    look.append(stats)
+                look = None
+            self._update(found, inv_scale, clip_coef, found_inf, look)
         if self.release is not None:
             self.release.finish()
-            return
-        if self._check is None:
-            self._remember()
-        if not (isinstance(found_inf, Tensor) and not found_inf.is_cpu) and not found_inf:
-            self._plan = self._new_plan()
+        return loss
 
-    def _new_plan(self) -> HostPlan | None:
-        params = [p for p, _, _ in self.places()]
-        grads = self.source.of_all(params)
-        if any(not HostPlan.fits(p, grad) for p, grad in zip(params, grads)):
-            return None
-        if any(self._runner(device) != "numba" for device in {p.device for p in params}):
-            return None
-        if any(self.algorithm(group).code == L.NO_KERNEL for group in self.param_groups):
-            return None
-        self._edits.plan([p for p, grad in zip(params, grads) if grad is not None])
-        return HostPlan(self.param_groups, self.algorithm, self._slots, self.source)
+    def _bundles(self, members: Sequence[Members], found_inf: bool | Tensor | None) -> list[Bundle]:
+        """What a step updates, complete with states; nothing where it is skipped and the host knows."""
+        if found_inf is True:
+            return []
+        found = bundles.bundles_of(members, self.algorithm)
+        on_host = self.backend != "triton" and any(bundle.device.type == "cpu" for bundle in found)
+        if on_host and found_inf is not None and bool(found_inf):
+            found = [bundle for bundle in found if bundle.device.type != "cpu"]
+        for bundle in found:
+            bundle.complete(self.state)
+        return found
 
-    def _step(
+    def _measured(self, found: Sequence[Bundle], inv_scale: Scalar) -> AnyStats:
+        if not found or any(self._runner_of(bundle) != "numba" for bundle in found):
+            return self.measure_on_host(inv_scale) or self.measure(inv_scale)
+        return self._combined([Table(bundle).measure() for bundle in found], inv_scale)
+
+    def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
+        return shards.combined(found, _sets_of(self._params()), backends.number(inv_scale))
+
+    def _update(
         self,
-        places: Iterable[tuple[Tensor, Group, Place]],
+        found: Sequence[Bundle],
         inv_scale: Scalar,
         clip_coef: Scalar,
         found_inf: bool | Tensor | None,
+        look: list[AnyStats] | None = None,
     ) -> None:
-        found: dict[tuple[int, torch.device], list[tuple[storage.Slot, Tensor]]] = {}
-        host_skips: bool | None = None
-        for p, group, place in places:
-            grad = self._gradient(p, group, place)
-            if grad is None:
-                continue
-            device = p.device
-            if p.is_cpu and self.backend != "triton":
-                host_skips = bool(found_inf) if host_skips is None else host_skips
-                if host_skips:
-                    continue
-            slot = (self._slot if self.release is None else self._slot_alone)(p, group, place)
-            found.setdefault((place[0], device), []).append((slot, grad))
-        for (g, device), work in found.items():
-            self._run(self.param_groups[g], device, work, inv_scale, clip_coef, found_inf)
+        """Update all; the kernels of a CPU look on the way."""
+        runners = list(map(self._runner_of, found))
+        in_one_pass = look is not None and self.release is None and set(runners) == {"numba"}
+        if look is not None and not in_one_pass:
+            look.append(self.measure_on_host(inv_scale) or self.measure(inv_scale))
+        factor = (
+            backends.factor_of(inv_scale, clip_coef) if any(b.device.type == "cpu" for b in found) else 1.0
+        )
+        over, seen = False, list[tuple[Any, float, float]]()
+        away: dict[tuple[int, torch.device, str], list[Bundle]] = {}
+        for bundle, runner in zip(found, runners):
+            if runner == "numba":
+                table = Table(bundle)
+                over |= table.update(factor, self.seed, in_one_pass)
+                if in_one_pass:
+                    seen.append(table.totals())
+            elif runner == "reference" and bundle.device.type == "cpu":
+                over |= backends.on_host(bundle, factor, self.seed)
+            else:
+                away.setdefault((bundle.members.number, bundle.device, runner), []).append(bundle)
+        for (_, _, runner), own in away.items():
+            plans = self._plans if runner == "triton" else None
+            flag = backends.on_device(own, (inv_scale, clip_coef), found_inf, self.seed, plans)
+            self._late.add(flag)
+        if look is not None and in_one_pass:
+            look.append(self._combined(seen, inv_scale))
+        backends.check_range(over)
 
-    def _run(
-        self,
-        group: Group,
-        device: torch.device,
-        work: list[tuple[storage.Slot, Tensor]],
-        inv_scale: Scalar,
-        clip_coef: Scalar,
-        found_inf: bool | Tensor | None,
-    ) -> None:
-        """Update one group's parameters on one device."""
-        update = backends.GroupUpdate(self.algorithm(group), group, work, inv_scale, clip_coef)
-        name = "reference" if update.algorithm.code == L.NO_KERNEL else self._runner(device)
-        if name == "triton":
-            self._late.add(backends.on_device(update, device, found_inf, self._plans))
-        elif device.type == "cpu":
-            backends.on_host(update, name == "numba")
-        else:
-            self._late.add(backends.on_device(update, device, found_inf))
+    def _runner_of(self, bundle: Bundle) -> str:
+        no_kernel = bundle.algorithm.code == L.NO_KERNEL
+        return "reference" if no_kernel else self._runner(bundle.device)
 
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
         """`measure` for one parameter; None where it has no gradient."""
-        grad = self._gradient(p, *self._find(p))
-        return None if grad is None else self._measure([grad], inv_scale)
+        grads = [grad for members in bundles.member(p, self.param_groups) for grad in members.grads]
+        return self._measure(grads, inv_scale) if grads else None
 
     @torch.no_grad()
     def step_one(
         self, p: Tensor, *, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
     ) -> None:
         """`step` for one parameter."""
-        self._edits.take_one(p)
-        self._step([(p, *self._find(p))], inv_scale, clip_coef, found_inf)
-        self._edits.after_one(p)
+        found = self._bundles(bundles.member(p, self.param_groups), found_inf)
+        self._update(found, inv_scale, clip_coef, found_inf)
+
+    def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
+        """Complete the entry of one parameter; `value` (of this rank's part) sets its master and weight.
+
+        A frozen weight gets its master alone before it trains.
+        """
+        arguments.check_storage(group)
+        weight, known = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
+        algorithm, kind, state_kind = self.formats(weight, group)
+        trains = p.requires_grad or any(key not in storage.MASTER_KEYS for key in known)
+        entry = self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
+        if value is not None:
+            entry.pop(hand_edits.AWAITED, None)
+        with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
+            if trains:
+                name = bundles.name_of(group, place)
+                entries.settle(own, weight, algorithm, kind, state_kind, name, value)
+            else:
+                entries.settle_master(own, weight, kind, value)
+        if "lacking" in entry and value is not None:
+            hand_edits.even(p, entry["lacking"])
+        if not entry:
+            del self.state[p]
+
+    def formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
+        """The algorithm of a group, and in which formats it keeps this weight and its states."""
+        kind = storage.kind_of(p.dtype, group["master"])
+        return self.algorithm(group), kind, storage.state_kind_of(p, group["state_dtype"])
 
     # ---- masters ------------------------------------------------------------------------------------
 
@@ -359,51 +389,73 @@ class OnePassOptimizer(Remembering):
         Each parameter becomes the rounding of its value, and its master the value itself, where the group's
         `master` can hold it. Parameters of other optimizers are left alone.
         """
-        if self._shards is not None:
-            self._shards.seed_masters(values)
-            return
         for p, group, place in self.places():
             if p in values:
-                self._seed(p, group, place, values[p].detach())
+                self._settle(p, group, place, local_of(values[p]).detach())
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
         """The exact fp32 value of every parameter, in new tensors."""
-        if self._shards is not None:
-            return self._shards.masters()
-        return {p: self.master_of(p) for p, _, _ in self.places()}
+        return {p: self._master(p, group) for p, group, _ in self.places()}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
         """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
-        if self._shards is not None:
-            return self._shards.master_of(p)
-        group, _ = self._find(p)
-        self._edits.take_one(p)
-        state = cast("dict[str, Any]", self.state.get(p, {}))
-        if (exact := self._before_widening(p, state)) is not None:
-            return exact
-        state = {**state, **self._lost_master(p, state)}
-        kind = storage.kind_of(p.dtype, group["master"])
-        extra = state.get("master" if kind in storage.WITH_MASTER else "lacking")
-        if extra is None or extra.shape != p.shape or kind == L.PLAIN:
-            kind, extra = storage.kind_of(p.dtype, None), None
-        out = torch.empty_like(p, dtype=torch.float32)
-        return out.copy_(storage.read_weight(kind, storage.local_tensor(p).detach(), extra))
+        return self._master(p, self.param_groups[bundles.find(p, self.param_groups)[0]])
+
+    def _master(self, p: Tensor, group: Group) -> Tensor:
+        weight, entry = local_of(p).detach(), cast("Group", self.state.get(p, {}))
+        kind = storage.kind_of(weight.dtype, group["master"])
+        value = None
+        if kind in (*storage.EXACT, *storage.WITH_MASTER):
+            own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}
+            if isinstance(own.get("lacking"), Tensor) and own["lacking"].shape == weight.shape:
+                own["lacking"] = hand_edits.bits_of(p, entry["lacking"], entry)
+            value = entries.known_value(own, weight)
+        if value is None:
+            value = weight.to(torch.float32, copy=True)
+        return shards.as_shard("master", value, p)
 
     def settled_master(self, p: Tensor) -> Tensor | None:
         """`master_of(p)`; None where it has no master yet, or was set by hand since the last step."""
-        entry = cast("dict[str, Any]", self.state.get(p, {}))
-        known = {**entry, **self._lost_master(p, entry)}
-        if self._edits.is_set(p) or not any(key in known for key in MASTER_KEYS):
+        entry = cast("Group", self.state.get(p, {}))
+        if not any(key in entry for key in storage.MASTER_KEYS):
+            return None
+        if "lacking" in entry and hand_edits.is_set(p, entry["lacking"]):
             return None
         return self.master_of(p)
 
     def awaits(self, p: Tensor) -> bool:
-        """Whether the bits that `p` lacks were loaded since the last step: its own may come after."""
-        if self._shards is not None:
-            return self._shards.awaits(p)
-        return p in self._edits.awaiting
+        """Whether the bits that `p` lacks were loaded before the weight that they belong to."""
+        return hand_edits.AWAITED in cast("Group", self.state.get(p, {}))
+
+    def expect_writes(self, weights: Iterable[Tensor]) -> None:
+        """Each of these is about to be written once, with the values that it has: no edit by hand."""
+        for p in weights:
+            entry = cast("Group", self.state.get(p, {}))
+            if "lacking" in entry:
+                increment_version(entry["lacking"])
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Group]]:
+        """Exact masters: weights, the bits they lack, and their entries."""
+        for p, group, _ in self.places():
+            entry = cast("Group", self.state.get(p, {}))
+            lacking = entry.get("lacking")
+            exact = group["master"] == "exact" and p.dtype in storage.LOW_DTYPES
+            if not exact or not isinstance(lacking, Tensor) or lacking.dtype != torch.int16:
+                continue
+            if lacking.shape == p.shape and lacking.device == p.device:
+                yield p, lacking, entry
+
+    @torch.no_grad()
+    def _take_edits(self) -> None:
+        """Make masters those of weights that were set since the last step."""
+        for p, lacking, entry in self._pairs():
+            hand_edits.take_one(p, lacking, entry)
+        for p, group, _ in self.places():
+            entry = cast("Group", self.state.get(p, {}))
+            if group["master"] == "fp32" and isinstance(entry.get("master"), Tensor):
+                entry["master"].copy_(self._master(p, group))
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
@@ -412,21 +464,29 @@ class OnePassOptimizer(Remembering):
 
         Where gradients are released, the first group holds what the next backward clips by.
         """
-        if self._shards is not None:
-            return self._shards.state_dict()
-        self._edits.take()
+        self._take_edits()
         with self._without_strangers():
             packed = super().state_dict()
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
         for group, own in zip(packed["param_groups"], self.param_groups):
             group["algorithm"] = self.algorithm(own).name
-        entries = cast("dict[Any, Group]", packed["state"])
-        for index, (p, _, _) in enumerate(self.places()):
-            whole = self._whole_entry(p, entries.get(index, {}))
-            if whole or index in entries:
-                entries[index] = checkpoints.pack(whole, p)
+        known = cast("dict[Any, Group]", packed["state"])
+        own = {n: checkpoints.pack(known[n], p) for n, p in enumerate(self._params()) if n in known}
+        packed["state"] = {**own, **{key: value for key, value in known.items() if key not in own}}
         return packed
+
+    @contextmanager
+    def _without_strangers(self) -> Generator[None]:
+        """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
+        whole, known = self.state, set(self._params())
+        try:
+            if any(isinstance(p, Tensor) and p not in known for p in whole):
+                kept = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
+                self.state = cast(Any, kept)
+            yield
+        finally:
+            self.state = whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:
@@ -443,28 +503,34 @@ class OnePassOptimizer(Remembering):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state_dict = saved_masters.into_entries(state_dict)
-        if self._shards is not None:
-            self._shards.load_state_dict(state_dict)
-            for hook in self._optimizer_load_state_dict_post_hooks.values():
-                hook(self)
-            return
-        loaded = state_dicts.read(self, state_dict)
-        for group, options in zip(self.param_groups, loaded.groups):
-            group.update(options)
-        self.state.clear()
-        for p, entry in loaded.entries.items():
-            self._kept_dtype[p] = p.dtype
-            if entry.weight is not None:
-                p.copy_(entry.weight)
-            self.state[p].update(entry.state)
-            settle = self._edits.know if entry.kept else self._edits.loaded
-            settle(p, entry.state.get("lacking"))
-        self._forget()
+        try:
+            self._load(state_dicts.read(self, state_dict))
+        finally:
+            params = self._params()
+            if shards.any_shard(params):
+                shards.agree_on_counts(params, self.state)
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _load(self, loaded: state_dicts.LoadedState) -> None:
+        for group, options in zip(self.param_groups, loaded.groups):
+            group.update(options)
+        self.state.clear()
+        for p, entry in loaded.entries.items():
+            if entry.weight is not None:
+                local_of(p).copy_(entry.weight)
+            own = self.state.setdefault(p, {})
+            shards.show(entry.state, own, p)
+            if "lacking" in own:
+                hand_edits.even(p, own["lacking"])
+
+
+def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """The sets of process groups over which parameters are split, the same on every rank."""
+    return list(dict.fromkeys(map(shard_groups, params)))
 
 
 @_disable_dynamo

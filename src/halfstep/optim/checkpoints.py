@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.kernels import codes as L
 from halfstep.optim import entries, split, storage
@@ -56,7 +57,19 @@ def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
     codes = {key for key in entry if key + EXPONENTS in entry}
     packed = {key + CODES if key in codes else key: value for key, value in entry.items()}
-    return {**packed, "weight": describe_weight(p)} if "lacking" in entry else packed
+    if "lacking" not in entry:
+        return packed
+    weight, awaited = local_of(p), packed.pop("weight", None)
+    if weight.dtype not in _DTYPES.values():  # made wider since the last step, which ended its master
+        del packed["lacking"]
+        return packed
+    if awaited is None or is_described(weight, awaited, weight.dtype):
+        packed["weight"] = describe_weight(weight)
+    else:
+        packed["weight"] = awaited
+    if weight is not p:
+        packed.update(weight=of_shards(packed["weight"]), lacking=packed["lacking"].to(WIDE))
+    return packed
 
 
 def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -109,6 +122,9 @@ def restore(
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
+        known = saved.get("weight") or of_shards({"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16})
+        if known["sum"] == UNSUMMED or not is_described(p, known, p.dtype):
+            state["weight"] = known  # which may come after its bits
     else:
         value = master_value(name, saved, p, present)
     weight = None if value is None else p.detach().clone()
@@ -132,7 +148,7 @@ def has_master(saved: Mapping[str, Any]) -> bool:
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
     known = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
     if not algorithm.states:
-        known.add("momentum_buffer")  # torch's SGD without momentum leaves it as it is
+        known.update(("momentum_buffer", "momentum_buffer" + EXPONENTS))  # SGD without momentum leaves them
     strange = [key for key, value in saved.items() if key not in known and isinstance(value, Tensor)]
     if strange:
         raise CheckpointError(

@@ -1,92 +1,61 @@
-"""Fills the CPU kernels' tables from slots and runs them: one call a variant and thread for all weights."""
+"""Runs the CPU kernels over a bundle: one call a thread for all of its weights."""
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels
-from halfstep.kernels import codes as L
 from halfstep.kernels.pool import run_ranges
-from halfstep.optim.algorithms import Algorithm, Scalars
-from halfstep.optim.storage import Slot, count_versions
-
-Variant = tuple[int, int, int]
-Work = Sequence[tuple[Slot, Tensor, Scalars, int]]
-
-
-def variant_of(slot: Slot, grad: torch.dtype) -> Variant:
-    """Which kernel updates a slot whose gradient has this dtype, within one algorithm."""
-    return slot.kind, GRADS[grad], slot.state_kind if slot.states else L.STATE_FP32
+from halfstep.optim import rounding
+from halfstep.optim.arguments import numbers_of
+from halfstep.optim.bundles import Bundle
 
 
 class Table:
-    """What the kernels of one variant are called with; column 2 of `addresses` is the caller's to fill."""
+    """What the kernels are called with for one bundle."""
 
-    def __init__(self, algorithm: Algorithm, variant: Variant, slots: list[Slot]) -> None:
-        self._variant, self._grad = (algorithm.code, *variant), variant[1]
-        self._kernels: dict[bool, Any] = {}
-        self.addresses = np.array([slot.row for slot in slots], np.int64)
-        self.scalars = np.zeros((len(slots), 8), np.float32)
-        self.keys = np.zeros(len(slots), np.uint32)
-        widths = tuple(slot.width for slot in slots) if variant[2] == L.STATE_8BIT else None
-        self._work = WorkItems(tuple(slot.weight.numel() for slot in slots), widths)
-        self._status = np.zeros(1, np.int64)
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self._grad = GRADS[bundle.grad_dtype]
+        self._addresses = bundle.addresses()
+        self._work = WorkItems(bundle.elements, bundle.widths)
 
-    def update(self, look: bool = False) -> bool:
-        """Update every slot, with `look` measuring on the way; true where one left its master's range."""
-        kernel = self._kernels.get(look)
-        if kernel is None:
-            kernel = self._kernels[look] = kernels().updater(*self._variant, look)
+    def measure(self) -> tuple[Any, float, float]:
+        """Measure the gradients: their set, the sum of squares and the largest magnitude."""
         work = self._work
-        given = (self.addresses, self.scalars, self.keys, self._status, *work.found)
+        kernel = kernels().measurer(self._grad, kernels().WIDE)
+        run_ranges(kernel, work.sizes, work.items, self._addresses, *work.found)
+        return self.totals()
+
+    def totals(self) -> tuple[Any, float, float]:
+        """What `measure`, or the look of an update, found."""
+        return (self.bundle.set_of_groups, *self._work.totals(self._grad, self._addresses))
+
+    def update(self, factor: float, seed: int, look: bool = False) -> bool:
+        """Update every parameter, with `look` measuring on the way; true where one left its master's range.
+
+        `factor` multiplies the gradients.
+        """
+        bundle, work = self.bundle, self._work
+        algorithm, hyper = bundle.algorithm, numbers_of(bundle.group)
+        factor = -factor if hyper["maximize"] else factor
+        steps = np.empty(len(bundle.params))
+        same = kernels().step_counter()(bundle.step_addresses(), steps)
+        counts = steps[:1].tolist() if same else steps.tolist()
+        rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
+        scalars = np.empty((len(steps), 8), np.float32)
+        scalars[:] = [rows[step] for step in counts]  # one row serves all
+        status = np.zeros(1, np.int64)
+        kernel = kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
+        keys = _keys(bundle, seed, steps) if bundle.rounds_randomly else np.zeros(len(steps), np.uint32)
+        given = (self._addresses, scalars, keys, status, *work.found)
         run_ranges(kernel, work.sizes, work.items, *given)
-        over = bool(self._status[0])
-        self._status[0] = 0
-        return over
-
-    def measure(self) -> None:
-        """Measure the gradients."""
-        work = self._work
-        run_ranges(
-            kernels().measurer(self._grad, kernels().WIDE),
-            work.sizes,
-            work.items,
-            self.addresses,
-            *work.found,
-        )
-
-    def totals(self) -> tuple[float, float]:
-        """Sum of squares and largest magnitude that the last look found."""
-        return self._work.totals(self._grad, self.addresses)
+        bundle.count_versions()
+        return bool(status[0])
 
 
-def update(algorithm: Algorithm, work: Work, factor: float) -> bool:
-    """`reference.update` for CPU slots; true where a weight left the range of its master."""
-    variants: dict[Variant, list[tuple[Slot, Tensor, Scalars, int]]] = {}
-    for entry in work:
-        variants.setdefault(variant_of(entry[0], entry[1].dtype), []).append(entry)
-    over = False
-    for variant, entries in variants.items():
-        table = Table(algorithm, variant, [slot for slot, *_ in entries])
-        table.addresses[:, 2] = [grad.data_ptr() for _, grad, _, _ in entries]
-        table.scalars[:] = [(factor, *row) for _, _, row, _ in entries]
-        table.keys[:] = [key for _, _, _, key in entries]
-        over |= table.update()
-        count_versions(slot for slot, *_ in entries)
-    return over
-
-
-def count_steps(addresses: Any, steps: Any) -> bool:
-    """Add 1 to each fp32 step count, into `steps` too (float64); true where all are the same."""
-    return _counter()(addresses, steps)
-
-
-@cache
-def _counter() -> Any:
-    from halfstep.kernels.cpu import facts
-
-    return facts.counter()
+def _keys(bundle: Bundle, seed: int, steps: Any) -> Any:
+    bases, shifts = (np.array(own, np.int64) for own in (bundle.base_keys(seed), bundle.key_shifts()))
+    return (
+        (rounding.key_of(cast(Any, bases), steps.astype(np.int64)) + shifts) & rounding.WORD
+    ).astype(np.uint32)

@@ -6,12 +6,16 @@ then owns the tables it was captured with, its own copy of what changed is part 
 Python floats (learning rate, scale) are fixed in it, while device tensors are read at each replay.
 """
 
+from __future__ import annotations
+
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +24,10 @@ from halfstep.errors import HalfstepWarning, UnsupportedError
 from halfstep.gradients.cpu import GRADS
 from halfstep.gradients.stats import GradStats
 from halfstep.kernels import codes as L
-from halfstep.optim.storage import Slot
+from halfstep.optim import storage
+
+if TYPE_CHECKING:
+    from halfstep.optim.bundles import Bundle
 
 ITEM = 32768  # elements of a program: a multiple of the tile
 TILE = 1024  # elements at a time: a multiple of the 8-bit block
@@ -120,30 +127,53 @@ class DeviceTable:
 class UpdatePlan:
     """The address table of one group on one device and its work items by variant of the kernel."""
 
-    def __init__(
-        self, slots: list[Slot], kinds: list[tuple[torch.dtype, bool]], device: torch.device
-    ) -> None:
-        self.size, self.slots, self.kinds = len(slots), slots, kinds
-        rows: list[int] = []
+    def __init__(self, bundles: Sequence[Bundle], facts: UpdateFacts, device: torch.device) -> None:
+        self.facts, self.size = facts, len(facts.aligned)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
-        for i, (slot, (dtype, aligned)) in enumerate(zip(slots, kinds)):
-            rows += [*slot.row[:2], *slot.row[3:7], slot.step.data_ptr(), slot.base_key, slot.width]
-            state, size = slot.state_kind if slot.states else L.STATE_FP32, slot.weight.numel()
-            ragged = state == L.STATE_8BIT and size > slot.width and slot.width % L.BLOCK != 0
-            own = items.setdefault((slot.kind, GRADS[dtype], state, aligned, ragged), [])
-            own += _items_of(i, slot.exponents[0].numel(), ITEM // L.BLOCK) if ragged else _items_of(i, size)
-        self.table = _upload(rows, torch.int64, device)
+        weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights]
+        for i, ((bundle, weight), aligned) in enumerate(zip(weights, facts.aligned)):
+            size, width = weight.numel(), storage.width_of(weight)
+            ragged = bundle.widths is not None and size > width and width % L.BLOCK != 0
+            own = items.setdefault(
+                (bundle.kind, GRADS[bundle.grad_dtype], bundle.state_kind, aligned, ragged), []
+            )
+            blocks = math.prod(storage.exponents_shape(weight)) if ragged else 0
+            own += _items_of(i, blocks, ITEM // L.BLOCK) if ragged else _items_of(i, size)
+        self.table = _upload(facts.rows, torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
-        self.grads = DeviceTable(torch.int64, len(slots), device)
+        self.grads = DeviceTable(torch.int64, self.size, device)
         self.hyper = DeviceTable(torch.float64, 6, device)
-        self.rows = torch.empty(len(slots) * 8, dtype=torch.float32, device=device)
-        self.keys = torch.empty(len(slots), dtype=torch.int32, device=device)
-        held = any(slot.kind == L.FP16_EXACT for slot in slots)
+        self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
+        self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
+        held = any(bundle.kind == L.FP16_EXACT for bundle in bundles)
         self.over = torch.zeros((), dtype=torch.int32, device=device) if held else None
 
-    def fits(self, slots: list[Slot], kinds: list[tuple[torch.dtype, bool]]) -> bool:
-        """Whether the plan was made of these very slots, with gradients of these dtypes and alignments."""
-        return self.kinds == kinds and all(a is b for a, b in zip(self.slots, slots))
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """The numbers an update plan is made of; one that was made of the same still holds."""
+
+    rows: list[int]
+    """Of each parameter: weight, extra, states, exponents, step count, base key, length of a row."""
+    aligned: list[bool]
+    kinds: list[Any]
+
+    @classmethod
+    def of(cls, bundles: Sequence[Bundle], seed: int) -> tuple[UpdateFacts, tuple[int, ...]]:
+        """The facts of some bundles, and where their gradients lie."""
+        rows: list[int] = []
+        aligned: list[bool] = []
+        places: list[int] = []
+        for bundle in bundles:
+            table = bundle.addresses()
+            steps = bundle.step_addresses().tolist()
+            keys = bundle.base_keys(seed) if bundle.rounds_randomly else [0] * len(steps)
+            for row, step, key in zip(table.tolist(), steps, keys):
+                rows += [*row[:2], *row[3:7], step, key, row[7]]
+            aligned += (table[:, :5] % 16 == 0).all(1).tolist()
+            places += table[:, 2].tolist()
+        kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
+        return cls(rows, aligned, kinds), tuple(places)
 
 
 class MeasurePlan:
@@ -204,8 +234,8 @@ class Plans:
 
     def update(
         self,
-        code: int,
-        entries: Sequence[tuple[Slot, Tensor]],
+        bundles: Sequence[Bundle],
+        seed: int,
         hyper: tuple[float, ...],
         lr: Tensor | None,
         factors: Sequence[Number],
@@ -213,22 +243,23 @@ class Plans:
         skip: Tensor | None,
         device: torch.device,
     ) -> Tensor | None:
-        """Update each (slot, flat gradient) by algorithm `code`; returns the flag of masters out of range.
+        """Update the bundles of one group; returns the flag of masters out of range.
 
         `factors` (numbers or 0-d tensors) and `sign` multiply the gradients; `hyper` is what the kernel
         `scalars` takes, with `lr` in place of its first where that is a device tensor.
         """
-        slots = [slot for slot, _ in entries]
-        places = tuple(grad.data_ptr() for _, grad in entries)
-        kinds = [(grad.dtype, _aligned([*slot.row, at])) for (slot, grad), at in zip(entries, places)]
-        key = ("update", slots[0].row[0], len(slots))
+        code = bundles[0].algorithm.code
+        facts, places = UpdateFacts.of(bundles, seed)
+        key = ("update", facts.rows[0], len(places))
         plan: UpdatePlan = self._find(
-            key, device, lambda p: p.fits(slots, kinds), lambda: UpdatePlan(slots, kinds, device)
+            key, device, lambda p: p.facts == facts, lambda: UpdatePlan(bundles, facts, device)
         )
         keep = self._keeper(device)
+        if keep is not None:
+            keep.append(bundles)
         grads, settings = plan.grads.get(places, keep), plan.hyper.get(hyper, keep)
         factor, tensors = _factors(factors, sign, device)
-        count = len(slots)
+        count = plan.size
         _launch(
             kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
             lr, skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
@@ -270,10 +301,6 @@ class Plans:
             finite.view(torch.uint8), stats, LANES=1024,
         )  # fmt: skip
         return GradStats(finite, stats[0], stats[1])
-
-
-def _aligned(addresses: Sequence[int]) -> bool:
-    return all(address % 16 == 0 for address in addresses[:5]) and addresses[-1] % 16 == 0
 
 
 def _factors(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import ConfigError
 from halfstep.kernels import codes as L
@@ -86,8 +87,12 @@ def _least_exponents(p: Tensor) -> Tensor:
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:
-    if not isinstance(given, Tensor) or given.layout is not torch.strided:
-        kind = f"{given.layout} tensor" if isinstance(given, Tensor) else type(given).__name__
+    if (
+        not isinstance(given, Tensor)
+        or given.layout is not torch.strided
+        or is_traceable_wrapper_subclass(given)
+    ):
+        kind = f"{given.layout} tensor" if type(given) is Tensor else type(given).__name__
         raise ConfigError(f"the state {key!r} of {name} is a {kind}, expected a dense tensor")
     if given.shape != p.shape:
         raise ConfigError(

@@ -59,7 +59,7 @@ class LoadedMasters:
                     continue
                 master = optimizer.master_of(p)
                 if saved_masters.is_of_other_bits(value, p) and not assigns:
-                    value = saved_masters.widened(value.detach().to(p.device), master if awaits else None)
+                    value = saved_masters.widened(value.detach().to(p.device), master)
                     state[names[p]] = value
                 self._came[p] = p._version, value.detach(), master
 

@@ -26,6 +26,8 @@ def update(
     """
     over: list[Tensor] = []
     for slot, grad, scalars, key in work:
+        if slot.weight.numel() == 0:
+            continue
         flag = _update_one(algorithm, slot, grad.to(torch.float32) * factor, scalars, key, skip)
         if flag is not None:
             over.append(flag)

@@ -21,7 +21,7 @@ from halfstep.distributed import local_of
 from halfstep.errors import ConfigError
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import MasterWeights
-from halfstep.optim.remembered import MASTER_KEYS
+from halfstep.optim.storage import MASTER_KEYS
 from halfstep.policy.levels import LOW_DTYPES
 
 

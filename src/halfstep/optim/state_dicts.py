@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from halfstep.distributed import local_of
+from halfstep.errors import HalfstepWarning
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, checkpoints, counts, saved_masters, storage
+from halfstep.optim import arguments, checkpoints, saved_masters, shards, storage
+from halfstep.optim.bundles import name_of
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -19,14 +23,10 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoadedEntry:
-    """The state of a parameter and, where a master says so, its weight.
-
-    `kept`: the checkpoint has no master, as torch's have none, and the parameter keeps its own.
-    """
+    """This rank's state of a parameter and, where a master says so, its part of the weight."""
 
     state: Group
     weight: Tensor | None
-    kept: bool
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,15 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
         frozen = saved is None and not p.requires_grad  # which has no state but its master
         own = optimizer.settled_master(p) if frozen else None
         if saved is not None or own is not None:
-            saved = {} if saved is None else saved
-            name, formats = optimizer.name_of(group, place), optimizer.formats(p, group)
+            saved = {
+                key: shards.cut(key, value, p) for key, value in ({} if saved is None else saved).items()
+            }
+            weight = storage.local_tensor(local_of(p))
+            name, formats = name_of(group, place), optimizer.formats(weight, group)
             own = own if frozen or checkpoints.has_master(saved) else optimizer.settled_master(p)
-            given = saved if own is None else {**saved, "master": own}
+            given = saved if own is None else {**saved, "master": local_of(own)}
             known = None if own is not None else _known(optimizer, name, saved, p, formats[1])
-            found[p] = LoadedEntry(*checkpoints.restore(name, given, p, formats, known), kept=own is not None)
+            found[p] = LoadedEntry(*checkpoints.restore(name, given, weight, formats, known))
     _mend_counts(optimizer, groups, found)
     return LoadedState([{k: v for k, v in group.items() if k != "params"} for group in groups], found)
 
@@ -66,10 +69,36 @@ def _mend_counts(
     by_group: dict[int, list[tuple[str, Group]]] = {}
     for p, _, place in optimizer.places():
         if p in found and "step" in found[p].state:  # a frozen weight has none
-            name = optimizer.name_of(groups[place[0]], place)
+            name = name_of(groups[place[0]], place)
             by_group.setdefault(place[0], []).append((name, found[p].state))
     for number, entries in by_group.items():
-        counts.mend(entries, optimizer.algorithm(groups[number]).states)
+        _mend(entries, optimizer.algorithm(groups[number]).states)
+
+
+def _mend(entries: Sequence[tuple[str, Group]], moments: Sequence[str]) -> None:
+    """Give a count of 0 beside moments that are not 0 the largest of its group, in place, with a warning.
+
+    Files written from shards held such a 0 where the rank that wrote the count had no elements.
+    """
+    counts = [float(entry["step"]) for _, entry in entries]
+    most = max(counts, default=0.0)
+    if most == 0 or 0 not in counts:
+        return
+    lost = [
+        (name, entry)
+        for (name, entry), count in zip(entries, counts)
+        if count == 0 and any(bool(entry[key].any()) for key in moments)
+    ]
+    for _, entry in lost:
+        entry["step"].fill_(most)
+    if lost:
+        warnings.warn(
+            f"the checkpoint counts 0 steps for {', '.join(name for name, _ in lost[:3])}, whose moments are "
+            f"not 0 (saved from shards of which one rank had no elements): {most:.0f} is taken, the most of "
+            "its parameter group",
+            HalfstepWarning,
+            stacklevel=4,
+        )
 
 
 def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind: int) -> Tensor | None:
@@ -78,14 +107,16 @@ def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind
     CheckpointError for a whole master whose weight is yet to come, where that weight would undo it: nothing
     beside `p` keeps the master, or only the bits of another rounding.
     """
-    if checkpoints.is_of_other_dtype(saved, p):
-        return optimizer.master_of(p) if p.dtype in storage.LOW_DTYPES else None
+    weight = local_of(p)
+    if checkpoints.is_of_other_dtype(saved, weight):
+        return local_of(optimizer.master_of(p)) if p.dtype in storage.LOW_DTYPES else None
     if not isinstance(saved.get("master"), Tensor) or kind not in (L.PLAIN, *storage.EXACT):
         return None
     value = saved["master"]
-    fits = value.shape == p.shape  # what does not is refused with its shape
+    fits = value.shape == weight.shape  # what does not is refused with its shape
     if fits and not (
-        saved_masters.of_one_weight(p, value) or saved_masters.of_one_weight(optimizer.master_of(p), value)
+        saved_masters.of_one_weight(weight, value)
+        or saved_masters.of_one_weight(local_of(optimizer.master_of(p)), value)
     ):
         raise saved_masters.other_weight(name)
     return None

@@ -1,17 +1,14 @@
-"""One parameter as the step sees it: flat views of weight, master and states, and how to read and write them.
+"""How weights, masters and states are stored, read and written, as only this file and the kernels know.
 
-A slot is made from a parameter and its entry in `optimizer.state` and may be made again at any time; it owns
-nothing. Here and in the kernels is all knowledge of how weights and states are stored.
+A slot is one parameter as plain torch steps it: flat views of weight, master and states. It owns nothing.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -19,7 +16,6 @@ from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, split
-from halfstep.optim.algorithms import Algorithm
 
 MASTERS = ("exact", "fp32", "stochastic", None)
 STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
@@ -36,6 +32,8 @@ _KINDS: dict[tuple[torch.dtype, str | None], int] = {
 LOW_DTYPES = split.LOW_DTYPES
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
+MASTER_KEYS = ("master", "lacking")
+"""Under which an entry of the state holds what a weight has besides its 16 bits."""
 
 
 def kind_of(dtype: torch.dtype, master: str | None) -> int:
@@ -141,44 +139,15 @@ def state_kind_of(p: Tensor, state_dtype: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Flat tensors of one parameter; `row` is its line in the kernels' address table (column 2: gradient).
+    """Flat tensors of one parameter; `width` is the length of the rows that 8-bit blocks do not cross."""
 
-    `held` are the tensors whose memory these are, as parameter and state hold them: what a step changes;
-    `width` is the length of the rows that 8-bit blocks do not cross.
-    """
-
-    param: Tensor
     kind: int
     state_kind: int
+    width: int
     weight: Tensor
     extra: Tensor | None
     states: list[Tensor]
     exponents: list[Tensor]
-    step: Tensor
-    base_key: int
-    held: list[Tensor]
-    row: list[int] = field(default_factory=list[int])
-    rounds_randomly: bool = False
-    shift: int = 0
-    width: int = 1
-
-    def key(self, step: int) -> int:
-        """The key of the random bits of one step; `shift` counts them from the start of a whole tensor."""
-        return (cast(int, rounding.key_of(self.base_key, step)) + self.shift) & rounding.WORD
-
-    def __post_init__(self) -> None:
-        self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
-        columns = [self.weight, self.extra, None, *_pad(self.states), *_pad(self.exponents)]
-        self.row = [*(0 if t is None else t.data_ptr() for t in columns), self.width]
-
-
-def count_versions(changed: Iterable[Slot]) -> None:
-    """Tell autograd that kernels changed what these slots hold, as torch's in-place functions do."""
-    increment_version([t for slot in changed for t in slot.held])
-
-
-def _pad(tensors: list[Tensor]) -> list[Tensor | None]:
-    return [*tensors, None, None][:2]
 
 
 def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
@@ -186,29 +155,6 @@ def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
     if kind in WITH_MASTER:
         return flat(state["master"])
     return flat(state["lacking"]) if kind in EXACT else None
-
-
-def make_slot(
-    p: Tensor, entry: dict[str, Any], algorithm: Algorithm, kind: int, state_kind: int, base_key: int
-) -> Slot:
-    """The slot of a parameter whose entry is settled."""
-    weight = local_tensor(p)
-    keys = list(algorithm.states)
-    exponents = [key + "_exponents" for key in keys] if state_kind == L.STATE_8BIT else []
-    extra = ["master"] if kind in WITH_MASTER else ["lacking"] if kind in EXACT else []
-    return Slot(
-        param=p,
-        kind=kind,
-        state_kind=state_kind,
-        weight=flat(weight),
-        extra=extra_of(entry, kind),
-        states=[flat(entry[key]) for key in keys],
-        exponents=[entry[key] for key in exponents],
-        step=entry["step"],
-        base_key=base_key,
-        held=[weight, *(entry[key] for key in (*extra, *keys, *exponents, "step"))],
-        width=width_of(weight),
-    )
 
 
 def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:

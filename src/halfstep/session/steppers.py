@@ -128,16 +128,13 @@ class OnePassStepper:
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
-        if self.norm_group is not None or not self.optimizer.planned:
+        if self.norm_group is not None or self.releases:
             measured = self.measure(inv_scale, needs_amax)
             self.update(measured, clip_norm, False)
             return measured
-        if clip_norm is None:
-            self.optimizer.step(inv_scale=inv_scale, look=True)
-        else:
-            self.optimizer.step(inv_scale=inv_scale, clip_norm=clip_norm)
-        looked = self.optimizer.looked
-        return self.measure(inv_scale, needs_amax) if looked is None else _on_host_if_cpu(looked)
+        found: list[AnyStats] = []
+        self.optimizer.step(inv_scale=inv_scale, look=found, clip_norm=clip_norm)
+        return _on_host_if_cpu(found[0])
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""

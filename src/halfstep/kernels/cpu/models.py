@@ -30,6 +30,8 @@ from halfstep.kernels.cpu.bits import (
     double_of,
     float_of,
     i32,
+    peek_f32,
+    poke_f32,
     widest_vectors,
 )
 from halfstep.kernels.cpu.streams import widths
@@ -232,3 +234,17 @@ def measurer(grad: int, how: int = NARROW) -> Any:
 
     signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])"
     return compiled(signature, f"measure_{grad}_{how}")(run)
+
+
+@cache
+def step_counter() -> Any:
+    """Add 1 to the fp32 number at each address and note what it is then; true where all are the same."""
+
+    def count(addresses, steps):
+        for i in range(len(addresses)):
+            step = peek_f32(addresses[i], 0) + np.float32(1)
+            poke_f32(addresses[i], 0, step)
+            steps[i] = step
+        return bool((steps == steps[0]).all())
+
+    return compiled("boolean(int64[::1],float64[::1])", "count_steps")(count)

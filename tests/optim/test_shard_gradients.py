@@ -1,4 +1,4 @@
-"""The one look at shards' gradients sees in the very step what became of them."""
+"""A step over shards sees what became of their gradients since the last one."""
 
 import sys
 
@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import halfstep as hs
-from halfstep.optim.shard_facts import Locals, gradients_of_shards
 from tests.ranks import run
 
 SHAPES = [(4, 3), (5,), (6,)]
@@ -62,7 +61,7 @@ def dropped(params, mesh, step):
 
 
 def moved_on_one(params, mesh, step):
-    """One rank steps by its plan, the other makes a new one: both must ask the other the same."""
+    """One rank's shard lies elsewhere: both must ask the other the same."""
     (moved if mesh.get_rank() == 0 else usual)(params, mesh, step)
 
 
@@ -123,7 +122,7 @@ def clipped_both(rank):
     return clipped(rank, False), clipped(rank, True)
 
 
-def test_ranks_of_which_one_has_lost_its_plan_clip_by_the_same_norm():
+def test_ranks_of_which_one_has_a_gradient_laid_out_otherwise_clip_by_the_same_norm():
     found = [one for both in run(clipped_both, 2) for one in both]
     assert all(norms == found[0][0] and torch.equal(weight, found[0][1]) for norms, weight in found)
 
@@ -182,42 +181,3 @@ def cleared(rank):
 def test_all_gradients_are_dropped_and_one_that_is_held_stays_whole():
     found = run(cleared, 1)
     assert found == [(0, 2, True)]
-
-
-class Listing:
-    """Gives gradients one by one, and counts how often it was asked."""
-
-    def __init__(self, params):
-        self.params, self.asked = params, 0
-
-    def of_all(self, params):
-        self.asked += 1
-        return [p.grad._local_tensor if isinstance(p, DTensor) else p.grad for p in self.params]
-
-
-def looks(rank):
-    """How often Python listed the gradients of ten steps like the first, and one object's references."""
-    mesh = init_device_mesh("cpu", (1,))
-    params = [nn.Parameter(placed(value, mesh, place)) for value, place in zip(values(0), PLACES)]
-    usual(params, mesh, 1)
-    grads = [placed(value, mesh, place) for value, place in zip(values(2), PLACES)]
-    for p, grad in zip(params, grads):
-        if isinstance(grad, DTensor):
-            grad._spec = p.grad._spec
-    listing = Listing(params)
-    watched = gradients_of_shards(listing, params, params)
-    for p, grad in zip(params, grads):
-        p.grad = grad
-    before = [sys.getrefcount(one) for grad in grads for one in (grad, getattr(grad, "_local_tensor", 0))]
-    alike = all(watched.alike() for _ in range(10))
-    later = [sys.getrefcount(one) for grad in grads for one in (grad, getattr(grad, "_local_tensor", 0))]
-    places = [getattr(grad, "_local_tensor", grad).data_ptr() for grad in grads]
-    locals_ = Locals(params[:2])
-    held = [locals_.hold()]
-    params[1]._local_tensor = params[1]._local_tensor.clone()
-    held.append(locals_.hold())
-    return alike, listing.asked, before == later, watched.addresses.tolist() == places, held
-
-
-def test_gradients_as_they_were_are_found_without_python_and_keep_their_references():
-    assert run(looks, 1) == [(True, 1, True, True, [True, False])]

@@ -1,4 +1,4 @@
-"""A CPU optimizer's plan of an earlier step: used while it holds, forgotten when anything moved."""
+"""The one way to step on a CPU: with a look, with clipping, with hooks, whatever happened before it."""
 
 import gc
 import math
@@ -17,7 +17,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.stats import clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.cpu_plan import HostPlan
+from halfstep.optim.cpu import Table
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -77,37 +77,33 @@ EVENTS: list[Callable[[list[nn.Parameter], OnePassOptimizer], None]] = [
         (Lion, {"lr": 1e-3, "master": "stochastic"}),
     ],
 )
-def test_steps_by_plan_equal_the_reference_whatever_happens(cls: Any, options: dict[str, Any], event: Any):
+def test_steps_equal_the_reference_whatever_happens(cls: Any, options: dict[str, Any], event: Any):
     results = []
     for backend in ("auto", "reference"):
         params, optimizer = build(backend, cls, options)
         g = torch.Generator().manual_seed(2)
-        planned = []
         for step in range(7):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
             if step == 3:
                 event(params, optimizer)
-            planned.append(optimizer.planned)
-            optimizer.step(inv_scale=0.5, clip_coef=0.25, found_inf=step == 5, look=step % 2 == 0)
-        assert any(planned) == (backend == "auto")
+            look = [] if step % 2 == 0 else None
+            optimizer.step(inv_scale=0.5, clip_coef=0.25, found_inf=step == 5, look=look)
         results.append([p.detach().clone() for p in params] + list(optimizer.masters().values()))
     for ours, plain in zip(*results):
         assert torch.equal(ours, plain)
 
 
-def test_looking_on_the_way_says_what_measuring_says():
-    params, optimizer = build("auto", SGD, {"lr": 0.1})
+@pytest.mark.parametrize("options", [{}, {"backend": "reference"}, {"release_gradients": True}])
+def test_looking_on_the_way_says_what_measuring_says(options: dict[str, Any]):
+    params, optimizer = build(options.pop("backend", "auto"), SGD, {"lr": 0.1, **options})
     for value in (1.0, 3e-20, 1e18, float("nan")):
         for p in params:
             p.grad = torch.full_like(p, value)
-        expected = optimizer.measure_on_host(0.5)
-        optimizer.step(inv_scale=0.5, look=True)
-        if value == 1.0:  # nothing planned yet
-            assert optimizer.looked is None
-        else:
-            assert expected is not None
-            assert str(optimizer.looked) == str(expected)
+        expected, looked = optimizer.measure(0.5), []
+        optimizer.step(inv_scale=0.5, look=looked)
+        assert len(looked) == 1
+        assert [float(x) for x in looked[0]] == pytest.approx([float(x) for x in expected], nan_ok=True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -121,9 +117,10 @@ def test_clipping_in_the_step_is_measuring_before_it(backend: str):
                 p.grad = grad.to(p.dtype)
         one, two = (optimizer for _, optimizer in built)
         measured = two.measure_on_host(0.5) or two.measure(0.5)
-        one.step(inv_scale=0.5, clip_norm=3.0)
+        looked: list[Any] = []
+        one.step(inv_scale=0.5, clip_norm=3.0, look=looked)
         two.step(inv_scale=0.5, clip_coef=clip_coefficient(measured.norm, 3.0))
-        assert str(one.looked) == str(measured)
+        assert str(looked) == str([measured])
     for ours, theirs in zip(*(params for params, _ in built)):
         assert torch.equal(*(p.detach().view(torch.int16) for p in (ours, theirs)))
 
@@ -133,9 +130,9 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
     model = nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=1.0)
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
-    looks: list[bool] = []
-    ready = HostPlan.ready
-    monkeypatch.setattr(HostPlan, "ready", lambda plan: (looks.append(True), ready(plan))[1])
+    looks: list[int] = []
+    measure = Table.measure
+    monkeypatch.setattr(Table, "measure", lambda table: (looks.append(1), measure(table))[1])
     for step in range(3):
         with amp.autocast():
             loss = model(torch.ones(2, 4)).square().mean()
@@ -144,7 +141,7 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
         before = torch.cat([master.flatten() for master in optimizer.masters().values()])
         outcome = amp.step(clip_norm=1e-3)
         after = torch.cat([master.flatten() for master in optimizer.masters().values()])
-        assert len(looks) == step  # the first step has no plan yet
+        assert len(looks) == step + 1  # one bundle
         assert float(outcome.grad_norm) == pytest.approx(float(torch.cat(gradients).norm()))
         assert float((after - before).norm()) == pytest.approx(1e-3, rel=1e-3)
 
@@ -192,12 +189,11 @@ def test_masters_are_found_after_a_parameter_left_its_group():
     assert [float(master[0]) for master in optimizer.masters().values()] == [1.0, 2.0]
 
 
-def test_a_sparse_gradient_is_refused_by_name_after_planned_steps_too():
+def test_a_sparse_gradient_is_refused_by_name_after_other_steps_too():
     p = nn.Parameter(torch.ones(5, 2))
     optimizer = SGD([p], lr=0.1)
     p.grad = torch.ones(5, 2)
     optimizer.step()
-    assert optimizer.planned
     p.grad = torch.eye(5)[:, :2].to_sparse()
     with pytest.raises(UnsupportedError, match="dense gradients"):
         optimizer.step()

@@ -1,0 +1,175 @@
+"""Optimizer states of DTensors (fully_shard, tensor parallel): placed like their parameter, stepped locally.
+
+A step works on the memory of each rank's part (`distributed.local_of`); the states are DTensors around that
+memory. Norm, finite flag and largest magnitude cross ranks in one collective for each set of groups over
+which parameters are split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed import local_of, shard_groups, sums_over
+from halfstep.distributed.reduce import all_parts
+from halfstep.errors import CheckpointError, UnsupportedError
+from halfstep.gradients import cpu as cpus_
+from halfstep.gradients.stats import HostStats
+from halfstep.kernels import codes as L
+from halfstep.optim import checkpoints, storage
+from halfstep.optim.checkpoints import EXPONENTS
+
+
+def any_shard(params: Sequence[Tensor]) -> bool:
+    """Whether one of the parameters is a DTensor."""
+    return any(local_of(p) is not p for p in params)
+
+
+def check_blocks(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+    """Raise UnsupportedError where 8-bit blocks of a shard would not be those of the whole tensor."""
+    if group["state_dtype"] != "8bit":
+        return
+    for p in params:
+        local = local_of(p)
+        kind = storage.state_kind_of(p, "8bit")
+        if local is p or kind == storage.state_kind_of(local, "8bit") != L.STATE_8BIT:
+            continue
+        placements = getattr(p, "placements", ())
+        by_rows = all(one.is_replicate() or one.is_shard(0) for one in placements)
+        if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
+            raise UnsupportedError(
+                f"state_dtype='8bit' over shards wants tensors cut between rows, so that every block of "
+                f"elements with one exponent lies on one rank; one of shape {list(p.shape)} is placed "
+                f"{placements}: give it a parameter group with state_dtype='bf16'"
+            )
+
+
+def add_partial_sums(params: Sequence[Tensor]) -> None:
+    """Place gradients of DTensors as their parameters are: partial sums are added up, a collective each.
+
+    All are, in the order of the parameters and once, so that every rank takes part in as many.
+    """
+    for p in params:
+        grad: Any = p.grad
+        if grad is not None and local_of(p) is not p and hasattr(grad, "redistribute"):
+            own: Any = p
+            if grad.placements != own.placements:
+                p.grad = grad.redistribute(own.device_mesh, own.placements)
+
+
+def combined(
+    found: Sequence[tuple[Any, float, float]], sets: Sequence[tuple[Any, ...]], inv_scale: float
+) -> HostStats:
+    """The answer over all ranks, from this rank's sums and peaks of each set of process groups."""
+    if not any(sets):
+        return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
+    own = [[two for groups, *two in found if groups == one] for one in sets]
+    return cpus_.combined([_over(*pair) for pair in zip(sets, own)], inv_scale)
+
+
+def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The sum of squares and the largest magnitude of this rank's sums and peaks and those of other ranks."""
+    squares, peaks = sum(a for a, _ in own), [b for _, b in own]
+    peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
+    if not groups:
+        return squares, peak
+    wide = torch.tensor([squares, peak], dtype=torch.float64)
+    total, largest = sums_over(groups, wide[0], wide[1])
+    return float(total), float(largest)
+
+
+def agree_on_counts(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Give shards without elements the step count of the others, after a load; every rank must call it.
+
+    Older files hold a count of 0 there, which no moment of this rank's tells from that of a new parameter.
+    """
+    for groups in dict.fromkeys(map(shard_groups, params)):
+        own = [p for p in params if shard_groups(p) == groups]
+        counts = [state.get(p, {}).get("step") for p in own]
+        parts = zip(counts, own)
+        most = torch.tensor(
+            [float(count) if count is not None and local_of(p).numel() else 0.0 for count, p in parts]
+        )
+        for group in groups:
+            most = torch.stack(all_parts(most, group)).amax(0)
+        for p, count, largest in zip(own, counts, most.tolist()):
+            if groups and count is not None and local_of(p).numel() == 0:
+                count.fill_(largest)
+
+
+# ---- entries of the state ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def local_entry(entry: dict[str, Any], p: Tensor) -> Generator[dict[str, Any]]:
+    """An entry as this rank's tensors; what is changed in it becomes DTensors placed like `p`."""
+    if local_of(p) is p:
+        yield entry
+        return
+    own = {key: cut(key, value, p) for key, value in entry.items()}
+    yield own
+    show(own, entry, p)
+
+
+def show(own: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
+    """Make an entry of the state what `own`, of this rank's tensors, says."""
+    for key in entry.keys() - own.keys():
+        del entry[key]
+    for key, value in own.items():
+        known = entry.get(key)
+        if not isinstance(known, Tensor) or local_of(known) is not value or not placed_alike(known, p):
+            entry[key] = as_shard(key, value, p)
+
+
+def placed_alike(value: Any, p: Any) -> bool:
+    """Whether a state is placed as its parameter: on the same ranks, or both on this one alone."""
+    return getattr(value, "placements", None) == getattr(p, "placements", None)
+
+
+def as_shard(key: str, value: Any, p: Tensor) -> Any:
+    """A state of this rank's part of `p` as the user sees it: a DTensor where it is cut as `p` is."""
+    if local_of(p) is p or not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    own: Any = p
+    shape, stride = p.shape, p.stride()
+    if key.endswith(EXPONENTS):  # a line for each row
+        shape, stride = torch.Size((p.shape[0], value.shape[1])), (value.shape[1], 1)
+    elif value.shape != local_of(p).shape:
+        return value
+    return DTensor.from_local(
+        value, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def cut(key: str, value: Any, p: Tensor) -> Any:
+    """This rank's part of a state: of a DTensor placed in any way, or of a whole tensor."""
+    if local_of(p) is p:
+        return local_of(value) if isinstance(value, Tensor) else value
+    if key == "weight":
+        return checkpoints.of_shards(value)
+    if not isinstance(value, Tensor):
+        return value
+    own: Any = p
+    if local_of(value) is not value:
+        shard: Any = value
+        return local_of(
+            shard if placed_alike(shard, p) else shard.redistribute(own.device_mesh, own.placements)
+        )
+    if value.dim() == 0 or value.shape == local_of(p).shape != p.shape:
+        return value
+    whole = value.shape[:1] == p.shape[:1] if key.endswith(EXPONENTS) else value.shape == p.shape
+    if not whole:
+        raise CheckpointError(
+            f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "
+            f"{list(local_of(p).shape)}): save and load with Session.save and Session.load"
+        )
+    from torch.distributed.tensor import distribute_tensor
+
+    return local_of(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))

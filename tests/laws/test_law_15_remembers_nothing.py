@@ -1,0 +1,181 @@
+"""Law 15: an optimizer remembers nothing: its step is that of a fresh one with the same groups and state."""
+
+import collections
+import contextlib
+import copy
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from tests.optim import edits
+
+SEEDS = int(os.environ.get("HALFSTEP_LAW_15", "10000"))
+OWN = ("param_groups", "state")
+
+
+def released(side, rng):
+    """Another set of gradients, in other memory."""
+    for p in side.params:
+        if p.grad is not None:
+            p.grad = side.draw(p.shape).to(p.grad.dtype)
+
+
+def zeroed(side, rng):
+    with torch.no_grad():
+        side.pick(rng).zero_()
+
+
+def filled(side, rng):
+    with torch.no_grad():
+        side.pick(rng).fill_(0.3)
+
+
+def set_through_data(side, rng):
+    p = side.pick(rng)
+    p.data.copy_(side.draw(p.shape).to(p.dtype))
+
+
+def cast(side, rng):
+    p = side.pick(rng)
+    p.grad = None
+    p.data = p.data.to(rng.choice([torch.bfloat16, torch.float16, torch.float32]))
+    p.grad = side.draw(p.shape).to(p.dtype)
+
+
+def looked_at(side, rng):
+    """Reading changes nothing that a step uses."""
+    rng.choice([side.optimizer.masters, side.optimizer.measure, side.optimizer.state_dict])()
+
+
+def stepped_with_more(side, rng):
+    side.optimizer.step(**rng.choice([{"clip_norm": 1.0}, {"look": []}, {"found_inf": True}]))
+
+
+EDITS = [*edits.EDITS, released, zeroed, filled, set_through_data, cast, looked_at, stepped_with_more]
+
+
+def fresh(optimizer):
+    """An optimizer of the same kind, given what the user sees of another: its groups and its state."""
+    made = type(optimizer)([nn.Parameter(torch.zeros(1))], seed=optimizer.seed, backend=optimizer.backend)
+    made.param_groups = optimizer.param_groups
+    made.state = optimizer.state
+    return made
+
+
+def copied(optimizer):
+    """Groups, state and gradients, with autograd's counts of changes."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    memo: dict[int, object] = {}
+    groups = copy.deepcopy(optimizer.param_groups, memo)
+    state = collections.defaultdict(dict, copy.deepcopy(dict(optimizer.state), memo))
+    for p in params:
+        twin = memo[id(p)]
+        twin.data, twin.grad_dtype = copy.deepcopy(p.detach()), None  # with its strides
+        grad = copy.deepcopy(p.grad)
+        if grad is not None and grad.shape != twin.shape:  # which only `.data` allows
+            twin.grad = torch.zeros_like(twin, dtype=grad.dtype)
+            twin.grad.data = grad
+        else:
+            twin.grad = grad
+        for one, own in ((p, twin), *((t, memo.get(id(t))) for t in optimizer.state.get(p, {}).values())):
+            if isinstance(one, torch.Tensor) and one._version > own._version:
+                torch.autograd.graph.increment_version([own] * (one._version - own._version))
+    twin = fresh(optimizer)
+    twin.param_groups, twin.state = groups, state
+    return twin, [memo[id(p)] for p in params]
+
+
+def bits(t):
+    return t.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def attempt(optimizer):
+    try:
+        optimizer.step()
+    except hs.HalfstepError as error:
+        return str(error)
+    return ""
+
+
+def same_state(ours, theirs):
+    if ours.keys() != theirs.keys():
+        return False
+    pairs = [(ours[key], theirs[key]) for key in ours if isinstance(ours[key], torch.Tensor)]
+    return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in pairs)
+
+
+def check(seed):
+    """Random edits and steps; the step after each edit beside that of a fresh optimizer."""
+    rng = random.Random(seed)
+    side = edits.sides(seed, rng)[0]
+    for _ in range(rng.randrange(3, 7)):
+        for p in side.params:
+            if p.grad is None or p.grad.shape != p.shape:
+                p.grad = None
+                p.grad = side.draw(p.shape, p.dtype)
+        names = []
+        for edit in rng.choices(EDITS, k=rng.choice([0, 1, 1, 2, 3])):
+            names.append(edit.__name__)
+            with contextlib.suppress(hs.HalfstepError, RuntimeError, TypeError):  # what it left behind counts
+                edit(side, rng)
+        twin, params = copied(side.optimizer)
+        before = dict(vars(side.optimizer))
+        said = attempt(side.optimizer), attempt(twin)
+        assert said[0] == said[1], (seed, names)
+        after = vars(side.optimizer)
+        assert after.keys() == before.keys()
+        assert all(after[key] is before[key] for key in before if key not in OWN), (seed, names)
+        own = [p for group in side.optimizer.param_groups for p in group["params"]]
+        assert all(torch.equal(bits(p), bits(q)) for p, q in zip(own, params)), (seed, names)
+        states = [(side.optimizer.state.get(p, {}), twin.state.get(q, {})) for p, q in zip(own, params)]
+        assert all(same_state(*pair) for pair in states), (seed, names)
+        if said[0]:
+            return
+
+
+def run(seeds):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            check(seed)
+
+
+def test_a_step_after_any_edit_is_that_of_a_fresh_optimizer():
+    run(range(100))
+
+
+@pytest.mark.exhaustive
+def test_so_is_one_of_ten_thousand():
+    run(range(100, 100 + SEEDS))
+
+
+@pytest.mark.parametrize("kept", ["exact", "fp32", "stochastic", None])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"release_gradients": True}], ids=str)
+def test_an_optimizer_holds_nothing_of_a_step_but_groups_and_state(kept, options):
+    """A fresh optimizer at every step is one optimizer."""
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 3)).bfloat16()
+        optimizer = hs.optim.AdamW(model.parameters(), lr=1e-2, master=kept, **options)
+        for step in range(4):
+            model(
+                torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            ).sum().backward()
+            before = dict(vars(optimizer))
+            optimizer.step()
+            assert all(vars(optimizer)[key] is value for key, value in before.items() if key not in OWN)
+            optimizer.zero_grad()
+            if again and optimizer.release is None:
+                optimizer = fresh(optimizer)
+            elif again:
+                optimizer.release.remove()
+                next_one = hs.optim.AdamW(model.parameters(), lr=1e-2, master=kept, **options)
+                next_one.state, optimizer = optimizer.state, next_one
+        results.append([*model.parameters(), *optimizer.masters().values()])
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results))
