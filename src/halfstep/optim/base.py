@@ -503,6 +503,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state_dict = saved_masters.into_entries(state_dict)
+        self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
         try:
             self._load(state_dicts.read(self, state_dict))
         finally:

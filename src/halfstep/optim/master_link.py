@@ -123,6 +123,7 @@ class ModelHooks:
         """Hand the checkpoint's values to the masters of this module's own parameters."""
         link = self._link() if self._link is not None else None
         if link is not None:
+            link.push()
             own = {id(p): state.get(prefix + name) for name, p in module._parameters.items()}
             given = {key: value for key, value in own.items() if isinstance(value, Tensor)}
             taken = link.take(given) if given else {}
@@ -358,7 +359,6 @@ class Link:
     @torch.no_grad()
     def take(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Set masters from values by the id of their weight; returns what to load in the place of some."""
-        self.push()
         instead: dict[int, Tensor] = {}
         for i, (w, m) in enumerate(zip(self.weights, self.masters)):
             value = values.get(id(w))
