@@ -23,7 +23,13 @@ OPTIMIZERS = {
     "ours AdamW fp32": lambda p: hs.optim.AdamW(p, lr=0.05, weight_decay=0.1, eps=1e-3, master="fp32"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NOT_YET: dict[str, str] = {}
+NOT_YET = {
+    "ours SGD exact": "fp16 weights set to zero keep bits beyond half a unit",
+    "ours AdamW exact": "fp16 weights set to zero keep bits beyond half a unit",
+    "ours SGD fp32": "load_state_dict(state_dict()) and resuming model, then optimizer, lose an edit",
+    "ours AdamW fp32": "load_state_dict(state_dict()) and resuming model, then optimizer, lose an edit",
+}
+"""To be emptied once `hs.optim` keeps these edits."""
 
 
 class Layer(nn.Module):
@@ -305,3 +311,11 @@ def test_no_edit_is_lost(kind, tmp_path):
     if kind in NOT_YET:
         pytest.xfail(NOT_YET[kind])
     run(kind, range(25), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_no_edit_is_lost_in_5000_programs(kind, tmp_path):
+    if kind in NOT_YET:
+        pytest.xfail(NOT_YET[kind])
+    run(kind, range(25, 860), tmp_path)

@@ -117,12 +117,11 @@ class ModelHooks:
     """
 
     def __init__(self, link: "Link | None" = None) -> None:
-        self._link: weakref.ref[Link] | None = weakref.ref(link) if link is not None else None
+        self._link: Callable[[], Link | None] = (lambda: None) if link is None else weakref.ref(link)
 
     def __call__(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *about: Any) -> None:
         """Hand the checkpoint's values to the masters of this module's own parameters."""
-        link = self._link() if self._link is not None else None
-        if link is not None:
+        if (link := self._link()) is not None:
             link.push()
             own = {id(p): state.get(prefix + name) for name, p in module._parameters.items()}
             given = {key: value for key, value in own.items() if isinstance(value, Tensor)}
@@ -133,14 +132,12 @@ class ModelHooks:
 
     def loaded(self, module: nn.Module, keys: Any) -> None:
         """After a load: masters of this module's own parameters take the 16-bit values that came in."""
-        link = self._link() if self._link is not None else None
-        if link is not None and module._parameters:
+        if (link := self._link()) is not None and module._parameters:
             link.pull({id(p) for p in module._parameters.values()})
 
     def push(self, module: nn.Module, *about: Any) -> None:
         """Before the model runs or is saved: its weights are what was set through the optimizer's groups."""
-        link = self._link() if self._link is not None else None
-        if link is not None and not torch.compiler.is_compiling():
+        if (link := self._link()) is not None and not torch.compiler.is_compiling():
             link.push()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHooks":
