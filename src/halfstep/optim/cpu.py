@@ -56,6 +56,6 @@ class Table:
 
 def _keys(bundle: Bundle, seed: int, steps: Any) -> Any:
     bases, shifts = (np.array(own, np.int64) for own in (bundle.base_keys(seed), bundle.key_shifts()))
-    return (
-        (rounding.key_of(cast(Any, bases), steps.astype(np.int64)) + shifts) & rounding.WORD
-    ).astype(np.uint32)
+    return ((rounding.key_of(cast(Any, bases), steps.astype(np.int64)) + shifts) & rounding.WORD).astype(
+        np.uint32
+    )

@@ -36,10 +36,10 @@ class MasterWeights:
     to them, its step reads fp32 gradients and writes the weights back with torch's own cast (ties to even).
     `optimizer.zero_grad()`, `add_param_group`, schedulers and closures work as before; `state_dict()` gains
     an entry `masters`, keyed by FQN. Weights that are set by hand (`nn.init`, a clamp, `.data`) are compared
-    with their masters by value before each step and wherever masters are read, and taken over exactly. What is
-    set through `optimizer.param_groups` (not by numpy) is in the model at its next forward pass, step or save,
-    and ConfigError is raised where both sides of a weight were changed in between. In DDP clear gradients to
-    None between steps, as torch does by default: its reducer takes no zeroed fp32 gradient of a 16-bit weight.
+    with their masters by value before each step and wherever masters are read, and taken over exactly.
+    What is set through `optimizer.param_groups` (not by numpy) is in the model at its next forward pass,
+    step or save; ConfigError where both sides of a weight were changed in between. In DDP clear gradients
+    to None between steps, as torch does: its reducer takes no zeroed fp32 gradient of a 16-bit weight.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that reads its parameters from `param_groups`.
