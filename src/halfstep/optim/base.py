@@ -531,7 +531,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
 
 def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """The sets of process groups over which parameters are split, the same on every rank."""
-    return list(dict.fromkeys(map(shard_groups, params)))
+    return list(dict.fromkeys(map(shard_groups, params))) if shards.any_shard(params) else [()]
 
 
 @_disable_dynamo

@@ -9,13 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_not
 from types import NoneType
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.distributed import first_element, local_of, shard_groups
@@ -24,10 +24,10 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import codes as L
 from halfstep.optim import entries, hand_edits, rounding, shards, storage
 from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.shards import PLAIN
 
 Group = dict[str, Any]
 Place = tuple[int, int]
-PLAIN = frozenset({Tensor, nn.Parameter})
 _grads, _dtypes = attrgetter("grad"), attrgetter("dtype")
 
 
@@ -71,7 +71,7 @@ class Looks:
     def of(cls, weights: Sequence[Tensor]) -> Looks:
         """Look at the weights; UnsupportedError where one does not fill its memory."""
         strides = None
-        if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
+        if not all(map(Tensor.is_contiguous, weights)):
             for weight in weights:
                 storage.check_dense(weight)
             strides = [(weight.stride(), weight.is_contiguous()) for weight in weights]
@@ -83,8 +83,8 @@ class Looks:
         return Looks([self.sizes[i] for i in indices], strides, [self.devices[i] for i in indices])
 
     def fit(self, column: Sequence[Any]) -> bool:
-        """Whether a column holds tensors of the weights' sizes, laid out and placed as they are."""
-        if not PLAIN.issuperset(map(type, column)) or list(map(Tensor.size, column)) != self.sizes:
+        """Whether a column of plain tensors has the weights' sizes, laid out and placed as they are."""
+        if list(map(Tensor.size, column)) != self.sizes:
             return False
         if list(map(Tensor.get_device, column)) != self.devices:
             return False
@@ -155,7 +155,8 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
 def _are_read(grads: Sequence[Tensor], looks: Looks) -> bool:
     """Whether the kernels can read the gradients where they are."""
     return (
-        looks.fit(grads)
+        PLAIN.issuperset(map(type, grads))
+        and looks.fit(grads)
         and cpus_.GRADS.keys() >= set(map(_dtypes, grads))
         and not any(map(Tensor.is_neg, grads))
     )
@@ -206,7 +207,8 @@ class Bundle:
         """Of the rows that blocks of 8-bit states do not cross."""
         self.columns: dict[str, list[Tensor]] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
-        self._shown: list[list[Tensor]] = []
+        self._lacking: list[Tensor] = []
+        self.sharded = self.weights is not self.params and any(map(is_not, self.weights, self.params))
 
     @property
     def extra_key(self) -> str | None:
@@ -238,7 +240,8 @@ class Bundle:
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
         if self.kind in storage.EXACT:
-            hand_edits.take(self.params, self._shown[self._lacking], held, self.device)
+            self._lacking = [entry["lacking"] for entry in held]
+            hand_edits.take(self.params, self._lacking, held, self.device)
 
     def _found(self, held: Sequence[Mapping[str, Any]]) -> bool:
         """Look at the states; false where one is missing or does not fit."""
@@ -249,25 +252,24 @@ class Bundle:
             wanted.append((extra, torch.float32 if extra == "master" else torch.int16))
         elif any("lacking" in entry or "master" in entry for entry in held):
             return False
-        self.columns, self._shown = {}, []
+        self.columns = {}
         for key, dtype in wanted:
             column = self._column(key, held)
             if column is None or not looks.fit(column) or set(map(_dtypes, column)) != {dtype}:
                 return False
-        self._lacking = len(self._shown) - 1
         return self._found_exponents(held) and self._found_steps(held)
 
     def _column(self, key: str, held: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
         shown = [entry.get(key) for entry in held]
-        kinds = set(map(type, shown))
-        if NoneType in kinds:
-            return None
         found = cast("list[Tensor]", shown)
-        self._shown.append(found)
-        if not PLAIN.issuperset(kinds) or not PLAIN.issuperset(map(type, self.params)):
-            if not all(map(shards.placed_alike, found, self.params)):
+        if self.sharded:
+            if not all(isinstance(t, Tensor) for t in shown) or not all(
+                map(shards.placed_alike, shown, self.params)
+            ):
                 return None
             found = list(map(local_of, found))
+        if not PLAIN.issuperset(map(type, found)):
+            return None
         self.columns[key] = found
         return found
 
@@ -278,7 +280,7 @@ class Bundle:
         devices = self.members.looks.devices
         for key in self.algorithm.states:
             column = self._column(key + "_exponents", held)
-            if column is None or not PLAIN.issuperset(map(type, column)):
+            if column is None:
                 return False
             if set(map(_dtypes, column)) != {torch.uint8} or not all(map(Tensor.is_contiguous, column)):
                 return False
@@ -294,7 +296,6 @@ class Bundle:
         if set(map(_dtypes, found)) != {torch.float32} or set(map(Tensor.dim, found)) != {0}:
             return False
         self.columns["step"] = found
-        self._shown.append(found)
         return list(map(Tensor.get_device, found)) == self.members.looks.devices
 
     # ---- for kernels ------------------------------------------------------------------------------------
@@ -369,9 +370,9 @@ class Bundle:
         ]
 
     def count_versions(self) -> None:
-        """Tell autograd that a kernel changed weights and states, as torch's in-place functions do."""
-        for column in (self.params, *self._shown):
-            increment_version(column)
+        """Tell autograd that a kernel changed the weights and, so that both counts stay equal, their bits."""
+        increment_version(self.params)
+        increment_version(self._lacking)
 
 
 def bundles_of(
@@ -389,11 +390,26 @@ def bundles_of(
             shards.check_blocks(one.group, one.params)
             sets = list(map(shard_groups, one.params))
         algorithm = algorithm_of(one.group)
+        first = storage.STATE_DTYPES[asked] if kinds is None else kinds[0]
+        if (
+            _is_alike(one)
+            and (kinds is None or len(set(kinds)) == 1)
+            and (sets is None or len(set(sets)) == 1)
+        ):
+            found.append(Bundle(one, algorithm, first, () if sets is None else sets[0]))
+            continue
         columns = [map(_dtypes, one.weights), map(_dtypes, one.grads), one.looks.devices]
         keys = list(zip(*columns, *(column for column in (kinds, sets) if column is not None)))
         for key in dict.fromkeys(keys):
             chosen = [i for i, own in enumerate(keys) if own == key]
-            own = one if len(chosen) == len(keys) else one.pick(chosen)
-            state_kind = storage.STATE_DTYPES[asked] if kinds is None else kinds[chosen[0]]
-            found.append(Bundle(own, algorithm, state_kind, () if sets is None else sets[chosen[0]]))
+            state_kind = first if kinds is None else kinds[chosen[0]]
+            found.append(
+                Bundle(one.pick(chosen), algorithm, state_kind, () if sets is None else sets[chosen[0]])
+            )
     return found
+
+
+def _is_alike(members: Members) -> bool:
+    """Whether weights are of one dtype and on one device, and gradients of one dtype."""
+    dtypes = (set(map(_dtypes, column)) for column in (members.weights, members.grads))
+    return all(len(kinds) == 1 for kinds in (*dtypes, set(members.looks.devices)))

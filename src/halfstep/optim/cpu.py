@@ -41,10 +41,10 @@ class Table:
         factor = -factor if hyper["maximize"] else factor
         steps = np.empty(len(bundle.params))
         same = kernels().step_counter()(bundle.step_addresses(), steps)
-        counts = steps[:1].tolist() if same else steps.tolist()
+        counts = steps[:1].tolist() if same else steps.tolist()  # one row serves all
         rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
         scalars = np.empty((len(steps), 8), np.float32)
-        scalars[:] = [rows[step] for step in counts]  # one row serves all
+        scalars[:] = [rows[step] for step in counts]
         status = np.zeros(1, np.int64)
         kernel = kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
         keys = _keys(bundle, seed, steps) if bundle.rounds_randomly else np.zeros(len(steps), np.uint32)

@@ -8,7 +8,8 @@ value are exact. Steps change both alike, so torch's own counts of changes tell:
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, contains
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def take(params: Sequence[Tensor], bits: Sequence[Tensor], held: Sequence[Any], 
         alike = list(map(_versions, params)) == list(map(_versions, bits))
     except RuntimeError:  # inference tensors count nothing
         alike = False
-    if alike and not any(AWAITED in entry for entry in held):
+    if alike and not any(map(contains, held, repeat(AWAITED))):
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
