@@ -66,7 +66,7 @@ def write(folder, text, fault=-1):
 @pytest.fixture
 def here(monkeypatch):
     """Scripts run in this process: what is tested is what the hooks see, not that a process starts."""
-    monkeypatch.setattr(_script, "_child", run_order)
+    monkeypatch.setattr(_script, "run_in_process", lambda order, environment: (run_order(order), ""))
 
 
 def test_a_script_with_a_fault(tmp_path, here, capsys):

@@ -34,7 +34,8 @@ found = []
 for forked in (True, False):
     assert can_copy()
     one, said = run_in_process(dataclasses.replace(order, forked=forked), os.environ)
-    found.append([one.first_bad, one.steps, one.document.losses[:2], [f.op for f in one.document.bad]])
+    document = one.document
+    found.append([one.first_bad, document.steps, document.losses[:2], [f.op for f in one.seen.faults]])
 assert os.path.isdir(kept.name)
 dead = dataclasses.replace(order, script=script + ".dead", forked=True)
 open(dead.script, "w").write("import os, sys; sys.stderr.write('gone\\\\n'); sys.stderr.flush(); os._exit(3)")

@@ -4,7 +4,7 @@ import pytest
 
 from halfstep.doctor import ranks
 from halfstep.doctor.document import CauseFound, Document, Fault
-from halfstep.doctor.order import RunFindings
+from halfstep.doctor.order import Seen
 from halfstep.errors import ConfigError
 
 
@@ -14,43 +14,51 @@ def fault(step=3, phase="forward", op="linear", origin=True):
     )
 
 
-def found(*faults, error=None, steps=6, losses=(1.0, 2.0), bad=None):
-    document = Document("train.py", steps, list(losses), error, bad=list(faults))
-    return RunFindings(document, steps, bad, True, True, True, error)
+def document(*faults, error=None, steps=6, losses=(1.0, 2.0)):
+    return Document("train.py", steps, list(losses), error, bad=list(faults))
 
 
-def agreed(monkeypatch, *everyone):
+def seen(*faults, bad_at=3, applied=True):
+    return Seen(list(faults), bad_at=bad_at, applied=applied)
+
+
+def over(monkeypatch, *everyone):
     monkeypatch.setattr(ranks, "gather", lambda one: list(everyone))
     monkeypatch.setattr(ranks, "world_size", lambda: len(everyone))
-    return ranks.agreed(everyone[0])
+    return everyone
 
 
 def test_the_rank_where_it_began_is_named(monkeypatch):
-    sent = found(fault(phase="optimizer", op="step", origin=False), bad=3)
-    one = agreed(monkeypatch, sent, found(fault(), bad=3), sent)
-    assert [(f.phase, f.rank) for f in one.document.bad] == [("forward", 1)]
-    assert one.first_bad == 3
-    assert "step 4, rank 1, 0, train.py:7" in one.document.headline
+    sent = seen(fault(phase="optimizer", op="step", origin=False))
+    one = ranks.seen_by_all(over(monkeypatch, sent, seen(fault(), bad_at=2), sent)[0])
+    assert [(f.phase, f.rank) for f in one.faults] == [("forward", 1)]
+    assert one.bad_at == 2
+    told = ranks.one_document([document(*ranks.of_rank(one.faults, number)) for number in range(3)])
+    assert "step 4, rank 1, 0, train.py:7" in told.headline
 
 
 def test_a_fault_of_all_ranks_is_told_once_without_a_rank(monkeypatch):
-    one = agreed(monkeypatch, found(fault(), bad=3), found(fault(), bad=3))
-    assert [(f.step, f.rank) for f in one.document.bad] == [(3, None)]
+    one = ranks.seen_by_all(over(monkeypatch, seen(fault()), seen(fault()))[0])
+    assert [(f.step, f.rank) for f in one.faults] == [(3, None)]
+    told = ranks.one_document([document(*ranks.of_rank(one.faults, number)) for number in range(2)])
+    assert [(f.step, f.rank) for f in told.bad] == [(3, None)]
+
+
+def test_what_one_rank_could_not_run_again_or_change_is_not_tried(monkeypatch):
+    assert ranks.seen_by_all(over(monkeypatch, seen(), None)[0]) is None
+    assert not ranks.seen_by_all(over(monkeypatch, seen(), seen(applied=False))[0]).applied
 
 
 def test_faults_of_different_steps_stay_and_losses_are_the_mean(monkeypatch):
-    one = agreed(
-        monkeypatch, found(fault(1), bad=1, losses=(1.0, 3.0)), found(fault(2), bad=2, losses=(3.0, 5.0))
-    )
-    assert [(f.step, f.rank) for f in one.document.bad] == [(1, 0), (2, 1)]
-    assert (one.first_bad, one.document.losses) == (1, [2.0, 4.0])
+    one = ranks.one_document([document(fault(1), losses=(1.0, 3.0)), document(fault(2), losses=(3.0, 5.0))])
+    assert [(f.step, f.rank) for f in one.bad] == [(1, 0), (2, 1)]
+    assert one.losses == [2.0, 4.0]
 
 
 def test_the_error_of_the_rank_that_failed_is_told_not_that_of_the_one_left_alone(monkeypatch):
-    alone = found(error="DistBackendError after 2 steps: Connection closed by peer", steps=2)
-    one = agreed(monkeypatch, alone, found(error="ValueError after 2 steps: no such file", steps=2))
-    assert one.error == one.document.error == "rank 1: ValueError after 2 steps: no such file"
-    with pytest.raises(ConfigError, match=r"rank 2: t.py could not be run: no module x"):
-        agreed(
-            monkeypatch, found(), "t.py could not be run: gloo closed", "t.py could not be run: no module x"
-        )
+    over(monkeypatch, "t.py could not be run: gloo closed", "t.py could not be run: no module x")
+    with pytest.raises(ConfigError, match=r"rank 1: t.py could not be run: no module x"):
+        ranks.from_all("")
+    alone = document(error="DistBackendError after 2 steps: Connection closed by peer", steps=2)
+    one = ranks.one_document([alone, document(error="ValueError after 2 steps: no such file", steps=2)])
+    assert one.error == "rank 1: ValueError after 2 steps: no such file"

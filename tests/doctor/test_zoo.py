@@ -1,4 +1,7 @@
-"""Each script of the zoo gets its verdict (step, phase, module, op, line, cause, cure): no false alarm."""
+"""Each script of the zoo gets its verdict (step, phase, module, op, line, cause, cure): no false alarm.
+
+And the same verdict by every way to run its steps again.
+"""
 
 import warnings
 
@@ -7,7 +10,8 @@ import pytest
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
-from halfstep.doctor.order import Order
+from halfstep.doctor.order import Again, Order
+from halfstep.doctor.quiet import all_faults
 from halfstep.doctor.script import examine_script
 from tests.doctor import zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
 from tests.doctor.edits import edited
@@ -27,29 +31,38 @@ DAILY = {
 }  # fmt: skip
 
 
+#: Those that are run anew for each look every day: what only a look at a good step shows, a fault behind
+#: another, one that is cured from the start of the run, one without a value that is not finite.
+ANEW = {
+    "second_behind_the_first", "overflow_that_is_swallowed", "adam_in_half", "learning_rate_spike",
+    "start_up_skips", "warm_up", "nan_in_the_target",
+}  # fmt: skip
+
+
 def cases(scripts):
-    often = [pytest.param(s, id=s.name) for s in scripts if s.name in DAILY]
-    rarely = [
-        pytest.param(s, id=s.name, marks=pytest.mark.exhaustive) for s in scripts if s.name not in DAILY
+    """Each script by each way: in copies of the running process, and anew from its start."""
+    return [
+        pytest.param(s, way, id=f"{s.name}-{way}", marks=() if s.name in often else pytest.mark.exhaustive)
+        for way, often in (("copies", DAILY), ("anew", ANEW))
+        for s in scripts
     ]
-    return often + rarely
 
 
-def run_here(order):
+def run_here(order, environment=None):
     """A run of the script in this process, which then is as if the script had never run in it."""
     try:
-        return run_order(order)
+        return run_order(order), ""
     finally:
         amp.shutdown()
 
 
-def examine(script, folder, monkeypatch, copies=True):
-    monkeypatch.setattr(_script, "_child", run_here)
+def examine(script, folder, monkeypatch, way="copies"):
+    monkeypatch.setattr(_script, "run_in_process", run_here)
     path = folder / f"{script.name}.py"
     path.write_text(script.text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return examine_script(path, [], script.steps, 0, copies)
+        return examine_script(path, [], script.steps, 0, way == "copies")
 
 
 def check(script, document):
@@ -69,16 +82,55 @@ def check(script, document):
     assert not script.cure or script.cure in helping
 
 
-@pytest.mark.parametrize("script", cases(FAULTS))
-def test_a_planted_fault_is_named(script, tmp_path, monkeypatch):
-    check(script, examine(script, tmp_path, monkeypatch))
+@pytest.mark.parametrize(("script", "way"), cases(FAULTS))
+def test_a_planted_fault_is_named(script, way, tmp_path, monkeypatch):
+    check(script, examine(script, tmp_path, monkeypatch, way))
 
 
-@pytest.mark.parametrize("script", cases(HEALTHY))
-def test_a_healthy_script_is_called_healthy(script, tmp_path, monkeypatch):
-    document = examine(script, tmp_path, monkeypatch)
+@pytest.mark.parametrize(("script", "way"), cases(HEALTHY))
+def test_a_healthy_script_is_called_healthy(script, way, tmp_path, monkeypatch):
+    document = examine(script, tmp_path, monkeypatch, way)
     assert document.healthy, document.verdict
     assert document.counts
+
+
+def told(document):
+    """The verdict as data: each fault with its place, its cause, and what became of its cures."""
+    return [
+        (f.step, f.phase, f.module, f.op, f.where, f.cause.kind, f.harmless, f.behind,
+         [(c.kind, c.status, c.code) for c in f.cures])
+        for f in document.bad
+    ]  # fmt: skip
+
+
+def named(name):
+    return next(s for s in (*FAULTS, *HEALTHY) if s.name == name)
+
+
+SAME = sorted(s.name for s in (*FAULTS, *HEALTHY))
+SAME_DAILY = {"second_behind_the_first", "overflow_that_is_swallowed", "start_up_skips"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in SAME_DAILY else pytest.mark.exhaustive) for n in SAME],
+)
+def test_every_way_to_run_again_gives_the_same_verdict(name, tmp_path, monkeypatch):
+    script = named(name)
+    by_copies = examine(script, tmp_path, monkeypatch, "copies")
+    anew = examine(script, tmp_path, monkeypatch, "anew")
+    assert told(anew) == told(by_copies)
+    assert anew.verdict == by_copies.verdict
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gradients_that_vanish", "warm_up"])
+def test_a_fresh_process_for_each_run_gives_the_same_verdict(name, tmp_path, monkeypatch):
+    script = named(name)
+    by_copies = examine(script, tmp_path, monkeypatch)
+    monkeypatch.undo()
+    path = tmp_path / f"{name}.py"
+    assert told(examine_script(path, [], script.steps, 0, copies=False)) == told(by_copies)
 
 
 def test_there_are_enough_scripts():
@@ -87,11 +139,19 @@ def test_there_are_enough_scripts():
     assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
 
 
-def run_edited(text, path, steps, armed=None):
-    path.write_text(text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_here(Order(str(path), (), steps, 0, armed=armed, copies=False))
+class Edited:
+    """A run of an edited script from its start; `armed`: a step of it to tape as well."""
+
+    def __init__(self, text, path, steps, armed=None):
+        path.write_text(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, _ = run_here(Order(str(path), (), steps, 0, copies=False))
+            again = None if armed is None else Again(armed, taped=armed)
+            seen = again and run_here(Order(str(path), (), steps, 0, again))[0]
+        self.first_bad, self.error = found.first_bad, found.document.error
+        self.settled = found.ledger.settled()
+        self.faults = all_faults(found.notes, seen.faults if seen else [])
 
 
 @pytest.mark.exhaustive
@@ -102,7 +162,7 @@ def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, mon
     fault = document.faults[0]
     second = any(f.behind or f.step > fault.step for f in document.bad)
     path = tmp_path / f"{script.name}.py"
-    plain = run_edited(script.text, path, document.steps)
+    plain = Edited(script.text, path, document.steps)
     quiet = plain.first_bad is None
     index = fault.step if quiet else plain.first_bad
     armed = index if quiet and fault.phase in ("forward", "backward") else None
@@ -110,18 +170,18 @@ def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, mon
     wrong = []
     for cure in fault.cures:
         for spec in cure.specs if cure.status != "untried" else ():
-            cured = run_edited(edited(script.text, spec), path, min(steps, document.steps), armed)
+            cured = Edited(edited(script.text, spec), path, min(steps, document.steps), armed)
             skipped = fault.phase == "forward" and cured.first_bad == index == 0 and cured.settled
             if skipped:  # the tape says of what
-                cured = run_edited(edited(script.text, spec), path, document.steps, armed=index)
+                cured = Edited(edited(script.text, spec), path, document.steps, armed=index)
             well = cured.first_bad is None or skipped or (second and cured.first_bad > index)
-            well = well and not cured.error and not any(same(f, fault) for f in cured.document.faults)
+            well = well and not cured.error and not any(same(f, fault) for f in cured.faults)
             if well:
                 break
         else:
             well = cure.status == "untried"
         if well != (cure.status in ("works", "untried")):
-            wrong.append((cure.kind, cure.status, cured.error, cured.first_bad, cured.document.verdict))
+            wrong.append((cure.kind, cure.status, cured.error, cured.first_bad, cured.faults))
     assert not wrong
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor.zoo_quiet import SCRIPTS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -60,6 +62,18 @@ def test_the_doctor_gives_one_verdict_over_all_ranks(tmp_path):
     (fault,) = document["bad"]
     assert (fault["step"], fault["rank"], fault["phase"], fault["cause"]["kind"]) == (1, 1, "forward", "data")
     assert "step 2, rank 1" in document["headline"]
+
+
+@pytest.mark.long
+def test_all_ranks_together_give_the_verdict_of_one(tmp_path):
+    script = next(s for s in SCRIPTS if s.name == "gradients_that_vanish")
+    (tmp_path / "train.py").write_text(script.text)
+    command = ("-m", "halfstep", "doctor", "train.py", "--steps", str(script.steps), "--json")
+    ranks = torchrun(*command, folder=tmp_path)
+    alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
+    both, one = json.loads(ranks.stdout), json.loads(alone.stdout)
+    assert both["bad"] == one["bad"] != []
+    assert both["verdict"] == one["verdict"]
 
 
 PAGE = (ROOT / "docs" / "many-ranks.md").read_text()

@@ -16,10 +16,10 @@ import torch
 from halfstep.formats import FORMATS, Format
 from halfstep.numerics.lint import Finding
 from halfstep.numerics.locations import within
+from halfstep.numerics.watch import skips_in_words
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
-    from halfstep.numerics.series import Sample
     from halfstep.numerics.trace import BadOp, TensorInfo
     from halfstep.numerics.watch import Watch
 
@@ -256,13 +256,8 @@ def _narrowest(seen: Watch) -> Format:
     return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
 
 
-def _up_to(samples: Sequence[Sample], until: int | None) -> Sequence[Sample]:
-    """The samples until a step: those of a tensor that was seen only later are all there is."""
-    return [s for s in samples if until is None or s.step <= until] or samples
-
-
-def add_watched(document: Document, seen: Watch, until: int | None = None) -> None:
-    """Put what a watch saw into the document; the latest values of each tensor, up to step `until`."""
+def add_watched(document: Document, seen: Watch, skips: Sequence[int] | None = None) -> None:
+    """Put what a watch saw into the document; `skips`: the steps that were skipped, if it did not see all."""
     seen.collect()
     document.format = (seen.format or _narrowest(seen)).name
     document.series = [
@@ -272,7 +267,7 @@ def add_watched(document: Document, seen: Watch, until: int | None = None) -> No
             "class": seen.class_of(s.path),
             "steps": s.steps,
             "amax": s.amax,
-            "samples": [dict(sample.__dict__) for sample in _up_to(s.samples, until)[-1:]],
+            "samples": [dict(sample.__dict__) for sample in s.samples],
         }
         for kind in _KINDS
         for s in seen.series.values()
@@ -284,4 +279,13 @@ def add_watched(document: Document, seen: Watch, until: int | None = None) -> No
     ]
     document.forecasts = [str(f) for f in seen.forecasts()]
     document.lost = [dict(n.__dict__) for n in seen.lost]
-    document.summary = seen.summary()
+    own = skips is None
+    skips = [note.step for note in seen.skipped()] if skips is None else skips
+    document.summary = [*skips_in_words(skips, len(seen.notes) if own else document.steps), *seen.outlook()]
+
+
+def keep_latest(document: Document, until: int | None = None) -> None:
+    """Of each tensor's samples, keeps the latest up to step `until`, or of those seen only later the last."""
+    for row in document.series:
+        early = [s for s in row["samples"] if until is None or s["step"] <= until]
+        row["samples"] = (early or row["samples"])[-1:]

@@ -2,8 +2,9 @@
 
 A step begins where the one before it ended (or, with workers that load data, at its first forward or
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
-is stepped. Where the process can be copied, each step's beginning is held as a `Moment`, from which a copy
-runs the step again under the tape, and again with each cure.
+is stepped. Where the process can be copied, each step's beginning is held, from which a copy runs the step
+again under the tape, and again with each cure. A run that is started to run a step again does the same from
+the moment at which that step begins.
 """
 
 from __future__ import annotations
@@ -17,24 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.doctor.checkpoints import answer
 from halfstep.doctor.conversions import Conversions
+from halfstep.doctor.copies import Copies, answer
 from halfstep.doctor.document import counts_of, fault_of
-from halfstep.doctor.ledger import Ledger, knobs_of, length, read_amaxes, unmoved, update_length
-from halfstep.doctor.moments import Moments
-from halfstep.doctor.order import Job, Order, Traced
-from halfstep.doctor.quiet import rate_fault
+from halfstep.doctor.inquiry import Inquiry
+from halfstep.doctor.ledger import Ledger, Note, knobs_of, length, read_amaxes, unmoved, update_length
+from halfstep.doctor.order import Again, Order, Seen, Suspect
+from halfstep.doctor.quiet import RunNotes, all_faults, rate_fault
 from halfstep.doctor.roster import Roster
 from halfstep.doctor.substitutes import FP16, put_in_place
+from halfstep.numerics.cures import lowest_scale
 from halfstep.numerics.locations import look
 from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape
 from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.underflow import UnderflowProbe
 from halfstep.numerics.watch import Watch, watch
-
-#: Faults of one run that are traced.
-_TRACES = 3
 
 
 class Enough(BaseException):
@@ -78,16 +77,18 @@ class Examiner:
         self.roster = Roster()
         self.ledger = Ledger()
         self.conversions = Conversions()
-        self.traced = Traced()
         self.seen: Watch | None = None
-        self.job: Job | None = None
-        self.limit = 0
+        self.again: Again | None = None
+        self.showed = Seen()
+        self.suspects: list[Suspect] = []
         self.around = ExitStack()
         self.taping: Taping | None = None
-        self.cured = False
         self.halves = False
+        self._copied = False
+        self._signed = False
         self._took_effect: Callable[[], bool] | None = None
-        self._moments = Moments(self)
+        self._copies = Copies(self)
+        self.inquiry = Inquiry(self._copies, order.steps)
         self._before: list[Tensor] = []
 
     @property
@@ -96,11 +97,12 @@ class Examiner:
         return len(self.ledger.notes)
 
     def _over(self) -> bool:
-        """Whether that was the last step: of a copy's job, or of the iterations that were asked for."""
-        if self.job is not None:
-            return self.done >= self.limit
-        armed = self.order.armed
-        return self.ledger.now.number >= self.order.steps and (armed is None or self.done > armed)
+        """Whether that was the last step: of what is run again, or of the iterations that were asked for."""
+        again = self.order.again if self.again is None else self.again
+        if again is not None:
+            whole = again.from_start and self.ledger.now.number >= self.order.steps
+            return self.done > again.at + again.more or whole
+        return self.ledger.now.number >= self.order.steps
 
     # What the hooks report.
 
@@ -116,16 +118,50 @@ class Examiner:
         else:
             self.roster.session = thing
         if self.done == 0:
-            self._moments.at_start()
+            self._copies.hold()
 
     def on_sign(self, module: nn.Module | None = None) -> bool:
         """A step shows that it has begun: a region opens or a model is called; whether a tape knows of it."""
         if module is not None:
             self.roster.meet(module)
-        armed = self._moments.on_sign() and module is not None and self.taping is not None
-        if armed and module is not None and self.taping is not None:
-            self.taping.tape.enter_module(module)
-        return armed
+        before = self.taping
+        if not self._signed:
+            self._signed = True
+            if self.done == 0 or _loads_with_workers():
+                self._copies.hold()
+                self._go_on()
+        if module is None or self.taping is None or self.taping is before:
+            return False
+        self.taping.tape.enter_module(module)
+        return True
+
+    def _begin(self) -> None:
+        """The next step begins; with workers that load its batch, it does where it shows itself."""
+        self._signed = False
+        if not _loads_with_workers():
+            self._copies.hold(freely=False)
+            self._go_on()
+        if self.seen is None and self._watches() and self.roster.models:
+            roster = self.roster
+            what = roster.session if roster.session is not None else roster.optimizers
+            every = max(1, self.order.steps // 12)
+            self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
+            self.seen.step = self.done
+
+    def _watches(self) -> bool:
+        """Whether the notes of the whole run are wanted, not those of some steps of it."""
+        again = self.again or self.order.again
+        return again is None or again.from_start
+
+    def _go_on(self) -> None:
+        """Where this step is one to run again: put the cure in place, and arm the tape."""
+        again = self.order.again
+        if again is not None and self.again is None:
+            first = min(1, again.at) if again.from_start else again.at
+            if self.done >= first:
+                self.become(again)
+        if self.again is not None and self.again.taped == self.done and self.taping is None:
+            self.taping = Taping(self.roster)
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
@@ -216,127 +252,120 @@ class Examiner:
         if self.taping is not None:
             self._end_tape()
         note = self.ledger.close(owner)
-        self._judge(self.done - 1, bool(note.bad))
+        self._judge(note, self.done - 1)
         if self._over():
             self.leave()
         self._begin()
 
-    def _judge(self, index: int, bad: bool) -> None:
-        """Has the step that just ended traced, if it tells something new."""
-        if self.job is not None and (self.job.kind != "go_on" or index < self.job.at):
+    def _judge(self, note: Note, index: int) -> None:
+        """Has the step that just ended looked at again, if it may tell something new."""
+        if self.again is not None or self.order.again is not None:
             return
         before = bool(index) and bool(self.ledger.notes[index - 1].bad)
-        if bad and not before and len(self.traced.faults) < _TRACES:
-            self._moments.trace(index)
-            if self.job is not None:
-                self.reply()
-        elif not bad and self.job is None and (index == 1 or self.ledger.notes[index].silent):
-            self._moments.glance(index)
+        if (note.bad and not before) or (not note.bad and (index == 1 or note.silent)):
+            self._suspect(Suspect(index, note.number, bool(note.bad), note.spoiled))
+
+    def _suspect(self, suspect: Suspect) -> None:
+        if not self.inquiry.look(suspect):
+            self.suspects.append(suspect)
 
     def leave(self) -> None:
-        """The last step is done."""
-        if self.job is not None:
+        """The last step is done. A copy ends here, without what the script would still do."""
+        if self._copied:
             self.reply()
         raise Enough
 
     def reply(self) -> None:
-        """In a copy: say what was found, and end."""
-        at = self.job.at if self.job is not None else 0
-        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= at]
-        self.traced.bad_at = bad[0] if bad else at if self.traced.faults else None
-        self.traced.well = self.traced.bad_at is None
-        self.traced.applied = self.applied()
-        answer(self.traced)
+        """What was run again is over: say what it showed. A copy ends with that."""
+        again, showed = self.again, self.showed
+        assert again is not None
+        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= again.at]
+        showed.bad_at = bad[0] if bad else again.at if showed.faults else None
+        showed.applied = self._applied(again)
+        if again.from_start and showed.applied:
+            showed.faults = all_faults(self.notes(), showed.faults)
+        self._answer()
 
-    def applied(self) -> bool:
-        """Whether the cure that this run tries was put in place, and met what it is to change."""
-        spec = self.order.cure if self.job is None else self.job.spec
-        if spec is None:
+    def _answer(self) -> None:
+        if self._copied:
+            answer(self.showed)
+
+    def notes(self) -> RunNotes:
+        """What was noted of the run."""
+        if self.seen is not None:
+            self.seen.collect()
+        lost = [] if self.seen is None else list(self.seen.lost)
+        return RunNotes(self.ledger, self.conversions.flushes, lost, self.roster.terms)
+
+    def _applied(self, again: Again) -> bool:
+        """Whether the cure that is tried was put in place, and met what it is to change."""
+        if again.cure is None:
             return True
-        if spec[0] == "bf16" and (self.halves or FP16 in {p.dtype for p in self.roster.named().values()}):
-            return False
-        if self.job is None and spec[0] == "bf16":
-            return True  # asked for before the script began
+        if again.cure[0] == "bf16":
+            if self.halves or FP16 in {p.dtype for p in self.roster.named().values()}:
+                return False
+            if again.from_start:
+                return True  # asked for before the script began
         return self._took_effect is not None and self._took_effect()
 
-    def _begin(self) -> None:
-        """The next step begins."""
-        self._moments.on_begin()
-        if self.seen is None and self.order.armed is None and self.job is None and self.roster.models:
-            roster = self.roster
-            what = roster.session if roster.session is not None else roster.optimizers
-            every = max(1, self.order.steps // 12)
-            self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
-            self.seen.step = self.done
+    def become(self, again: Again, copied: bool = False) -> None:
+        """From here on this process runs a step again; `copied`: it is a copy made for that."""
+        self.again, self._copied, self.showed = again, copied, Seen()
+        self.ledger.notes = self.ledger.notes[:]
+        for note in self.ledger.notes:
+            note.bad = ""
+        if self.seen is not None and not again.from_start:
+            self.seen.close()
+            self.seen = None
+        parts = self.roster.parts()
+        self.showed.falls = lowest_scale(parts) is not None
+        if again.cure is not None and not (again.from_start and again.cure[0] == "bf16"):
+            self._took_effect = put_in_place(again.cure, parts, self.around)
+            self.halves = False
+            if self._took_effect is None:
+                self.showed.applied = False
+                self._answer()
+                raise Enough
+        if copied:
+            self._go_on()
 
     # The tape.
-
-    def arm(self) -> None:
-        """Tape the step that begins now."""
-        if self.taping is None:
-            self.taping = Taping(self.roster)
 
     def _end_tape(self, error: BaseException | None = None) -> None:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace, lint = taping.end(error)
-        self.traced.counts = counts_of(trace.counts)
-        self.traced.lint = list(dict.fromkeys(lint))
+        self.showed.counts = counts_of(trace.counts)
+        self.showed.lint = list(dict.fromkeys(lint))
         if trace.bad is not None:
             fault = fault_of(self.ledger.now.number, trace.bad)
             if trace.bad.phase == "optimizer":
                 fault = rate_fault(self.ledger.now) or fault
-            self.traced.faults.append(fault)
-        if self.job is not None and self.job.kind == "trace":
-            self.reply()
+            self.showed.faults.append(fault)
 
     def failed(self, error: BaseException) -> None:
         """The script raised."""
         if self.taping is not None:
             self._end_tape(error)
-        elif self.job is None:
-            self._moments.trace(self.done)
-        if self.job is not None:
+        if self.again is not None:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
-            self.reply()
+        elif self.order.again is None:
+            self._suspect(Suspect(self.done, self.ledger.now.number, bad=True, spoiled=True))
 
     def ended(self) -> None:
         """The script is over."""
         if self.taping is not None:
             self._end_tape()
-        if self.job is not None:
+        if self.again is not None:
             self.reply()
-        self._moments.close()
+        self._copies.close()
         if self.seen is not None:
             self.seen.close()
 
-    def cure_from_start(self) -> None:
-        """Put the cure in place that the whole run is to try: before the taped step, else after the first."""
-        spec = self.order.cure
-        if spec is None or spec[0] == "bf16" or self.cured or self.done < self.order.cure_at:
-            return
-        if not self.roster.models and not self.roster.optimizers:
-            return
-        self.cured = True
-        self._took_effect = put_in_place(spec, self.roster.parts(), self.around)
-        self.halves = False
 
-    def become(self, job: Job) -> None:
-        """This process is a copy now, made for a job."""
-        self.job = job
-        self.limit = job.at + 1 + job.more
-        self.traced = Traced()
-        self.ledger.notes = self.ledger.notes[:]
-        for note in self.ledger.notes:
-            note.bad = ""
-        if self.seen is not None:
-            self.seen.close()
-            self.seen = None
-        if job.spec is not None:
-            self._took_effect = put_in_place(job.spec, self.roster.parts(), self.around)
-            self.halves = False
-            if self._took_effect is None:
-                self.traced.applied = False
-                answer(self.traced)
+def _loads_with_workers() -> bool:
+    import multiprocessing
+
+    return bool(multiprocessing.active_children())

@@ -9,7 +9,6 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.autocast.context import autocast
-from halfstep.doctor.document import CureFound, Document, Fault, add_watched
+from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import Enough, Examiner
-from halfstep.doctor.ledger import Ledger, beside
-from halfstep.doctor.order import Order, RunFindings
-from halfstep.doctor.quiet import RunNotes, quiet_faults, with_roots
+from halfstep.doctor.ledger import Ledger
+from halfstep.doctor.order import Found, Order, Seen
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import users_names
@@ -218,8 +216,11 @@ def _run(examiner: Examiner, script: str, args: tuple[str, ...]) -> str | None:
     return error
 
 
-def run_order(order: Order) -> RunFindings:
-    """Runs a script as the order says; everything that was hooked is as before afterwards."""
+def run_order(order: Order) -> Found | Seen | None:
+    """Runs a script as the order says; everything that was hooked is as before afterwards.
+
+    None where the steps to run again were never reached.
+    """
     random.seed(order.seed)
     torch.manual_seed(order.seed)
     numpy.random.seed(order.seed)
@@ -230,48 +231,28 @@ def run_order(order: Order) -> RunFindings:
         stack.callback(setattr, sys, "path", path)
         stack.enter_context(examiner.around)
         examiner.conversions.install(stack)
-        if order.cure is not None and order.cure[0] == "bf16":
+        again = order.again
+        if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
         error = _run(examiner, order.script, order.args)
+    if again is not None:
+        return examiner.showed if examiner.again is not None else None
     return _found(order, examiner, error)
 
 
-def _found(order: Order, examiner: Examiner, error: str | None) -> RunFindings:
-    ledger, traced = examiner.ledger, examiner.traced
+def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
+    ledger = examiner.ledger
     losses = [note.loss for note in ledger.notes if note.loss is not None]
     document = Document(Path(order.script).name, ledger.iterations, losses, error)
     if examiner.seen is not None:
-        examiner.seen.collect()
-    lost = [] if examiner.seen is None else list(examiner.seen.lost)
-    seen = RunNotes(ledger, examiner.conversions.flushes, lost, examiner.roster.terms)
-    sound = ledger.broken() is None
-    document.bad = [*traced.faults, *quiet_faults(seen)] if sound else with_roots(seen, traced.faults)
-    document.bad.sort(key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
-    if examiner.seen is not None:
-        add_watched(document, examiner.seen, document.faults[0].step if document.faults else None)
-        _count_the_first(document, ledger)
-    document.counts, document.lint = traced.counts, list(dict.fromkeys(traced.lint))
-    document.beside = beside(ledger, document.faults[0].step) if document.faults else {}
-    bad = next((index for index, note in enumerate(ledger.notes) if note.bad), None)
-    for fault in document.bad:
-        _say_since(fault, ledger)
-        _say_outlier(fault, ledger)
-    was_traced = bool(traced.faults) or bad is None
-    return RunFindings(
-        document,
-        ledger.iterations,
-        bad,
-        examiner.applied(),
-        was_traced,
-        ledger.settled(),
-        error,
-        ledger.numbers,
-    )
+        add_watched(document, examiner.seen, ledger.skips)
+        _add_the_first(document, ledger)
+    return Found(document, examiner.notes(), examiner.inquiry.seen, examiner.suspects)
 
 
-def _count_the_first(document: Document, ledger: Ledger) -> None:
-    """Puts the step before the watch began into the history, and among the skips."""
+def _add_the_first(document: Document, ledger: Ledger) -> None:
+    """Puts the step before the watch began into the history."""
     first, numbers = ledger.notes[0], ledger.numbers
     if document.history and document.history[0]["step"] == 1:
         worst = max(first.gradients, key=lambda name: first.gradients[name], default="")
@@ -279,35 +260,6 @@ def _count_the_first(document: Document, ledger: Ledger) -> None:
         document.history.insert(0, {**row, "amax": first.gradient, "worst": worst})
     for row in document.history:  # the watch counts the steps of all optimizers
         row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
-    skips = ledger.skips
-    others = [line for line in document.summary if "steps skipped" not in line]
-    told = (
-        f"{len(skips)} of {ledger.iterations} steps skipped, the last at step {skips[-1] + 1}"
-        if skips
-        else ""
-    )
-    document.summary = [told, *others] if told else others
-
-
-def _say_since(fault: Fault, ledger: Ledger) -> None:
-    """Adds to a cause that lies in a weight the step from which on it was so."""
-    since = ledger.since(fault.weight, fault.step) if fault.weight else None
-    if since is not None:
-        text = f"{fault.cause.text}, since step {since + 1}"
-        fault.summary = fault.summary.replace(fault.cause.text, text)
-        fault.cause = replace(fault.cause, text=text)
-
-
-def _say_outlier(fault: Fault, ledger: Ledger) -> None:
-    """Adds to a cause within forward or backward the batch it came of, where that is out of proportion."""
-    name, told = ledger.outlier(fault.step)
-    if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
-        return
-    text = f"{fault.cause.text}; {told}"
-    fault.summary = fault.summary.replace(fault.cause.text, text)
-    fault.cause = replace(fault.cause, text=text)
-    words = "drop or clamp such batches where they are loaded"
-    fault.cures.append(CureFound("data", words, f"{name}.clamp(-k, k)"))
 
 
 def main(orders_path: str) -> None:

@@ -164,6 +164,10 @@ class Ledger:
         """The iteration of each step."""
         return tuple(note.number for note in self.notes)
 
+    def index_of(self, number: int) -> int:
+        """The index of the last step of an iteration."""
+        return max((i for i, own in enumerate(self.numbers) if own == number), default=number)
+
     @property
     def skips(self) -> list[int]:
         """Iterations in which a step was skipped."""

@@ -1,4 +1,4 @@
-"""What the process that runs a script is told, and what it tells back."""
+"""What processes that run a script tell each other: what to run, what to run again, and what was found."""
 
 from __future__ import annotations
 
@@ -6,75 +6,87 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.doctor.document import Document, Fault
+from halfstep.doctor.ledger import Ledger
+from halfstep.doctor.quiet import RunNotes
+
+
+@dataclass(frozen=True)
+class Again:
+    """What to run again: the step with index `at` and `more` steps after it.
+
+    `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
+    the index of a step to tape. `seconds`: after how long a copy is ended.
+    """
+
+    at: int
+    cure: tuple[Any, ...] | None = None
+    more: int = 0
+    taped: int | None = None
+    from_start: bool = False
+    seconds: float = 30.0
+
+
+@dataclass
+class Seen:
+    """What running again showed. `bad_at`: the first step from `at` on that was bad; None if all were well.
+
+    `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
+    down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
+    """
+
+    faults: list[Fault] = field(default_factory=list[Fault])
+    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lint: list[Any] = field(default_factory=list[Any])
+    bad_at: int | None = None
+    applied: bool = True
+    falls: bool = False
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A step to look at again: its index, its iteration, whether it was bad or only worth a look, and whether
+    it left something lasting that is not finite."""
+
+    index: int
+    number: int
+    bad: bool = False
+    spoiled: bool = False
 
 
 @dataclass(frozen=True)
 class Order:
-    """`steps`: iterations to run. `armed`: the step (an index) to tape, where the run cannot be copied;
-    `cure`: the spec of one to try, from step `cure_at` on; `copies`: whether the run may be copied;
-    `result`: the file for what was found; `forked`: whether the run's process is a copy of the first one's.
+    """A script to run for `steps` iterations, or, with `again`, until that part of it has been run.
+
+    `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's;
+    `result`: the file for what was found.
     """
 
     script: str
     args: tuple[str, ...]
     steps: int
     seed: int
-    armed: int | None = None
-    cure: tuple[Any, ...] | None = None
-    cure_at: int = 1
+    again: Again | None = None
     copies: bool = True
     forked: bool = False
     result: str = ""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a copy of a run is asked: go on to step `at` with the cure `spec` in place (if any).
-
-    `kind`: "trace" tapes that step; "trial" runs it and `more` steps after it and says whether all was well;
-    "go_on" does the same and traces the first step that is not.
-    """
-
-    kind: str
-    at: int
-    spec: tuple[Any, ...] | None = None
-    more: int = 0
-    tape: bool = False
-    seconds: float = 30.0
-
-
 @dataclass
-class Traced:
-    """What a copy found. `well`: nothing was wrong, else it was at step `bad_at`; `applied`: the cure was."""
-
-    faults: list[Fault] = field(default_factory=list[Fault])
-    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    lint: list[Any] = field(default_factory=list[Any])
-    well: bool = False
-    bad_at: int | None = None
-    applied: bool = True
-
-
-@dataclass
-class RunFindings:
-    """What a run found. `steps`: its iterations; `numbers`: the iteration of each optimizer's step.
-
-    `first_bad`: the index of the first bad step; `traced`: whether one was taped.
-    """
+class Found:
+    """What a run found: a document without faults, the notes of the run, what its copies showed (`seen`), and
+    the steps that could not be looked at."""
 
     document: Document
-    steps: int
-    first_bad: int | None
-    applied: bool
-    traced: bool
-    settled: bool
-    error: str | None = None
-    numbers: tuple[int, ...] = ()
+    notes: RunNotes
+    seen: Seen = field(default_factory=Seen)
+    suspects: list[Suspect] = field(default_factory=list[Suspect])
 
-    def number(self, index: int) -> int:
-        """The iteration of the step with this index."""
-        return self.numbers[index] if index < len(self.numbers) else index
+    @property
+    def ledger(self) -> Ledger:
+        """The notes by step."""
+        return self.notes.ledger
 
-    def index(self, number: int) -> int:
-        """The index of the last step of an iteration."""
-        return max((i for i, own in enumerate(self.numbers) if own == number), default=number)
+    @property
+    def first_bad(self) -> int | None:
+        """The index of the first bad step."""
+        return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)

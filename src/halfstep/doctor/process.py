@@ -13,11 +13,12 @@ import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from halfstep.distributed import world_size
-from halfstep.doctor.order import Order, RunFindings
+from halfstep.doctor.order import Order
 
 
 def can_copy() -> bool:
@@ -30,7 +31,7 @@ def can_copy() -> bool:
     return hasattr(os, "fork") and sys.platform != "darwin" and alone and not torch.accelerator.is_available()
 
 
-def run_in_process(order: Order, environment: Mapping[str, str]) -> tuple[RunFindings | None, str]:
+def run_in_process(order: Order, environment: Mapping[str, str]) -> tuple[Any, str]:
     """What a run found (None: it ended without an answer), and what it said on standard error."""
     with tempfile.TemporaryDirectory() as folder:
         order = dataclasses.replace(order, result=str(Path(folder) / "found"))

@@ -48,6 +48,13 @@ class RunNotes:
     terms: Terms
 
 
+def all_faults(seen: RunNotes, traced: Sequence[Fault]) -> list[Fault]:
+    """What the tape showed and what the notes tell: the earliest first, what lies behind another last."""
+    sound = seen.ledger.broken() is None
+    found = [*traced, *quiet_faults(seen)] if sound else with_roots(seen, traced)
+    return sorted(found, key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
+
+
 def quiet_faults(seen: RunNotes) -> list[Fault]:
     """What the notes of a run without lasting damage tell, the earliest first."""
     ledger = seen.ledger

@@ -6,18 +6,18 @@ port that is chosen anew for each run. All ranks get the same findings, so all d
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import Document, Fault
-from halfstep.doctor.order import RunFindings
+from halfstep.doctor.order import Found, Seen, Suspect
 from halfstep.errors import ConfigError
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
@@ -40,44 +40,50 @@ def meeting_place() -> dict[str, str]:
     return {**os.environ, "MASTER_PORT": str(told[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def agreed(found: RunFindings | str) -> RunFindings:
-    """What all ranks found, as one and the same on each; ConfigError where one could not be run (a str)."""
-    everyone: list[RunFindings | str] = gather(found)
+def from_all(found: Found | str) -> list[Found]:
+    """What all ranks found, the same on each; ConfigError where one could not be run (a str)."""
+    everyone: list[Found | str] = gather(found)
     wrong = {number: one for number, one in enumerate(everyone) if isinstance(one, str)}
     if wrong:
         first = min(wrong, key=lambda number: (_is_left_alone(wrong[number]), number))
         raise ConfigError(_by_rank(first, wrong[first]))
-    return _one([one for one in everyone if isinstance(one, RunFindings)])
+    return [one for one in everyone if isinstance(one, Found)]
 
 
-def _one(everyone: Sequence[RunFindings]) -> RunFindings:
-    if len(everyone) == 1:
-        return everyone[0]
-    bad = [one.first_bad for one in everyone if one.first_bad is not None]
-    errors = [(_is_left_alone(f.error), f.steps, r, f.error) for r, f in enumerate(everyone) if f.error]
-    error = _by_rank(min(errors)[2], min(errors)[3]) if errors else None
-    document = _document([one.document for one in everyone], error)
-    return replace(
-        everyone[0],
-        document=document,
-        steps=document.steps,
-        first_bad=min(bad, default=None),
+def suspects(everyone: Sequence[Found]) -> list[Suspect]:
+    """The steps that a rank would have looked at, in their order."""
+    found: dict[int, Suspect] = {}
+    for one in sorted((s for found in everyone for s in found.suspects), key=lambda s: (s.bad, s.spoiled)):
+        found[one.index] = one
+    return [found[index] for index in sorted(found)]
+
+
+def seen_by_all(seen: Seen | None) -> Seen | None:
+    """What running again showed on any rank; None where one of them could not."""
+    everyone: list[Seen] = [one for one in gather(seen) if one is not None]
+    if len(everyone) < world_size():
+        return None
+    return Seen(
+        faults=origins([one.faults for one in everyone]),
+        counts=everyone[0].counts,
+        lint=list(dict.fromkeys(finding for one in everyone for finding in one.lint)),
+        bad_at=min((one.bad_at for one in everyone if one.bad_at is not None), default=None),
         applied=all(one.applied for one in everyone),
-        traced=all(one.traced for one in everyone),
-        settled=all(one.settled for one in everyone),
-        error=error,
+        falls=any(one.falls for one in everyone),
     )
 
 
-def _document(everyone: Sequence[Document], error: str | None) -> Document:
+def one_document(everyone: Sequence[Document]) -> Document:
     """Rank 0's numbers with the faults of all, each where it began, and the mean of the losses."""
     first = everyone[0]
-    first.error = error
+    if len(everyone) == 1:
+        return first
+    errors = [(_is_left_alone(d.error), d.steps, r, d.error) for r, d in enumerate(everyone) if d.error]
+    first.error = _by_rank(min(errors)[2], min(errors)[3]) if errors else None
     first.steps = min(one.steps for one in everyone)
     first.losses = [sum(losses) / len(everyone) for losses in zip(*(one.losses for one in everyone))]
-    first.bad = _origins([list(one.bad) for one in everyone])
+    first.bad = origins([one.bad for one in everyone])
     first.lint = list(dict.fromkeys(finding for one in everyone for finding in one.lint))
-    first.notes = list(dict.fromkeys(note for one in everyone for note in one.notes))
     first.warnings = list(dict.fromkeys(text for one in everyone for text in one.warnings))
     first.lost = [row for one in everyone for row in one.lost]
     where = {fault.rank for fault in first.bad[:1]} - {None}
@@ -85,8 +91,15 @@ def _document(everyone: Sequence[Document], error: str | None) -> Document:
     return first
 
 
-def _origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
+def of_rank(faults: Sequence[Fault], number: int) -> list[Fault]:
+    """The faults that a rank has, as its own."""
+    return [copy.deepcopy(fault) for fault in faults if fault.rank in (None, number)]
+
+
+def origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
     """The faults of each step where they came first: a gradient that others sent is bad on every rank."""
+    if len(by_rank) == 1:
+        return list(by_rank[0])
     kept: list[Fault] = []
     steps = sorted({fault.step for faults in by_rank for fault in faults})
     for step in steps:

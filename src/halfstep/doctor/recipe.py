@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.doctor.document import Document, add_watched, counts_of, fault_of
+from halfstep.doctor.document import Document, add_watched, counts_of, fault_of, keep_latest
 
 
 class ExaminedRecipe(Protocol):
@@ -87,6 +87,7 @@ def examine_recipe(
     document = Document(label, len(losses), losses, error, lint=list(dict.fromkeys(findings)))
     document.counts = counts_of(trace.counts)
     add_watched(document, seen)
+    keep_latest(document)
     skipped = [note for note in seen.notes if not note.taken]
     few = bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
     document.bad = [fault_of(n, t.bad, t.bad.harmless and few) for n, t in traces if t.bad is not None]

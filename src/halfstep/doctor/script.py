@@ -1,22 +1,25 @@
-"""The doctor's way with a script: run it watched in a process of its own, with copies that are traced.
+"""The doctor's way with a script: run it watched in a process of its own, and look at steps of it again.
 
-The script is not changed. Where a run can be copied (see `checkpoints`), one run is enough: copies of it tape
-the steps that matter and try the cures. Elsewhere the script is run again with the tape armed at the first
-bad step, and again with each cure.
+The script is not changed. Where a run can be copied (see `copies`), copies of it tape the steps that matter
+and try the cures while it runs. What they could not do is done afterwards in runs of their own, which go the
+same way up to that step; where nothing can be copied, that is everything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from halfstep.distributed import world_size
-from halfstep.doctor.document import CureFound, Document, Fault
-from halfstep.doctor.order import Order, RunFindings
+from halfstep.distributed import rank, world_size
+from halfstep.doctor.document import CureFound, Document, Fault, keep_latest
+from halfstep.doctor.inquiry import FAILS, Inquiry
+from halfstep.doctor.ledger import Ledger, beside
+from halfstep.doctor.order import Again, Found, Order, Seen, Suspect
 from halfstep.doctor.process import run_in_process
-from halfstep.doctor.ranks import agreed, meeting_place
+from halfstep.doctor.quiet import all_faults
+from halfstep.doctor.ranks import from_all, meeting_place, of_rank, one_document, seen_by_all, suspects
 from halfstep.errors import ConfigError
 
 #: Lines of a script's warnings that are shown.
@@ -50,98 +53,95 @@ def examine_script(
         raise ConfigError(f"{path} is not a Python script: {error}") from error
     alone = world_size() == 1
     order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
-    found = _child(order)
-    if found.steps == 0 and not found.document.bad:
-        why = found.error or "it ended without stepping an optimizer, GradScaler or Session"
-        raise ConfigError(f"{path} took no training step: {why}")
-    if found.first_bad is not None and not found.traced:
-        _trace_again(order, found)
-    elif found.first_bad is None and not found.document.counts:
-        _trace_again(order, found, min(1, len(found.numbers) - 1))
-    document = found.document
-    for fault in document.bad:
-        fault.harmless = _is_harmless(fault, found)
-        if not fault.harmless:
-            _try_untried(order, found, fault)
+    document = _examined(order)
     document.lint = [*dict.fromkeys(findings), *document.lint]
     return document
 
 
-def _trace_again(order: Order, found: RunFindings, armed: int | None = None) -> None:
-    """A run of its own with the tape armed, where no copy could do it."""
-    document = found.document
-    index = found.first_bad if armed is None else armed
-    assert index is not None
-    traced = _child(dataclasses.replace(order, steps=found.number(index) + 1, armed=index, copies=False))
-    document.counts, document.lint = traced.document.counts, traced.document.lint
-    if not traced.document.counts:
-        document.notes.append("the traced run did not reach that step: the script is not deterministic")
-    elif found.first_bad is not None and not traced.document.bad:
-        document.notes.append(
-            f"step {found.number(index) + 1} was bad in the first run and not when it was traced: "
-            "nondeterminism, or a compiled region that differs from eager"
-        )
-    document.bad = [*traced.document.bad, *document.bad]
-    for fault in traced.document.bad:
-        for cure in fault.cures:
-            _try_from_start(order, found, fault, cure, index)
+def _examined(order: Order) -> Document:
+    everyone = from_all(_first_run(order))
+    own = everyone[rank()]
+    inquiry = Inquiry(Anew(order), order.steps, own.seen)
+    for suspect in suspects(everyone):
+        inquiry.look(suspect)
+    count = len(own.ledger.notes)
+    bad = [one.first_bad for one in everyone if one.first_bad is not None]
+    if not (inquiry.seen.counts or bad) and count:
+        index = min(1, count - 1)
+        inquiry.look(Suspect(index, own.ledger.notes[index].number))
+    documents = [_composed(one, of_rank(inquiry.seen.faults, r)) for r, one in enumerate(everyone)]
+    document = one_document(documents)
+    document.counts, document.notes = inquiry.seen.counts, inquiry.notes
+    document.lint = list(dict.fromkeys(inquiry.seen.lint))
+    if document.steps == 0 and not document.bad:
+        why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
+        raise ConfigError(f"{order.script} took no training step: {why}")
+    settled = all(one.ledger.settled() for one in everyone)
+    index = min(bad, default=min(4, count - 1))
+    for fault in document.bad:
+        fault.harmless = _is_harmless(fault, settled)
+        if not fault.harmless:
+            inquiry.try_from_start(fault, max(index, own.ledger.index_of(fault.step)), whole=not bad)
+    return document
 
 
-def _try_untried(order: Order, found: RunFindings, fault: Fault) -> None:
-    """Cures that need a run of their own: another dtype of the weights, an earlier rate."""
-    index = found.first_bad if found.first_bad is not None else min(4, len(found.numbers) - 1)
-    for cure in fault.cures:
-        if cure.status == "untried" and cure.specs and cure.specs[0][0] in ("bf16", "masters", "rate"):
-            _try_from_start(order, found, fault, cure, max(index, found.index(fault.step)))
+class Anew:
+    """Runs the script again from its start, on every rank in a process of its own."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = dataclasses.replace(order, copies=False)
+
+    def run(self, again: Again) -> Seen | None:
+        """What the steps to run again showed, on all ranks."""
+        order = dataclasses.replace(self._order, again=again)
+        return seen_by_all(run_in_process(order, meeting_place())[0])
 
 
-def _try_from_start(order: Order, found: RunFindings, fault: Fault, cure: CureFound, index: int) -> None:
-    """Runs the script with each dose of a cure in place, and writes down whether it helped."""
-    quiet = found.first_bad is None
-    number = found.number(index)
-    steps = found.steps if quiet else min(number + 4, found.steps)
-    lower = [("lowest scale", *spec) for spec in cure.specs if fault.phase == "forward"]
-    for spec in (*cure.specs, *(spec for spec in lower if spec[1] not in ("bf16", "rate", "masters"))):
-        taped = fault.underflow or bool(fault.hidden)
-        steps = number + 1 if taped else steps
-        armed = index if taped else None
-        from_step = 1 if quiet or spec[0] == "rate" else index
-        cured = _child(
-            dataclasses.replace(order, steps=steps, armed=armed, cure=spec, cure_at=from_step, copies=False)
-        )
-        if not cured.applied:
-            continue
-        faults = [f for f in cured.document.bad if not _is_harmless(f, cured)]
-        gone = not any(_alike(f, fault) for f in faults)
-        early = cured.first_bad is not None and cured.first_bad < index and cured.settled
-        well = gone and not cured.error and (cured.first_bad is None or early)
-        cure.status = "does not help"
-        if well:
-            cure.settle(spec[1:] if spec in lower else spec)
-            return
+def _composed(found: Found, traced: Sequence[Fault]) -> Document:
+    """The document of a run with its faults: what the tape showed of it and what its notes tell."""
+    document, ledger = found.document, found.ledger
+    document.bad = all_faults(found.notes, traced)
+    for fault in document.bad:
+        _say_since(fault, ledger)
+        _say_outlier(fault, ledger)
+    until = document.bad[0].step if document.bad else None
+    keep_latest(document, until)
+    document.beside = {} if until is None else beside(ledger, until)
+    return document
 
 
-def _alike(one: Fault, other: Fault) -> bool:
-    """Whether a fault is still there; the next op of a line may have taken over from the first."""
-    return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
+def _say_since(fault: Fault, ledger: Ledger) -> None:
+    """Adds to a cause that lies in a weight the step from which on it was so."""
+    since = ledger.since(fault.weight, fault.step) if fault.weight else None
+    if since is not None:
+        text = f"{fault.cause.text}, since step {since + 1}"
+        fault.summary = fault.summary.replace(fault.cause.text, text)
+        fault.cause = dataclasses.replace(fault.cause, text=text)
 
 
-def _is_harmless(fault: Fault, found: RunFindings) -> bool:
+def _say_outlier(fault: Fault, ledger: Ledger) -> None:
+    """Adds to a cause within forward or backward the batch it came of, where that is out of proportion."""
+    name, told = ledger.outlier(fault.step)
+    if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
+        return
+    text = f"{fault.cause.text}; {told}"
+    fault.summary = fault.summary.replace(fault.cause.text, text)
+    fault.cause = dataclasses.replace(fault.cause, text=text)
+    words = "drop or clamp such batches where they are loaded"
+    fault.cures.append(CureFound("data", words, f"{name}.clamp(-k, k)"))
+
+
+def _is_harmless(fault: Fault, settled: bool) -> bool:
     """A backward overflow that a dynamic scale skipped while it found its place; nothing lasting spoiled."""
-    lowered = any(c.kind == "loss_scale" and c.status != "does not help" for c in fault.cures)
-    return fault.phase == "backward" and lowered and found.settled and not (
+    lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in fault.cures)
+    return fault.phase == "backward" and lowered and settled and not (
         fault.spoiled_lasting or fault.underflow or fault.hidden
     )  # fmt: skip
 
 
-def _child(order: Order) -> RunFindings:
-    """One run of the script, on every rank in a process of its own; what all found, as one."""
-    return agreed(_own_child(order, meeting_place()))
-
-
-def _own_child(order: Order, environment: Mapping[str, str]) -> RunFindings | str:
+def _first_run(order: Order) -> Found | str:
     """This rank's run. A str says why there is nothing."""
-    found, said = run_in_process(order, environment)
+    found, said = run_in_process(order, meeting_place())
     if found is None:
         last = (said.strip().splitlines() or ["no message"])[-1]
         return f"{order.script} could not be run: {last}"

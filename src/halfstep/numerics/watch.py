@@ -426,12 +426,14 @@ class Watch:
 
     def summary(self) -> list[str]:
         """The findings in a few lines: skips, the tightest tensor, forecasts, lost updates."""
+        return [
+            *skips_in_words([note.step for note in self.skipped()], len(self.notes)),
+            *self.outlook(),
+        ]
+
+    def outlook(self) -> list[str]:
+        """The findings but for skips."""
         lines: list[str] = []
-        skipped = self.skipped()
-        if skipped:
-            lines.append(
-                f"{len(skipped)} of {len(self.notes)} steps skipped, the last at step {skipped[-1].step + 1}"
-            )
         tight = [(bits, key) for key, bits in self.headrooms().items() if key[0] == "activation"]
         if tight:
             bits, (_, path) = min(tight)
@@ -446,6 +448,11 @@ class Watch:
                 f"{last.worst_share:.0%})"
             )
         return lines
+
+
+def skips_in_words(steps: Sequence[int], of: int) -> list[str]:
+    """Which steps were skipped, in a line; none where there is nothing to say."""
+    return [f"{len(steps)} of {of} steps skipped, the last at step {steps[-1] + 1}"] if steps else []
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

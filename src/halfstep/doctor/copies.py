@@ -2,7 +2,8 @@
 
 `Moment.hold()` returns None in the run itself. It returns an order in each copy that is asked for later: the
 copy goes on from that line with everything as it was (data iterators, Python's own variables, random state),
-does what the order says and leaves with `answer`. Not for processes that have used an accelerator.
+does what the order says and leaves with `answer`. Not for processes that have used an accelerator. `Copies`
+is this way to run a script's steps again: it keeps the beginning of the latest step.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ import select
 import signal
 import sys
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep.doctor.order import Again, Seen
+
+if TYPE_CHECKING:
+    from halfstep.doctor.examiner import Examiner
+
 _LENGTH = 8
+#: What holding steps may cost: seconds, and beyond them a share of the run.
+_GRACE, _SHARE = 0.5, 0.15
 
 
 def can_fork() -> bool:
@@ -52,7 +60,7 @@ class Moment:
         os.close(self._answers)
         return _wait_for_orders(order_end, answer_end)
 
-    def ask(self, order: Asked) -> Any:
+    def ask(self, order: Again) -> Any:
         """What a copy that goes on from here with `order` answers; None if it fails or takes too long."""
         try:
             _send(self._asks, order)
@@ -71,16 +79,50 @@ class Moment:
             os.waitpid(self._pid, 0)
 
 
+class Copies:
+    """Holds the beginning of the latest step, and runs it again in copies of the process, where it can."""
+
+    def __init__(self, examiner: Examiner) -> None:
+        self._examiner = examiner
+        self._may = examiner.order.copies and examiner.order.again is None and can_fork()
+        self._moment: Moment | None = None
+        self._began = time.monotonic()
+        self._spent = 0.0
+
+    def hold(self, freely: bool = True) -> None:
+        """Keep this moment; not `freely`: unless that takes too large a share of the run's time.
+
+        Returns in each copy as well, of which the examiner has become another then.
+        """
+        late = self._spent > _GRACE + _SHARE * (time.monotonic() - self._began)
+        if not self._may or (late and not freely):
+            return
+        self.close()
+        began = time.monotonic()
+        moment = Moment()
+        again = moment.hold()
+        if again is not None:
+            self._may, self._moment = False, None
+            self._examiner.become(again, copied=True)
+            return
+        self._moment = moment
+        self._spent += time.monotonic() - began
+
+    def run(self, again: Again) -> Seen | None:
+        """What a copy shows that goes on from the moment that is held; it cannot begin at the start."""
+        if self._moment is None or again.from_start:
+            return None
+        found = self._moment.ask(again)
+        return found if isinstance(found, Seen) else None
+
+    def close(self) -> None:
+        """Let go of the moment that is held."""
+        if self._moment is not None:
+            self._moment.close()
+            self._moment = None
+
+
 _answer_end = -1
-
-
-class Asked(Protocol):
-    """What a copy is asked; `seconds`: after how long it is ended."""
-
-    @property
-    def seconds(self) -> float:
-        """The limit."""
-        ...
 
 
 def answer(value: Any) -> None:
