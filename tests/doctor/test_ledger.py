@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from halfstep.doctor.document import CauseFound, Fault
+from halfstep.doctor import CauseFound, Fault
 from halfstep.doctor.ledger import Knobs, Ledger, Note
 from halfstep.doctor.quiet import RunNotes, quiet_faults, with_roots
+from halfstep.numerics.locations import OpLocation
 from halfstep.numerics.terms import PLAIN
 from halfstep.numerics.watch import LostUpdates
 
@@ -35,7 +36,8 @@ def run(updates, losses, rate=0.01, rates=(), sizes=(), **last):
 
 
 def overflow(step, kind="range"):
-    return Fault(step, "forward", "2", "linear", "t.py:5", CauseFound(kind, kind), [], "forward: linear")
+    place = OpLocation("2", "Linear", None, "t.py", 5)
+    return Fault("forward", "linear", place, CauseFound(kind, kind), step=step)
 
 
 def seen(ledger):
@@ -47,7 +49,7 @@ def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     ledger.notes[-1].bad, ledger.notes[-1].spoiled = "loss", True
     (fault,) = with_roots(seen(ledger), [overflow(7)])
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
-    assert "then: step 8: forward: linear in 2, t.py:5" in fault.summary
+    assert "then: step 8: forward: linear in 2 (Linear), t.py:5" in fault.story()
     assert fault.cures[0].specs == [("rate", 0.01)]
 
 

@@ -2,16 +2,15 @@
 
 import pytest
 
-from halfstep.doctor import ranks
-from halfstep.doctor.document import CauseFound, Document, Fault
-from halfstep.doctor.order import Seen
+from halfstep.doctor import CauseFound, Document, Fault, ranks
 from halfstep.errors import ConfigError
+from halfstep.numerics.judge import Seen
+from halfstep.numerics.locations import OpLocation
 
 
 def fault(step=3, phase="forward", op="linear", origin=True):
-    return Fault(
-        step, phase, "0", op, "train.py:7", CauseFound("data", "1 inf", None), [], "story", origin=origin
-    )
+    place = OpLocation("0", "", None, "train.py", 7)
+    return Fault(phase, op, place, CauseFound("data", "1 inf"), step=step, origin=origin)
 
 
 def document(*faults, error=None, steps=6, losses=(1.0, 2.0)):

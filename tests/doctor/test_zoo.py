@@ -10,9 +10,10 @@ import pytest
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
-from halfstep.doctor.order import Again, Order
+from halfstep.doctor.order import Order
 from halfstep.doctor.quiet import all_faults
 from halfstep.doctor.script import examine_script
+from halfstep.numerics.judge import Again
 from tests.doctor import zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
 from tests.doctor.edits import edited
 

@@ -183,12 +183,12 @@ def found(once, tmp_path_factory):
 
 TRIED = {
     "forward": ("mul", dict.fromkeys(("full", "scale", "bf16"), "works")),
-    "scale": ("cast", {"loss": "untried", "loss_scale": "works", "bf16": "works"}),
+    "scale": ("cast", {"loss": "works", "loss_scale": "works", "bf16": "works"}),
     "raises in forward": ("mul", {"full": "does not help", "scale": "does not help", "bf16": "works"}),
     "raises in backward": ("mul", dict.fromkeys(("full", "scale", "bf16"), "does not help")),
     "sums": ("mul", dict.fromkeys(("full", "scale", "bf16"), "works")),
     "gathers": ("mul", dict.fromkeys(("full", "scale", "bf16"), "untried")),
-    "gathers, scale": ("cast", {"loss": "untried", "loss_scale": "works", "bf16": "untried"}),
+    "gathers, scale": ("cast", {"loss": "works", "loss_scale": "works", "bf16": "untried"}),
     "unused": ("mul", dict.fromkeys(("full", "scale", "bf16"), "untried")),
     "static": ("mul", dict.fromkeys(("full", "scale", "bf16"), "untried")),
 }

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from halfstep.compat.torch_amp import autocast
+from halfstep.numerics.cures import placed
+from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
 from tests.numerics.zoo import FAULTS
 
@@ -55,7 +57,7 @@ def test_the_cure_trains(fault):
     cure = next(c for c in bad.cures if c.kind == fault.cure)
     assert cure.status == "works"
     start = [p.detach().clone() for p in case.model.parameters()]
-    with cure.apply():
+    with placed(cure.specs[0], StepParticipants(case.step)):
         losses = [float(case.step(*case.batch)) for _ in range(40)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]

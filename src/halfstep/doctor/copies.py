@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.doctor.order import Again, Seen
+from halfstep.numerics.judge import Again, Seen
 
 if TYPE_CHECKING:
     from halfstep.doctor.examiner import Examiner
@@ -81,6 +81,8 @@ class Moment:
 
 class Copies:
     """Holds the beginning of the latest step, and runs it again in copies of the process, where it can."""
+
+    starts_over = True
 
     def __init__(self, examiner: Examiner) -> None:
         self._examiner = examiner

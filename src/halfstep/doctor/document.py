@@ -14,110 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS, Format
+from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.lint import Finding
 from halfstep.numerics.locations import within
 from halfstep.numerics.watch import skips_in_words
 
 if TYPE_CHECKING:
     from halfstep.numerics.cures import Cure
-    from halfstep.numerics.trace import BadOp, TensorInfo
     from halfstep.numerics.watch import Watch
 
 _KINDS = ("activation", "activation_grad", "gradient", "weight", "update")
 
 
-@dataclass(frozen=True)
-class TensorSeen:
-    """A tensor in words (`fp16[16, 8]`) and its largest magnitude."""
-
-    what: str
-    amax: float
-
-
-@dataclass(frozen=True)
-class CauseFound:
-    """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    machine, rank or unknown; `times`: by how many times a range was left."""
-
-    kind: str
-    text: str
-    times: float | None = None
-
-
-@dataclass
-class CureFound:
-    """What to change. `status`: works, does not help or untried; `specs` let another process try it.
-
-    `doses`: text and code of each of the `specs`, where a stronger one is another line to write.
-    """
-
-    kind: str
-    text: str
-    code: str = ""
-    status: str = "untried"
-    specs: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
-    doses: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-
-    def settle(self, spec: tuple[Any, ...]) -> None:
-        """This dose is the one that works."""
-        place = self.specs.index(spec)
-        if self.doses:
-            self.text, self.code = self.doses[place]
-            self.doses = [self.doses[place]]
-        self.status, self.specs = "works", [spec]
-
-
-@dataclass
-class Fault:
-    """One fault: at which step (from 0), where, why, and what cures it.
-
-    `harmless`: only the present loss scale was too large, and it settled. `behind`: found only with the cure
-    of the fault before it in place. `weight`: the parameter that holds what is too large.
-    """
-
-    step: int
-    phase: str
-    module: str
-    op: str
-    where: str
-    cause: CauseFound
-    cures: list[CureFound]
-    summary: str
-    code: str = ""
-    module_class: str = ""
-    aten: str = ""
-    harmless: bool = False
-    behind: bool = False
-    origin: bool = True
-    underflow: bool = False
-    hidden: str = ""
-    inputs: list[TensorSeen] = field(default_factory=list[TensorSeen])
-    outputs: list[TensorSeen] = field(default_factory=list[TensorSeen])
-    spoiled: str = "nothing"
-    spoiled_lasting: list[str] = field(default_factory=list[str])
-    reached: list[str] = field(default_factory=list[str])
-    passed_on: list[str] = field(default_factory=list[str])
-    weight: str = ""
-    rank: int | None = None
-
-    @property
-    def place(self) -> str:
-        """Rank (of several), module and source line in one phrase."""
-        rank = "" if self.rank is None else f"rank {self.rank}"
-        kind = f" ({self.module_class})" if self.module_class else ""
-        module = f"{self.module}{kind}" if self.module else ""
-        return ", ".join(part for part in (rank, module, self.where) if part) or "the script"
-
-    @property
-    def best(self) -> CureFound | None:
-        """The first cure that works, else the first that was not tried."""
-        works = (c for c in self.cures if c.status == "works")
-        return next(works, next((c for c in self.cures if c.status == "untried"), None))
-
-    def same_as(self, other: Fault) -> bool:
-        """Whether both have one origin."""
-        mine = (self.phase, self.module, self.op, self.where, self.cause.kind)
-        return mine == (other.phase, other.module, other.op, other.where, other.cause.kind)
+#: The values that a document is made of, by the names that they have beside it.
+CauseFound, CureFound = Cause, Cure
 
 
 @dataclass
@@ -186,14 +96,17 @@ class Document:
 
     def as_dict(self) -> dict[str, Any]:
         """The document as plain values, with `healthy` and `verdict`."""
-        return dataclasses.asdict(self) | {
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return plain | {
+            "bad": [fault.as_dict() for fault in self.bad],
+            "lint": [dataclasses.asdict(finding) for finding in self.lint],
             "healthy": self.healthy,
             "headline": self.headline,
             "verdict": self.verdict,
         }
 
 
-def _known(cure: CureFound) -> str:
+def _known(cure: Cure) -> str:
     return {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
 
 
@@ -204,45 +117,7 @@ def _told(fault: Fault) -> str:
         return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
     cures = "".join(f"\n  cure ({c.status}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
     second = "second fault, behind the first: " if fault.behind else ""
-    return f"{second}{number}: {fault.summary}{cures}"
-
-
-def fault_of(step: int, bad: BadOp, harmless: bool = False) -> Fault:
-    """A bad op of the tape as a fault of the document."""
-    return Fault(
-        step=step,
-        phase=bad.phase,
-        module=bad.module,
-        op=bad.op,
-        where=bad.location.where,
-        cause=CauseFound(bad.cause.kind, bad.cause.text, bad.cause.times),
-        cures=[_cure(c) for c in bad.cures],
-        summary=bad.story(),
-        code=bad.location.code,
-        module_class=bad.module_class,
-        aten=bad.aten,
-        harmless=harmless,
-        origin=bad.origin,
-        underflow=bad.underflow,
-        hidden=bad.hidden,
-        inputs=[_tensor(t) for t in bad.inputs],
-        outputs=[_tensor(t) for t in bad.outputs],
-        spoiled=str(bad.spoiled),
-        spoiled_lasting=list(bad.spoiled.lasting),
-        reached=list(bad.reached),
-        passed_on=list(bad.passed_on),
-        weight=bad.cause.weight,
-    )
-
-
-def _tensor(t: TensorInfo) -> TensorSeen:
-    return TensorSeen(str(t), t.amax)
-
-
-def _cure(cure: Cure) -> CureFound:
-    doses = [c for c in (cure, *cure.variants) if c.spec]
-    written = [(c.text, c.code) for c in doses]
-    return CureFound(cure.kind, cure.text, cure.code, cure.status, [c.spec for c in doses], written)
+    return f"{second}{number}: {fault.story()}{cures}"
 
 
 def counts_of(counts: Any) -> list[dict[str, Any]]:

@@ -20,14 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.doctor.conversions import Conversions
 from halfstep.doctor.copies import Copies, answer
-from halfstep.doctor.document import counts_of, fault_of
+from halfstep.doctor.document import counts_of
 from halfstep.doctor.inquiry import Inquiry
 from halfstep.doctor.ledger import Ledger, Note, knobs_of, length, read_amaxes, unmoved, update_length
-from halfstep.doctor.order import Again, Order, Seen, Suspect
+from halfstep.doctor.order import Order, Suspect
 from halfstep.doctor.quiet import RunNotes, all_faults, rate_fault
 from halfstep.doctor.roster import Roster
 from halfstep.doctor.substitutes import FP16, put_in_place
 from halfstep.numerics.cures import lowest_scale
+from halfstep.numerics.judge import Again, Seen
 from halfstep.numerics.locations import look
 from halfstep.numerics.snapshot import run_eagerly
 from halfstep.numerics.tape import Tape
@@ -279,10 +280,11 @@ class Examiner:
         """What was run again is over: say what it showed. A copy ends with that."""
         again, showed = self.again, self.showed
         assert again is not None
-        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= again.at]
+        first = 0 if again.from_start and not self.ledger.settled() else again.at
+        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= first]
         showed.bad_at = bad[0] if bad else again.at if showed.faults else None
         showed.applied = self._applied(again)
-        if again.from_start and showed.applied:
+        if again.from_start:
             showed.faults = all_faults(self.notes(), showed.faults)
         self._answer()
 
@@ -339,9 +341,9 @@ class Examiner:
         self.showed.counts = counts_of(trace.counts)
         self.showed.lint = list(dict.fromkeys(lint))
         if trace.bad is not None:
-            fault = fault_of(self.ledger.now.number, trace.bad)
-            if trace.bad.phase == "optimizer":
-                fault = rate_fault(self.ledger.now) or fault
+            fault = rate_fault(self.ledger.now) if trace.bad.phase == "optimizer" else None
+            fault = fault or trace.bad
+            fault.step = self.ledger.now.number
             self.showed.faults.append(fault)
 
     def failed(self, error: BaseException) -> None:

@@ -24,9 +24,10 @@ from halfstep.autocast.context import autocast
 from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import Enough, Examiner
 from halfstep.doctor.ledger import Ledger
-from halfstep.doctor.order import Found, Order, Seen
+from halfstep.doctor.order import Found, Order
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
+from halfstep.numerics.judge import Seen
 from halfstep.numerics.locations import users_names
 
 

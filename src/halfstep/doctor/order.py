@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from halfstep.doctor.document import Document, Fault
+from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger
 from halfstep.doctor.quiet import RunNotes
-
-
-@dataclass(frozen=True)
-class Again:
-    """What to run again: the step with index `at` and `more` steps after it.
-
-    `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
-    the index of a step to tape. `seconds`: after how long a copy is ended.
-    """
-
-    at: int
-    cure: tuple[Any, ...] | None = None
-    more: int = 0
-    taped: int | None = None
-    from_start: bool = False
-    seconds: float = 30.0
-
-
-@dataclass
-class Seen:
-    """What running again showed. `bad_at`: the first step from `at` on that was bad; None if all were well.
-
-    `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
-    down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
-    """
-
-    faults: list[Fault] = field(default_factory=list[Fault])
-    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    lint: list[Any] = field(default_factory=list[Any])
-    bad_at: int | None = None
-    applied: bool = True
-    falls: bool = False
+from halfstep.numerics.judge import Again, Seen
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,16 @@ left it only what came of it.
 
 from __future__ import annotations
 
-import linecache
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from halfstep.doctor.conversions import Flush
-from halfstep.doctor.document import CauseFound, CureFound, Fault
 from halfstep.doctor.ledger import Ledger, Note
+from halfstep.numerics.fault import Cause, Cure, Fault
+from halfstep.numerics.locations import OpLocation
 
 if TYPE_CHECKING:
     from halfstep.numerics.terms import Terms
@@ -27,15 +26,9 @@ _ALL_LOST = 0.9
 
 
 def _fault(
-    step: int, phase: str, cause: CauseFound, cures: list[CureFound], where: tuple[str, int], op: str = ""
+    step: int, phase: str, cause: Cause, cures: list[Cure], where: tuple[str, int], op: str = ""
 ) -> Fault:
-    file, line = where
-    place = f"{Path(file).name}:{line}" if file else ""
-    code = linecache.getline(file, line).strip() if file else ""
-    lines = [f"{phase}: {op or 'the update'}{f' in {place}' if place else ''}"]
-    lines += [f"  {code}"] if code else []
-    lines += [f"  cause: {cause.text}"]
-    return Fault(step, phase, "", op, place, cause, cures, "\n".join(lines), code)
+    return Fault(phase, op, OpLocation("", "", None, *where), cause, cures, step, taped=False)
 
 
 @dataclass(frozen=True)
@@ -81,14 +74,13 @@ def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
     came_of_it = [f for f in faults if f.step >= root.step and f.cause.kind not in ("data", "learning rate")]
     if not came_of_it:
         return [*found, *faults]
-    last = came_of_it[0]
-    root.summary += f"\n  then: step {last.step + 1}: {last.phase}: {last.op} in {last.place} is not finite"
+    root.led_to = came_of_it[0]
     return [*found, root, *(f for f in faults if all(f is not one for one in came_of_it))]
 
 
 def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None:
     """The step that sent a run out of range, by its update or from which on its loss grew."""
-    out_of_range = any(f.cause.kind == "range" and not f.weight for f in faults)
+    out_of_range = any(f.cause.kind == "range" and not f.cause.weight for f in faults)
     spike, grown = ledger.spike(), ledger.diverged()
     if spike is not None and (grown is None or spike <= grown[0]):
         root = _spike(ledger, spike, terms)
@@ -100,13 +92,13 @@ def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None
 def _flushed(flushes: list[Flush], terms: Terms) -> Fault:
     worst = max(flushes, key=lambda f: (f.overflow, f.count - f.kept))
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
-    cause = CauseFound("range" if worst.overflow else "precision", worst.text + more)
+    cause = Cause("range" if worst.overflow else "precision", worst.text + more)
     cures = [
-        CureFound("bf16", "use bf16: it has the range of fp32", terms.bf16, specs=[("bf16",)]),
-        CureFound("advice", f"store {worst.name} times a power of two, and divide where it is used"),
+        Cure("bf16", "use bf16: it has the range of fp32", terms.bf16, specs=[("bf16",)]),
+        Cure("advice", f"store {worst.name} times a power of two, and divide where it is used"),
     ]
     fault = _fault(0, "prepare", cause, cures, (worst.file, worst.line), "cast")
-    fault.module, fault.module_class = worst.owner, worst.kind
+    fault.location = replace(fault.location, module=worst.owner, module_class=worst.kind)
     return fault
 
 
@@ -115,10 +107,8 @@ def rate_fault(note: Note) -> Fault | None:
     wrong = [rate for rate in note.rates if not math.isfinite(rate)]
     if not wrong:
         return None
-    cause = CauseFound("learning rate", f"learning rate: it is {wrong[0]} at this step")
-    cures = [
-        CureFound("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")
-    ]
+    cause = Cause("learning rate", f"learning rate: it is {wrong[0]} at this step")
+    cures = [Cure("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")]
     return _fault(note.number, "optimizer", cause, cures, note.where, "add")
 
 
@@ -138,15 +128,15 @@ def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
             what = f"{name} of batch {note.number + 1} reaches {amax:.3g}, usually {usually:.3g}"
             text = f"data: {what}, and {tail}"
             cures = [
-                CureFound("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)"),
-                CureFound("advice", "clip the gradients", terms.clip),
+                Cure("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)"),
+                Cure("advice", "clip the gradients", terms.clip),
             ]
-            return _fault(note.number, "optimizer", CauseFound("data", text), cures, note.where)
+            return _fault(note.number, "optimizer", Cause("data", text), cures, note.where)
     usually = statistics.median(n.gradient for n in before)
     if note.gradient <= usually:
         return _small_divisor(note, tail, usually)
-    cause = CauseFound("divergence", f"divergence: {tail}; the gradients reach {note.gradient:.3g}")
-    cures = [CureFound("advice", "clip the gradients", terms.clip)]
+    cause = Cause("divergence", f"divergence: {tail}; the gradients reach {note.gradient:.3g}")
+    cures = [Cure("advice", "clip the gradients", terms.clip)]
     return _fault(note.number, "optimizer", cause, cures, note.where)
 
 
@@ -158,11 +148,11 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
     old, new = most[group], note.rates[group]
     of = f" of group {group}" if len(most) > 1 else ""
     text = f"learning rate: it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
-    cause = CauseFound("learning rate", text)
+    cause = Cause("learning rate", text)
     whose = f"what {note.schedule} gives" if note.schedule else "what sets the rate"
     code = f'optimizer.param_groups[{group}]["lr"] = {old:g}' if of and not note.schedule else f"lr={old:g}"
     cures = [
-        CureFound("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)]),
+        Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)]),
     ]
     return _fault(note.number, "optimizer", cause, cures, note.where)
 
@@ -176,11 +166,11 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
         f"{usually:.3g}): what the optimizer divides them by has become too small{by}"
     )
     betas = [*knobs.betas] if knobs else []
-    cure = CureFound("advice", "give the optimizer a larger epsilon", "eps=1e-4")
+    cure = Cure("advice", "give the optimizer a larger epsilon", "eps=1e-4")
     if len(betas) > 1 and betas[1] < 0.9:
         words = "let the second moment remember more steps"
-        cure = CureFound("advice", words, f"betas=({betas[0]:g}, 0.999)")
-    return _fault(note.number, "optimizer", CauseFound("divergence", text), [cure], note.where)
+        cure = Cure("advice", words, f"betas=({betas[0]:g}, 0.999)")
+    return _fault(note.number, "optimizer", Cause("divergence", text), [cure], note.where)
 
 
 def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Terms) -> Fault:
@@ -193,8 +183,8 @@ def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Term
         "the spacing of the 16-bit weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
-    cures = [CureFound("masters", words, terms.masters, specs=[("masters",)])]
-    return _fault(note.number, "optimizer", CauseFound("rounding", text), cures, note.where)
+    cures = [Cure("masters", words, terms.masters, specs=[("masters",)])]
+    return _fault(note.number, "optimizer", Cause("rounding", text), cures, note.where)
 
 
 #: Weights that grew so many times are what a loss grew by.
@@ -209,14 +199,12 @@ def _diverged(ledger: Ledger, index: int, first: float, last: float) -> Fault:
     if decay > 2:
         wrong = max(k.weight_decay for k in note.knobs)
         text = f"{tail}: weight decay {wrong:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
-        cure = CureFound("advice", "lower the weight decay", "weight_decay=0.01")
+        cure = Cure("advice", "lower the weight decay", "weight_decay=0.01")
     elif ledger.grown() < _GROWN:
         text = f"{tail}, and the weights did not: what they are compared with did, or what they are given"
-        cure = CureFound("advice", "look at what makes the targets: an average, another model, the data")
+        cure = Cure("advice", "look at what makes the targets: an average, another model, the data")
     else:
         at = f" of {rate:g}" if rate else ""
         text = f"{tail}: the learning rate{at} is too large"
-        cure = CureFound(
-            "advice", "lower the learning rate, or warm it up", f"lr={rate / 10:g}" if rate else ""
-        )
-    return _fault(note.number, "optimizer", CauseFound("divergence", text), [cure], note.where)
+        cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 10:g}" if rate else "")
+    return _fault(note.number, "optimizer", Cause("divergence", text), [cure], note.where)

@@ -16,9 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
-from halfstep.doctor.document import Document, Fault
-from halfstep.doctor.order import Found, Seen, Suspect
+from halfstep.doctor.document import Document
+from halfstep.doctor.order import Found, Suspect
 from halfstep.errors import ConfigError
+from halfstep.numerics.fault import Fault
+from halfstep.numerics.judge import Seen
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
 #: What a rank says whose partner is gone: it is not where things went wrong.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.doctor.document import Document, add_watched, counts_of, fault_of, keep_latest
+from halfstep.doctor.document import Document, add_watched, counts_of, keep_latest
 
 
 class ExaminedRecipe(Protocol):
@@ -90,7 +90,10 @@ def examine_recipe(
     keep_latest(document)
     skipped = [note for note in seen.notes if not note.taken]
     few = bool(skipped) and len(skipped) <= max(3, len(seen.notes) // 4)
-    document.bad = [fault_of(n, t.bad, t.bad.harmless and few) for n, t in traces if t.bad is not None]
+    for number, one in traces:
+        if one.bad is not None:
+            one.bad.step, one.bad.harmless = number, one.bad.harmless and few
+            document.bad.append(one.bad)
     return document
 
 

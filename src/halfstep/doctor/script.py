@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfstep.distributed import rank, world_size
-from halfstep.doctor.document import CureFound, Document, Fault, keep_latest
-from halfstep.doctor.inquiry import FAILS, Inquiry
+from halfstep.doctor.document import Document, keep_latest
+from halfstep.doctor.inquiry import Inquiry
 from halfstep.doctor.ledger import Ledger, beside
-from halfstep.doctor.order import Again, Found, Order, Seen, Suspect
+from halfstep.doctor.order import Found, Order, Suspect
 from halfstep.doctor.process import run_in_process
 from halfstep.doctor.quiet import all_faults
 from halfstep.doctor.ranks import from_all, meeting_place, of_rank, one_document, seen_by_all, suspects
 from halfstep.errors import ConfigError
+from halfstep.numerics.fault import Cure, Fault
+from halfstep.numerics.judge import Again, Seen
 
 #: Lines of a script's warnings that are shown.
 _WARNINGS = 5
@@ -79,7 +81,7 @@ def _examined(order: Order) -> Document:
     settled = all(one.ledger.settled() for one in everyone)
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
-        fault.harmless = _is_harmless(fault, settled)
+        fault.harmless = fault.of_the_scale and settled
         if not fault.harmless:
             inquiry.try_from_start(fault, max(index, own.ledger.index_of(fault.step)), whole=not bad)
     return document
@@ -87,6 +89,8 @@ def _examined(order: Order) -> Document:
 
 class Anew:
     """Runs the script again from its start, on every rank in a process of its own."""
+
+    starts_over = True
 
     def __init__(self, order: Order) -> None:
         self._order = dataclasses.replace(order, copies=False)
@@ -112,11 +116,9 @@ def _composed(found: Found, traced: Sequence[Fault]) -> Document:
 
 def _say_since(fault: Fault, ledger: Ledger) -> None:
     """Adds to a cause that lies in a weight the step from which on it was so."""
-    since = ledger.since(fault.weight, fault.step) if fault.weight else None
+    since = ledger.since(fault.cause.weight, fault.step) if fault.cause.weight else None
     if since is not None:
-        text = f"{fault.cause.text}, since step {since + 1}"
-        fault.summary = fault.summary.replace(fault.cause.text, text)
-        fault.cause = dataclasses.replace(fault.cause, text=text)
+        fault.cause = dataclasses.replace(fault.cause, text=f"{fault.cause.text}, since step {since + 1}")
 
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
@@ -124,19 +126,9 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     name, told = ledger.outlier(fault.step)
     if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
-    text = f"{fault.cause.text}; {told}"
-    fault.summary = fault.summary.replace(fault.cause.text, text)
-    fault.cause = dataclasses.replace(fault.cause, text=text)
+    fault.cause = dataclasses.replace(fault.cause, text=f"{fault.cause.text}; {told}")
     words = "drop or clamp such batches where they are loaded"
-    fault.cures.append(CureFound("data", words, f"{name}.clamp(-k, k)"))
-
-
-def _is_harmless(fault: Fault, settled: bool) -> bool:
-    """A backward overflow that a dynamic scale skipped while it found its place; nothing lasting spoiled."""
-    lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in fault.cures)
-    return fault.phase == "backward" and lowered and settled and not (
-        fault.spoiled_lasting or fault.underflow or fault.hidden
-    )  # fmt: skip
+    fault.cures.append(Cure("data", words, f"{name}.clamp(-k, k)"))
 
 
 def _first_run(order: Order) -> Found | str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.doctor.document import Document, counts_of, fault_of
+from halfstep.doctor.document import Document, counts_of
 from halfstep.errors import ConfigError, show
 from halfstep.numerics.participants import StepParticipants, is_session, listed
 
@@ -64,7 +64,9 @@ def examine(
         if isinstance(loss, Tensor) and loss.numel() == 1:
             document.losses.append(float(loss.detach()))
         if trace.bad is not None:
-            document.bad.append(fault_of(number, trace.bad, trace.bad.harmless and parts.scale_moves))
+            trace.bad.step = number
+            trace.bad.harmless = trace.bad.harmless and parts.scale_moves
+            document.bad.append(trace.bad)
             break
     document.lint = list(dict.fromkeys([*at_rest, *probe.found()]))
     return document

@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep.doctor.doors import ApexScale
-from halfstep.numerics.cures import AtLocation, lowest_scale, remedy
+from halfstep.numerics.cures import placed
+from halfstep.numerics.fault import Spec
 from halfstep.numerics.participants import StepParticipants
 
 #: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
 FP16 = torch.float16
 
 
-def put_in_place(
-    spec: tuple[Any, ...], parts: StepParticipants, stack: ExitStack
-) -> Callable[[], bool] | None:
-    """Apply the cure that `spec` describes from here on; None where it cannot be from outside.
+def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Callable[[], bool] | None:
+    """Apply the dose of a cure from here on; None where it cannot be from outside.
 
-    Of ("lowest scale", *spec) the rest is applied, and the loss scale is at its lowest. What is returned
-    says, later, whether the cure has met what it is to change.
+    What is returned says, later, whether the cure has met what it is to change.
     """
-    if spec[0] == "lowest scale":
-        lowest = lowest_scale(parts)
-        if lowest is None:
-            return None
-        stack.enter_context(lowest())
-        return put_in_place(spec[1:], parts, stack)
     if spec[0] == "masters":
-        return _always if _masters(parts) else None
-    if spec[0] == "rate":
-        return _no_faster(spec[1:], stack)
-    if spec[0] == "loss":
-        return _smaller_loss(parts, 2.0 ** -spec[1])
-    apply: Callable[[], AbstractContextManager[Any]] | None = remedy(spec, parts)
-    if apply is None:
+        return (lambda: True) if _masters(parts) else None
+    cure = placed(spec, parts)
+    if cure is None:
         return None
     if spec[0] == "bf16":
         ask_for_bf16(stack)
-    placed = stack.enter_context(apply())
-    return (lambda: placed.met) if isinstance(placed, AtLocation) else _always
-
-
-def _always() -> bool:
-    return True
+    stack.enter_context(cure)
+    return lambda: getattr(cure, "met", True)
 
 
 def _masters(parts: StepParticipants) -> bool:
@@ -60,38 +42,6 @@ def _masters(parts: StepParticipants) -> bool:
         return False
     prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")
     return True
-
-
-def _no_faster(most: tuple[float, ...], stack: ExitStack) -> Callable[[], bool]:
-    """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
-    met: list[bool] = []
-
-    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        groups = optimizer.param_groups
-        for group, rate in zip(groups, most if len(groups) == len(most) else ()):
-            if float(group["lr"]) > 30 * rate:
-                group["lr"] = rate
-                met.append(True)
-
-    stack.callback(register_optimizer_step_pre_hook(hold).remove)
-    return lambda: bool(met)
-
-
-def _smaller_loss(parts: StepParticipants, factor: float) -> Callable[[], bool]:
-    owner, name = Tensor, "backward"
-    if parts.session is not None:
-        owner, name = parts.session, "backward"
-    elif parts.scaler is not None and not isinstance(parts.scaler, ApexScale):
-        owner, name = parts.scaler, "scale"
-    original = getattr(owner, name)
-    met: list[bool] = []
-
-    def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        met.append(True)
-        return original(loss * factor if isinstance(loss, Tensor) else loss, *args, **kwargs)
-
-    setattr(owner, name, divided)
-    return lambda: bool(met)
 
 
 def ask_for_bf16(stack: ExitStack) -> None:

@@ -17,29 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
+from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.nodes import Node, is_finite, tensors_in
 from halfstep.numerics.tape import key_of, written_by
 
 _DEPTH = 48
-
-
-@dataclass(frozen=True)
-class Cause:
-    """`kind`: range, precision, mathematics, data, weights, machine, rank (another rank's step) or unknown;
-    `text` says it in words.
-
-    `times`: by how many times the largest value leaves the range. `format`: what could not hold it.
-    `culprit`: the earlier op at fault, where it is not the origin itself. `weight`: the parameter that holds
-    what is too large, if one does.
-    """
-
-    kind: str
-    text: str
-    times: float | None = None
-    format: str = ""
-    culprit: Node | None = None
-    weight: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +154,7 @@ class _WiderResults:
 
     def zero_scalar(self) -> Node | None:
         """An op on the way whose epsilon its format rounds to zero."""
-        return next((node for node in self._nodes.values() if not node.dropped and _zero_inputs(node)), None)
+        return next((node for node in self._nodes.values() if not node.dropped and _lost_scalar(node)), None)
 
     def watch(self, node: Node) -> None:
         """Collects the nodes behind `node`, for `first_flush`."""
@@ -197,8 +180,8 @@ def _all_finite(tensors: list[Tensor] | None) -> bool:
     return tensors is not None and all(is_finite(t) for t in tensors)
 
 
-def explain(node: Node, originals: Mapping[Any, Tensor]) -> Cause:
-    """Finds out why `node`, whose inputs were finite, gave a result that is not.
+def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
+    """Finds out why `node`, whose inputs were finite, gave a result that is not; and which op is at fault.
 
     `originals`: values that the step later overwrote, as the tape kept them.
     """
@@ -206,20 +189,17 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> Cause:
     fmt = format_of(dtype)
     same = rerun(node, None)
     if same is None:
-        return Cause("unknown", f"{node.op} could not be run again on its own")
+        return Cause("unknown", f"{node.op} could not be run again on its own"), node
     if _all_finite(same):
-        return Cause(
-            "machine",
-            f"{node.op} on the same inputs is finite when run again: nondeterminism, memory written by "
-            "another kernel, or faulty hardware",
-        )
+        text = f"{node.op} on the same inputs is finite when run again: nondeterminism, memory written by "
+        return Cause("machine", f"{text}another kernel, or faulty hardware"), node
     for wide in (torch.float32, torch.float64):
         if format_of(wide).bits <= fmt.bits:
             continue
         results = rerun(node, wide)
         if _all_finite(results):
             assert results is not None
-            return _range_or_precision(node, fmt, wide, _largest_of(results))
+            return _range_or_precision(node, fmt, wide, _largest_of(results)), node
     return _earlier(node, fmt, originals)
 
 
@@ -230,9 +210,9 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
             f"({reached / fmt.max:.3g} times too large); finite in {dtype_name(wide)}"
         )
         return Cause("range", text, reached / fmt.max, fmt.name)
-    zero = _zero_inputs(node)
-    if zero:
-        return Cause("precision", f"precision: {zero}", None, fmt.name)
+    lost = _lost_scalar(node)
+    if lost is not None:
+        return Cause("precision", f"precision: {_lost_in_words(*lost)}", None, fmt.name, scalar=lost[0])
     text = (
         f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}, but an intermediate "
         f"value leaves {fmt}"
@@ -240,19 +220,22 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
     return Cause("range", text, None, fmt.name)
 
 
-def _zero_inputs(node: Node) -> str:
-    """A scalar argument that the tensors' format cannot hold (an epsilon that became zero), in words."""
+def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
+    """A scalar argument that the tensors' format rounds to zero, as it does an epsilon, and that format."""
     low = next((t for t in node.tensors() if t.is_floating_point()), None)
     if low is None:
-        return ""
+        return None
     smallest = format_of(low.dtype).smallest_subnormal
     scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
-    lost = [x for x in scalars if 0 < abs(x) <= smallest / 2]
-    name = dtype_name(low.dtype)
-    return f"{lost[0]:g} is zero in {name}, whose smallest value is {smallest:.3g}" if lost else ""
+    return next(((x, low.dtype) for x in scalars if 0 < abs(x) <= smallest / 2), None)
 
 
-def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
+def _lost_in_words(scalar: float, dtype: torch.dtype) -> str:
+    smallest = format_of(dtype).smallest_subnormal
+    return f"{scalar:g} is zero in {dtype_name(dtype)}, whose smallest value is {smallest:.3g}"
+
+
+def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
     """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
     wider_results = _WiderResults(torch.float32, originals)
     results = wider_results.results(node)
@@ -262,13 +245,13 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> Cause:
         low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
         name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
         if culprit is not None:
-            eps = _zero_inputs(culprit)
-            why = eps or f"{culprit.op} flushed values to zero in {name}"
+            lost = _lost_scalar(culprit)
+            why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
             text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
-            return Cause("precision", text, None, name or fmt.name, culprit)
+            return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
         text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp32"
-        return Cause("precision", text, None, dtype_name(low))
-    return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name)
+        return Cause("precision", text, None, dtype_name(low)), node
+    return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name), node
 
 
 def _some(what: str, mask: Tensor) -> str:

@@ -1,53 +1,32 @@
 """What to change so that a bad op stops being one: cheapest first, each applicable around a step.
 
-A cure is applied from outside (around the functions the user calls, or in the session), so that a replay can
-try it before a person edits anything; `code` says what to write once it is known to work.
+A cure is put in place from outside (around the functions the user calls, in the session or the optimizer), so
+that a run can try it before a person edits anything; `code` says what to write once it is known to work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
-from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.locations import OpLocation, look, op_label, run_backward, starts_backward
 from halfstep.numerics.nodes import Node, is_finite
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import terms_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
-Apply = Callable[[], AbstractContextManager[Any]]
-
-UNTRIED, WORKS, FAILS = "untried", "works", "does not help"
-
-
-@dataclass(frozen=True)
-class Cure:
-    """`kind`: full, scale, epsilon, clamp, loss_scale, bf16, data, masters or advice.
-
-    `status`: "works" or "does not help" where a replay tried it (over several ranks: a replay of all of them
-    together), else "untried". `apply` opens the context in
-    which steps run with the cure in place; None where it cannot be applied from outside. `variants` are
-    stronger doses, tried in turn until one works. `spec` says the same as plain values, so that `remedy` can
-    rebuild `apply` in another process.
-    """
-
-    kind: str
-    text: str
-    code: str = ""
-    status: str = UNTRIED
-    apply: Apply | None = None
-    variants: tuple[Cure, ...] = ()
-    spec: tuple[Any, ...] = ()
+Placed = AbstractContextManager[Any]
 
 
 class AtLocation(TorchFunctionMode):
@@ -90,19 +69,19 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _full_at(location: OpLocation, op: str) -> Apply:
-    return lambda: AtLocation(location, op, _in_fp32)
+def _full_at(location: OpLocation, op: str) -> Placed:
+    return AtLocation(location, op, _in_fp32)
 
 
-def _scaled_at(location: OpLocation, op: str, bits: int) -> Apply:
+def _scaled_at(location: OpLocation, op: str, bits: int) -> Placed:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
         return out.float() * 2.0**bits
 
-    return lambda: AtLocation(location, op, change)
+    return AtLocation(location, op, change)
 
 
-def _epsilon_at(location: OpLocation, op: str, value: float) -> Apply:
+def _epsilon_at(location: OpLocation, op: str, value: float) -> Placed:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         def lift(x: Any) -> Any:
             return value if isinstance(x, float) and 0 < abs(x) < value else x
@@ -110,10 +89,10 @@ def _epsilon_at(location: OpLocation, op: str, value: float) -> Apply:
         args, kwargs = tree_map(lift, (args, kwargs))
         return func(*args, **kwargs)
 
-    return lambda: AtLocation(location, op, change)
+    return AtLocation(location, op, change)
 
 
-def _clamped_at(location: OpLocation, op: str, value: float) -> Apply:
+def _clamped_at(location: OpLocation, op: str, value: float) -> Placed:
     def change(func: Any, args: Any, kwargs: Any) -> Any:
         args = list(args)
         if op == "div":
@@ -125,7 +104,7 @@ def _clamped_at(location: OpLocation, op: str, value: float) -> Apply:
             args[0] = args[0].clamp_min(value)
         return func(*args, **kwargs)
 
-    return lambda: AtLocation(location, op, change)
+    return AtLocation(location, op, change)
 
 
 @contextmanager
@@ -141,11 +120,11 @@ def with_attributes(thing: Any, **values: Any) -> Generator[None]:
             setattr(thing, k, v)
 
 
-def _full_by_policy(parts: StepParticipants, op: str) -> Apply | None:
+def _full_by_policy(parts: StepParticipants, op: str) -> Placed | None:
     session = parts.session
     if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
         return None
-    return lambda: with_attributes(session, policy=session.policy.with_rules(full=[op]))
+    return with_attributes(session, policy=session.policy.with_rules(full=[op]))
 
 
 @contextmanager
@@ -160,7 +139,7 @@ def _bf16_autocast() -> Generator[None]:
         yield
 
 
-def _bf16(parts: StepParticipants) -> Apply | None:
+def _bf16(parts: StepParticipants) -> Placed | None:
     session = parts.session
     if any(p.dtype == torch.float16 for p in parts.parameters()):
         return None  # weights in fp16 would have to be converted too: from the start of a run, that is
@@ -168,22 +147,18 @@ def _bf16(parts: StepParticipants) -> Apply | None:
         if session.policy.compute_dtype != torch.float16:
             return None
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
-        return lambda: with_attributes(session, policy=policy)
-    return _bf16_autocast
+        return with_attributes(session, policy=policy)
+    return _bf16_autocast()
 
 
-def lift_loss_scale(parts: StepParticipants, bits: float) -> Apply | None:
+def lift_loss_scale(parts: StepParticipants, bits: float) -> Placed | None:
     """Multiplies the present loss scale by 2**bits for as long as the context is open."""
     session, scaler = parts.session, parts.scaler
     if session is not None:
         if isinstance(session.loss_scale, NoLossScale):
             return None
-
-        def constant() -> AbstractContextManager[None]:
-            scale = StaticLossScale(float(session.loss_scale.value) * 2.0**bits)
-            return with_attributes(session, loss_scale=scale)
-
-        return constant
+        scale = StaticLossScale(float(session.loss_scale.value) * 2.0**bits)
+        return with_attributes(session, loss_scale=scale)
     if scaler is None or not scaler.is_enabled():
         return None
 
@@ -203,10 +178,87 @@ def lift_loss_scale(parts: StepParticipants, bits: float) -> Apply | None:
         else:
             held.fill_(before)
 
-    return change
+    return change()
 
 
-def lowest_scale(parts: StepParticipants) -> Apply | None:
+class _Divided:
+    """The loss divided by 2**bits before it is scaled and backward begins; `met`: whether there was one."""
+
+    def __init__(self, parts: StepParticipants, bits: int) -> None:
+        self._factor, self.met, self._inside = 2.0**-bits, False, False
+        self._owner: Any = Tensor
+        self._name = "backward"
+        if parts.session is not None:
+            self._owner = parts.session
+        elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
+            self._owner, self._name = parts.scaler, "scale"
+
+    def __enter__(self) -> _Divided:
+        self._own = vars(self._owner).get(self._name)
+        original = getattr(self._owner, self._name)
+
+        def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
+                return original(loss, *args, **kwargs)
+            self.met = self._inside = True
+            try:
+                return original(loss * self._factor, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        setattr(self._owner, self._name, divided)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._own is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._own)
+
+
+class _NoFaster:
+    """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
+
+    def __init__(self, parts: StepParticipants, *most: float) -> None:
+        self._most, self.met = most, False
+
+    def __enter__(self) -> _NoFaster:
+        self._handle = register_optimizer_step_pre_hook(self._hold)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def _hold(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        groups = optimizer.param_groups
+        for group, rate in zip(groups, self._most if len(groups) == len(self._most) else ()):
+            if float(group["lr"]) > 30 * rate:
+                group["lr"] = rate
+                self.met = True
+
+
+class _AtTheLowestScale:
+    """Another cure, with the loss scale at the least that it may become."""
+
+    def __init__(self, lowest: Placed, cure: Placed) -> None:
+        self._lowest, self._cure = lowest, cure
+        self._around = ExitStack()
+
+    @property
+    def met(self) -> bool:
+        """Whether the cure has met what it changes."""
+        return getattr(self._cure, "met", True)
+
+    def __enter__(self) -> _AtTheLowestScale:
+        self._around.enter_context(self._lowest)
+        self._around.enter_context(self._cure)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._around.close()
+
+
+def lowest_scale(parts: StepParticipants) -> Placed | None:
     """The loss scale at the least it may become; None where it does not go down by itself."""
     now, least = scale_now(parts)
     if not parts.scale_moves or now <= max(least, 1.0):
@@ -214,39 +266,50 @@ def lowest_scale(parts: StepParticipants) -> Apply | None:
     return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
 
 
-def remedy(spec: tuple[Any, ...], parts: StepParticipants) -> Apply | None:
-    """The context of the cure that `spec` describes, for these parts; None where it cannot be applied."""
+def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
+    """The context in which steps of these run with a dose of a cure; None where it cannot be put in place.
+
+    Its `met`, where it has one, says whether it met what it is to change. Of ("lowest scale", *spec) the rest
+    is put in place, with the loss scale at its lowest.
+    """
     kind, *rest = spec
-    if kind == "bf16":
-        return _bf16(parts)
-    if kind == "loss_scale":
-        return lift_loss_scale(parts, *rest)
-    if kind in ("masters", "loss", "rate"):
-        return None
-    op, file, line, *amount = rest
-    if kind == "full":
-        by_policy = _full_by_policy(parts, op)
-        if by_policy is not None:
-            return by_policy
+    if kind == "lowest scale":
+        lowest, cure = lowest_scale(parts), placed(tuple(rest), parts)
+        return None if lowest is None or cure is None else _AtTheLowestScale(lowest, cure)
+    if kind in _ANYWHERE:
+        return _ANYWHERE[kind](parts, *rest)
     if kind not in _AT_SITE:
         return None
-    at = _AT_SITE[kind]
-    return at(OpLocation("", "", None, file, line), op, *amount)
+    op, file, line, *amount = rest
+    by_policy = _full_by_policy(parts, op) if kind == "full" else None
+    return by_policy or _AT_SITE[kind](OpLocation("", "", None, file, line), op, *amount)
 
 
-_AT_SITE: dict[str, Callable[..., Apply]] = {
+_ANYWHERE: dict[str, Callable[..., Placed | None]] = {
+    "bf16": _bf16,
+    "loss_scale": lift_loss_scale,
+    "loss": _Divided,
+    "rate": _NoFaster,
+}
+_AT_SITE: dict[str, Callable[..., Placed]] = {
     "full": _full_at, "full_here": _full_at, "scale": _scaled_at, "epsilon": _epsilon_at,
     "clamp": _clamped_at,
 }  # fmt: skip
 
 
-def _spec(kind: str, node: Node, *amount: float) -> tuple[Any, ...]:
+def _spec(kind: str, node: Node, *amount: float) -> Spec:
     return (kind, node.op, node.location.file, node.location.line, *amount)
 
 
-def _cure(spec: tuple[Any, ...], parts: StepParticipants, text: str, code: str) -> Cure:
+def _cure(spec: Spec, text: str, code: str) -> Cure:
     kind = "full" if spec[0] == "full_here" else spec[0]
-    return Cure(kind, text, code, apply=remedy(spec, parts), spec=spec)
+    return Cure(kind, text, code, specs=[spec], doses=[(text, code)])
+
+
+def _with_doses(cures: list[Cure]) -> Cure:
+    """One cure of several, of which each is a stronger dose than the one before."""
+    specs, doses = [c.specs[0] for c in cures], [c.doses[0] for c in cures]
+    return replace(cures[0], specs=specs, doses=doses)
 
 
 def _here(location: OpLocation) -> str:
@@ -259,7 +322,6 @@ def _full(node: Node, parts: StepParticipants) -> Cure:
     code = f'policy.with_rules(full=["{node.op}"])' if by_rule else terms.wide
     return _cure(
         _spec("full" if by_rule else "full_here", node),
-        parts,
         f"run {node.op} in fp32{_here(node.location)}",
         code,
     )
@@ -270,7 +332,7 @@ _BF16 = "use bf16: the range of fp32, no loss scale needed"
 
 def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
-    return _cure(("bf16",), parts, _BF16, terms_of(parts, in_region).bf16)
+    return _cure(("bf16",), _BF16, terms_of(parts, in_region).bf16)
 
 
 def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -> list[Cure]:
@@ -288,9 +350,9 @@ def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -
         cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
-        cures.append(_cure(_spec("scale", node, bits), parts, text, f"x * 2**-{bits}"))
+        cures.append(_cure(_spec("scale", node, bits), text, f"x * 2**-{bits}"))
     if node.op == "exp" and node.phase != "backward":
-        cures.append(_smaller_exponent(node, cause, parts))
+        cures.append(_smaller_exponent(node, cause))
     return [*cures, to_bf16(parts, node.location.in_region)]
 
 
@@ -319,9 +381,9 @@ def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]
 
     def divided(by: int) -> Cure:
         text = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{by} less is enough"
-        return Cure("loss", text, f"loss = loss / {2**by}", spec=("loss", by))
+        return _cure(("loss", by), text, f"loss = loss / {2**by}")
 
-    return [replace(divided(bits), variants=(divided(bits + 4), divided(bits + 8)))]
+    return [_with_doses([divided(by) for by in (bits, bits + 4, bits + 8)])]
 
 
 def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
@@ -333,16 +395,23 @@ def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
             break
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
         code = terms_of(parts, True).scale.format(f"{now * 2.0**-further:g}")
-        cure = _cure(("loss_scale", -further), parts, text, code)
-        if cure.apply is not None:
-            options.append(cure)
-    return [replace(options[0], variants=tuple(options[1:]))] if options else []
+        if lift_loss_scale(parts, -further) is not None:
+            options.append(_cure(("loss_scale", -further), text, code))
+    return [_with_doses(options)] if options else []
+
+
+def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
+    """A loss scale that lifts what lies so many powers of two below the smallest value of its format."""
+    bits = max(4, missing_bits + 8)
+    text = f"raise the loss scale by 2^{bits}, or let it find its own"
+    code = terms_of(parts, True).scale.format(f"{scale_now(parts)[0] * 2.0**bits:g}")
+    return _cure(("loss_scale", bits), text, code)
 
 
 def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
     clip = terms_of(parts, node.location.in_region).clip
     if node.op == "exp" and node.phase != "backward":
-        return [_smaller_exponent(node, cause, parts)]
+        return [_smaller_exponent(node, cause)]
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
         return [Cure("advice", text, clip)]
@@ -352,20 +421,19 @@ def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants) -> list[C
     return [Cure("advice", text + "normalisation) or unscaled data", clip)]
 
 
-def _for_precision(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
-    culprit = cause.culprit or node
+def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
     cures: list[Cure] = []
-    if "whose smallest value" in cause.text:
+    if cause.scalar is not None:
         value = FORMATS[cause.format].smallest_normal
         text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.location)}"
-        cures.append(_cure(_spec("epsilon", culprit, value), parts, text, f"eps = {value:.2g}"))
+        cures.append(_cure(_spec("epsilon", culprit, value), text, f"eps = {value:.2g}"))
     cures.append(_full(culprit, parts))
     if culprit is not node:
         cures.append(_full(node, parts))
     if cause.format == "fp16":
         cures.append(to_bf16(parts, node.location.in_region))
     if node.op in ("log", "div", "sqrt", "rsqrt", "reciprocal") and node.phase == "forward":
-        cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause, parts)]
+        cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause)]
     return cures
 
 
@@ -402,7 +470,7 @@ def _instead_of_log(node: Node) -> list[Cure]:
     return []
 
 
-def _for_mathematics(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
+def _for_mathematics(node: Node, cause: Cause) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.location))]
@@ -422,29 +490,28 @@ def _for_mathematics(node: Node, cause: Cause, parts: StepParticipants) -> list[
     if node.phase != "backward" and node.base.endswith(_NORMS):
         text = f"give the normalisation a variance to divide by{_here(node.location)}"
         return [Cure("advice", text, "eps=1e-5")]
-    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, parts)]
+    return [*_instead_of_log(node), *_away_from_the_edge(node, cause)]
 
 
 #: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
 _EXPONENTS = {"fp16": (10.0, 4.0)}
 
 
-def _smaller_exponent(node: Node, cause: Cause, parts: StepParticipants) -> Cure:
+def _smaller_exponent(node: Node, cause: Cause) -> Cure:
     name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
 
     def below(limit: float) -> Cure:
         text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.location)}"
-        return _cure(_spec("clamp", node, limit), parts, text, f"{name or 'x'}.clamp(max={limit:g})")
+        return _cure(_spec("clamp", node, limit), text, f"{name or 'x'}.clamp(max={limit:g})")
 
-    first, *others = map(below, _EXPONENTS.get(cause.format, (80.0, 20.0)))
-    return replace(first, variants=tuple(others))
+    return _with_doses([below(limit) for limit in _EXPONENTS.get(cause.format, (80.0, 20.0))])
 
 
-def _away_from_the_edge(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
+def _away_from_the_edge(node: Node, cause: Cause) -> list[Cure]:
     floats = [t for t in node.tensors() if t.is_floating_point()]
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
-        return [_smaller_exponent(node, cause, parts)]
+        return [_smaller_exponent(node, cause)]
     if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
@@ -452,21 +519,26 @@ def _away_from_the_edge(node: Node, cause: Cause, parts: StepParticipants) -> li
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
-    return [_cure(_spec("clamp", node, 1e-4), parts, text, code)]
+    return [_cure(_spec("clamp", node, 1e-4), text, code)]
 
 
-def propose(node: Node, cause: Cause, parts: StepParticipants, root: float = 0.0) -> list[Cure]:
-    """The cures worth trying for this op and cause, cheapest first; `root`: the loss, scaled."""
+def propose(
+    node: Node, cause: Cause, parts: StepParticipants, root: float = 0.0, culprit: Node | None = None
+) -> list[Cure]:
+    """The cures worth trying for this op and cause, cheapest first.
+
+    `root`: the loss, scaled; `culprit`: the earlier op at fault, where it is not this one.
+    """
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
         code = terms_of(parts).masters
-        return [Cure("masters", text, code, spec=("masters",)), to_bf16(parts)]
+        return [_cure(("masters",), text, code), to_bf16(parts)]
     if cause.kind == "range":
         return _for_range(node, cause, parts, root)
     if cause.kind == "precision":
-        return _for_precision(node, cause, parts)
+        return _for_precision(node, culprit or node, cause, parts)
     if cause.kind == "mathematics":
-        return _for_mathematics(node, cause, parts)
+        return _for_mathematics(node, cause)
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"

@@ -19,10 +19,11 @@ from torch import nn
 from halfstep.distributed import all_ranks, is_sharded, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
+from halfstep.numerics.fault import Fault
 from halfstep.numerics.nodes import is_finite, tensors_in
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
-from halfstep.numerics.trace import BadOp, Trace, trace_step
+from halfstep.numerics.trace import Trace, trace_step
 
 _SHARDED = (
     "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "
@@ -163,7 +164,7 @@ class Replayable:
         if self._sharded:
             return LossScaleCollapsed(str(error))
         trace = self._replay(ran)
-        bad: BadOp | None = trace.bad
+        bad: Fault | None = trace.bad
         if bad is not None and not any(bad.same_as(known.bad) for _, known in self.traces):
             self.traces.append((self.steps, trace))
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))

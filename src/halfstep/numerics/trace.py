@@ -14,152 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import gather, local_of, world_size
-from halfstep.errors import LossScaleCollapsed
-from halfstep.formats import dtype_name
-from halfstep.numerics.cause import Cause, counted, explain, ill_row, ill_values, outlying_weight
-from halfstep.numerics.cures import FAILS, Cure, lowest_scale, propose
+from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.numerics.cause import counted, explain, ill_row, ill_values, outlying_weight
+from halfstep.numerics.cures import larger_scale, propose, to_bf16
+from halfstep.numerics.fault import Cause, Cure, Fault, Spoiled, TensorInfo
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.locations import OpLocation, within
+from halfstep.numerics.judge import Again, try_cure
+from halfstep.numerics.locations import OpLocation
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.participants import StepParticipants, listed
 from halfstep.numerics.snapshot import Snapshot, replay, run_eagerly
 from halfstep.numerics.tape import Tape, key_of
-from halfstep.numerics.trials import (
-    ReplayReport,
-    Trials,
-    TrialsTogether,
-    can_rehearse,
-    expected_reductions,
-    judge,
-    plain,
-    try_alone,
-)
+from halfstep.numerics.trials import InPlace, ReplayReport, Together, expected_reductions
 from halfstep.numerics.underflow import Flushed, UnderflowProbe
 
+#: The one value for a fault, by the name that it has beside `first_bad_op`.
+BadOp = Fault
 Observer = Callable[[Node, bool], None]
 
+_NOWHERE = OpLocation("", "", None, "", 0)
 _ELSEWHERE = "another rank's gradients were not finite: see that rank's verdict"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor in words: dtype, shape, largest magnitude (inf or NaN where it is not finite)."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    amax: float
-
-    @classmethod
-    def of(cls, t: Tensor) -> TensorInfo:
-        """Describes `t`."""
-        largest = abs(float(amax(t))) if t.is_floating_point() or t.is_complex() else 0.0
-        return cls(dtype_name(t.dtype), tuple(t.shape), largest)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class Spoiled:
-    """What is not finite after the step and was before it, by name."""
-
-    gradients: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    optimizer_state: tuple[str, ...] = ()
-
-    @property
-    def lasting(self) -> tuple[str, ...]:
-        """What stays spoiled when the step is skipped or over: everything but the gradients."""
-        return (*self.parameters, *self.buffers, *self.optimizer_state)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            for kind, names in (
-                ("gradients", self.gradients),
-                ("parameters", self.parameters),
-                ("buffers", self.buffers),
-                ("optimizer states", self.optimizer_state),
-            )
-            if names
-        ]
-        return ", ".join(parts) or "nothing"
-
-
-@dataclass(frozen=True)
-class BadOp:
-    """The op at which values stopped being finite (or, `underflow`, became zero).
-
-    `phase`: forward, backward, recompute or optimizer. `module`: path in the model, "" for the root.
-    `op`: as the op table names it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a
-    value that was not finite before the step). `passed_on`: ops that carried it further, first ones first.
-    `hidden`: every gradient is finite, because a later op made finite (and wrong) values of it.
-    """
-
-    phase: str
-    module: str
-    module_class: str
-    op: str
-    aten: str
-    location: OpLocation
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
-    origin: bool
-    cause: Cause
-    cures: tuple[Cure, ...]
-    spoiled: Spoiled
-    reached: tuple[str, ...]
-    passed_on: tuple[str, ...] = ()
-    underflow: bool = False
-    hidden: str = ""
-
-    @property
-    def where(self) -> str:
-        """Module and source line in one phrase."""
-        return self.placed.removeprefix("in ")
-
-    @property
-    def placed(self) -> str:
-        """`where` after an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
-        line = self.location.where
-        return within(self.module, self.module_class) + (f", {line}" if line else "")
-
-    @property
-    def harmless(self) -> bool:
-        """Whether only the present loss scale is too large for it: a dynamic one skips and goes on, lower.
-
-        True where a replay with a lower scale was finite (or could not be tried) and nothing spoiled outlives
-        the skipped step.
-        """
-        lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
-        return self.phase == "backward" and lowered and not self.underflow and not self.spoiled.lasting
-
-    def same_as(self, other: BadOp | None) -> bool:
-        """Whether both have one origin: phase, module, op, source line and kind of cause."""
-        return other is not None and self._origin() == other._origin()
-
-    def _origin(self) -> tuple[Any, ...]:
-        return self.phase, self.module, self.op, self.location.where, self.cause.kind
-
-    def story(self) -> str:
-        """The verdict in a few lines of plain text, without the cures."""
-        verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
-        shapes = ", ".join(map(str, self.inputs))
-        lines = [f"{self.phase}: {self.op} {self.placed} {verb}"]
-        if self.location.code:
-            lines.append(f"  {self.location.code}")
-        lines += [f"  inputs: {shapes}", f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
-        lines += [f"  hidden: {self.hidden}"] if self.hidden else []
-        return "\n".join(lines)
-
-    def summary(self) -> str:
-        """The verdict in a few lines of plain text."""
-        return "\n".join([self.story(), *(f"  cure ({c.status}): {c.text}" for c in self.cures)])
-
-    def __str__(self) -> str:
-        return self.summary()
 
 
 @dataclass
@@ -168,7 +42,7 @@ class Trace:
     `collectives`: by which kernels ranks talked to each other, and what DDP still expects.
     """
 
-    bad: BadOp | None
+    bad: Fault | None
     counts: Mapping[tuple[str, str, str], int]
     ends: tuple[End, ...]
     result: Any
@@ -217,14 +91,16 @@ def trace_step(
     finally:
         snapshot.restore()
     if try_cures:
-        trace.bad = _try_cures(trace, step, batch, parts, snapshot.restore)
+        _try_cures(trace, step, batch, parts, snapshot.restore)
+    if trace.bad is not None:
+        trace.bad.harmless = trace.bad.of_the_scale
     trace.seconds = time.perf_counter() - started
     if trace.error is not None and trace.bad is None:
         raise trace.error
     return trace
 
 
-def first_bad_op(step: Callable[..., Any], *batch: Any, **parts: Any) -> BadOp | None:
+def first_bad_op(step: Callable[..., Any], *batch: Any, **parts: Any) -> Fault | None:
     """The op at which a step's values stop being finite, or None; takes the arguments of `trace_step`."""
     return trace_step(step, *batch, **parts).bad
 
@@ -307,7 +183,7 @@ def _spoiled(tape: Tape, parts: StepParticipants, before: frozenset[tuple[str, s
     return Spoiled(gradients, *(tuple(found[k]) for k in ("parameter", "buffer", "state")))
 
 
-def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) -> BadOp | None:
+def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) -> Fault | None:
     if not tape.ends:
         return _from_elsewhere(tape, spoiled) or _hidden(tape, parts, spoiled)
     reached = {i for end in tape.ends for i in end.origins}
@@ -318,8 +194,12 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
     if not real:
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
-    cause = _outside(node, tape, parts, batch) if node.outside else _inside(node, tape, parts)
-    cures = tuple(propose(node, cause, parts, tape.root_amax))
+    culprit = node
+    if node.outside:
+        cause = _outside(node, tape, parts, batch)
+    else:
+        cause, culprit = _inside(node, tape, parts)
+    cures = propose(node, cause, parts, tape.root_amax, culprit)
     carried = tuple(
         dict.fromkeys(
             f"{n.phase}: {n.op} in {n.location.module or 'root'}"
@@ -330,28 +210,29 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
 
 
-def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> BadOp | None:
+def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
     """This rank's own gradients were finite and what the optimizer read was not: another rank's were not."""
     read = [n for n in tape.candidates.values() if n.outside and n.phase in ("backward", "optimizer")]
     if not read or world_size() == 1:
         return None
     cause = Cause("rank", _ELSEWHERE)
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
-    here = OpLocation("", "", None, "", 0)
-    args = ("backward", "", "", "all_reduce", "c10d.allreduce", here, (), outputs, False, cause, (), spoiled)
-    return BadOp(*args, reached=("gradients of this rank",))
+    return Fault(
+        "backward", "all_reduce", _NOWHERE, cause, aten="c10d.allreduce", origin=False, outputs=outputs,
+        spoiled=spoiled, reached=("gradients of this rank",),
+    )  # fmt: skip
 
 
-def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> BadOp | None:
+def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
     """Range overflows that a later op turned into finite values, so that nothing at the end tells of them."""
     for swallower, origins in tape.swallowed:
         real = sorted(i for i in origins if i in tape.candidates and not tape.candidates[i].intended)
         if not real or tape.candidates[real[0]].outside:
             continue
         node = tape.candidates[real[0]]
-        cause = explain(node, tape.originals)
+        cause, culprit = explain(node, tape.originals)
         if cause.kind == "range":
-            bad = _bad_op(node, cause, tuple(propose(node, cause, parts)), spoiled, ())
+            bad = _bad_op(node, cause, propose(node, cause, parts, culprit=culprit), spoiled, ())
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
             return replace(bad, hidden=text)
@@ -361,35 +242,43 @@ def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> BadOp | No
 def _bad_op(
     node: Node,
     cause: Cause,
-    cures: tuple[Cure, ...],
+    cures: list[Cure],
     spoiled: Spoiled,
     ends: tuple[str, ...],
     carried: tuple[str, ...] = (),
     underflow: bool = False,
-) -> BadOp:
-    inputs = tuple(TensorInfo.of(t) for t in node.given())
-    outputs = tuple(TensorInfo.of(t) for t in node.outs)
-    location = node.location
-    return BadOp(
-        node.phase, location.module, location.module_class, node.op, node.aten, location, inputs, outputs,
-        not node.outside, cause, cures, spoiled, ends, carried, underflow,
-    )  # fmt: skip
+) -> Fault:
+    return Fault(
+        node.phase,
+        node.op,
+        replace(node.location, function=None),
+        cause,
+        cures,
+        aten=node.aten,
+        origin=not node.outside,
+        inputs=tuple(TensorInfo.of(t) for t in node.given()),
+        outputs=tuple(TensorInfo.of(t) for t in node.outs),
+        spoiled=spoiled,
+        reached=ends,
+        passed_on=carried,
+        underflow=underflow,
+    )
 
 
-def _inside(node: Node, tape: Tape, parts: StepParticipants) -> Cause:
+def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Node]:
     """Why the op's result is not finite, in the terms of what the user gave it: inputs, weights, the loss."""
-    cause = explain(node, tape.originals)
+    cause, culprit = explain(node, tape.originals)
     if cause.kind != "range":
-        return cause
+        return cause, culprit
     named = {id(p): (n, p) for kind, n, p in _named_values(parts) if kind == "parameter"}
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
-        return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name)
+        return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name), culprit
     large = {n: float(amax(t)) for n, t in node.names.items() if t.is_floating_point()}
     name = max(large, key=lambda n: large[n], default="")
     if name and large[name] > 1e3 and node.phase != "backward":
-        return replace(cause, text=f"{cause.text}; {name} reaches {large[name]:.3g}")
-    return cause
+        return replace(cause, text=f"{cause.text}; {name} reaches {large[name]:.3g}"), culprit
+    return cause, culprit
 
 
 def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cause:
@@ -415,7 +304,7 @@ def _wrong_input(node: Node, tape: Tape, batch: Any) -> str:
     return f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values{row}"
 
 
-def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:
+def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
     """Something ended up not finite and no op on the tape did it."""
     cause = Cause(
         "machine",
@@ -423,15 +312,14 @@ def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> BadOp:
         "written by someone else",
     )
     phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
-    location = OpLocation("", "", None, "", 0)
-    return BadOp(phase, "", "", "unknown", "", location, (), (), False, cause, (), spoiled, ends)
+    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=spoiled, reached=ends)
 
 
-def _underflow(worst: Flushed, parts: StepParticipants, spoiled: Spoiled) -> BadOp:
+def _underflow(worst: Flushed, parts: StepParticipants, spoiled: Spoiled) -> Fault:
     cause = Cause("precision", worst.text, None, worst.format)
-    return _bad_op(
-        worst.node, cause, worst.cures(parts), spoiled, tuple(f"gradient {n}" for n in worst.lost), (), True
-    )
+    cures = [larger_scale(worst.missing_bits, parts), to_bf16(parts, worst.node.location.in_region)]
+    lost = tuple(f"gradient {n}" for n in worst.lost)
+    return _bad_op(worst.node, cause, cures, spoiled, lost, (), True)
 
 
 def _try_cures(
@@ -440,50 +328,45 @@ def _try_cures(
     batch: tuple[Any, ...],
     parts: StepParticipants,
     restore: Callable[[], None],
-) -> BadOp | None:
-    """The bad op with its cures tried: by all ranks where the step made them talk, else by this one."""
+) -> None:
+    """Tries the cures of the bad op: on all ranks where the step made them talk, else on this one."""
     bad = trace.bad
-    underflow = bad is not None and bad.underflow
+    told = ReplayReport.of(trace.bad, trace.error, trace.collectives)
+    together = world_size() > 1 and bool(trace.collectives)
+    everyone = gather(told, parts.group) if together else [told]
+    underflow = any(one.underflow for one in everyone)
 
-    def trials(underflow: bool) -> Trials:
-        def look() -> bool:
-            again = _run(step, batch, parts, underflow, 1 << 28)
-            return again.error is None and again.bad is None
+    def look() -> Fault | None:
+        again = _run(step, batch, parts, underflow, 1 << 28)
+        if again.error is not None:
+            raise again.error
+        return again.bad
 
-        in_forward = bad is not None and bad.phase == "forward" and not trace.collectives
-        lowest = lowest_scale(parts) if in_forward else None
-        return Trials(lambda: step(*batch), look, restore, lowest)
-
-    if world_size() == 1 or not trace.collectives:
-        return bad and replace(bad, cures=try_alone(bad.cures, trials(underflow)))
-    everyone = gather(_told(trace), parts.group)
-    together = TrialsTogether(everyone, trials(any(told.underflow for told in everyone)), parts)
-    judged = together.run()
+    alone = InPlace(lambda: step(*batch), look, restore, parts)
+    rerun = Together(everyone, alone) if together else alone
+    for fault in (one.fault for one in everyone if one.fault is not None):
+        for cure in fault.cures:
+            try_cure(cure, fault, Again(taped=0), rerun)
+    if not together:
+        return
     if bad is not None and bad.cause.kind == "rank":
-        return _with_others(bad, everyone, judged)
-    return bad and replace(bad, cures=judge(bad.cures, together.status_of))
+        _say_others(bad, everyone)
+    elif bad is not None:
+        bad.cures = everyone[rank(parts.group)].cures
 
 
-def _told(trace: Trace) -> ReplayReport:
-    """What the other ranks need to know of this one's replay."""
-    bad = trace.bad
-    through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
-    known = can_rehearse(trace.collectives)
-    if bad is None or bad.cause.kind == "rank":
-        return ReplayReport(through=through, known=known)
-    story = f"{bad.phase}: {bad.op} {bad.placed}: {bad.cause.text}"
-    return ReplayReport(story, tuple(plain(c) for c in bad.cures), bad.underflow, through, known)
-
-
-def _with_others(bad: BadOp, everyone: Sequence[ReplayReport], judged: Sequence[tuple[Cure, ...]]) -> BadOp:
-    """The verdict of a rank whose own step was well, with what the others found."""
-    rank = next((i for i, told in enumerate(everyone) if told.story), None)
-    if rank is None:
+def _say_others(bad: Fault, everyone: Sequence[ReplayReport]) -> None:
+    """On a rank whose own step was well: what the others found."""
+    number = next((i for i, told in enumerate(everyone) if told.fault is not None), None)
+    if number is None:
         text = (
             "the gradients of every rank were finite and what the step read was not: it comes from the "
             "reduction over ranks, or from before the step"
         )
-        return replace(bad, cause=Cause("unknown", text))
-    text = f"rank {rank} found the first bad op: {everyone[rank].story}"
-    unique = {c.text: replace(c, apply=None, variants=()) for cures in judged for c in cures}
-    return replace(bad, cause=replace(bad.cause, text=text), cures=tuple(unique.values()))
+        bad.cause = Cause("unknown", text)
+        return
+    found = everyone[number].fault
+    assert found is not None
+    story = f"{found.phase}: {found.op} {found.placed}: {found.cause.text}"
+    bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
+    bad.cures = list({cure.text: cure for one in everyone for cure in one.cures}.values())

@@ -1,4 +1,4 @@
-"""Cures tried by running the step again with each: on one rank, or on all ranks together.
+"""Runs a step again in place, with a cure: on one rank, or on all ranks together.
 
 Ranks find different ops, and a trial takes part in the step's collectives, so ranks tell each other first
 what they found and then try everybody's cures, in one order. A rank that raised where others wait would leave
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,59 +23,69 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import gather
 from halfstep.errors import LossScaleCollapsed
-from halfstep.numerics.cures import FAILS, UNTRIED, WORKS, Apply, Cure, remedy, with_attributes
+from halfstep.numerics.cures import lowest_scale, placed, with_attributes
+from halfstep.numerics.fault import Cure, Fault, Spec
+from halfstep.numerics.judge import Again, Seen
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import replay, run_eagerly
 
 #: Collectives for which a rank's own values are an answer of the right shape.
 _ANSWERED = frozenset(["c10d::allreduce_", "c10d::broadcast_", "c10d::barrier"])
+#: Cures that change one factor, so that the step runs the very same ops.
+_SCALES = ("loss_scale", "loss")
 
 # What a rehearsal showed.
 _READY, _RAISED, _UNSAFE = "ready", "raised", "unsafe"
 
 
-class Trials:
-    """Runs a step again with a change in place.
+class InPlace:
+    """Runs a step again in this process, on this rank.
 
     Args:
         step: runs the step as it is.
-        look: runs it under the tape; whether everything stayed finite.
+        look: runs it under the tape; what was bad, if anything.
         restore: puts everything back as it was before the step.
-        lowest: the lowest loss scale, where it goes there by itself and what it skips does not matter.
+        parts: what takes part in the step.
     """
+
+    starts_over = False
 
     def __init__(
         self,
         step: Callable[[], Any],
-        look: Callable[[], bool],
+        look: Callable[[], Fault | None],
         restore: Callable[[], None],
-        lowest: Apply | None = None,
+        parts: StepParticipants,
     ) -> None:
-        self._step, self._look, self._restore, self._lowest = step, look, restore, lowest
+        self._step, self._look, self._restore, self._parts = step, look, restore, parts
+        self.group = parts.group
 
-    def works(self, apply: Apply) -> bool:
-        """Whether the step stays finite with the change, if need be at a lower loss scale.
-
-        One that it cannot run with does not help.
-        """
+    def run(self, again: Again) -> Seen | None:
+        """Whether the step stays finite with the cure; one that it cannot run with does not help."""
+        assert again.cure is not None
+        cure = placed(again.cure, self._parts)
+        if cure is None:
+            return None
+        seen = Seen(falls=lowest_scale(self._parts) is not None)
         try:
-            with apply():
-                if self._lowest is None:
-                    return self._look()
-                if self._look():
-                    return True
-                self._restore()
-                with self._lowest():
-                    return self._look()
+            with cure:
+                bad = self._look()
+                seen.applied = getattr(cure, "met", True)
+            seen.faults = [] if bad is None else [bad]
+            seen.bad_at = None if bad is None else again.at
         except Exception:
-            return False
+            seen.bad_at = again.at
         finally:
             self._restore()
+        return seen
 
-    def rehearse(self, apply: Apply) -> str:
+    def rehearse(self, spec: Spec) -> str:
         """Whether the step runs through with the change, on this rank alone: ready, raised or unsafe."""
+        cure = placed(spec, self._parts)
+        if cure is None or spec[0] in _SCALES:
+            return _UNSAFE if cure is None else _READY
         try:
-            with run_eagerly(), replay(), _without_ddp(), apply(), _Alone():
+            with run_eagerly(), replay(), _without_ddp(), cure, _Alone():
                 self._step()
         except _NotAlone:
             return _UNSAFE
@@ -88,101 +98,69 @@ class Trials:
         return _READY
 
 
-def judge(cures: Sequence[Cure], status_of: Callable[[Cure], str]) -> tuple[Cure, ...]:
-    """The cures with their answers: of each the first dose that works, else the last that was tried."""
-
-    def judged(cure: Cure) -> Cure:
-        if cure.apply is None:
-            return cure
-        dose, status = cure, UNTRIED
-        for dose in (cure, *cure.variants):
-            status = status_of(dose)
-            if status != FAILS:
-                break
-        return replace(dose, status=status)
-
-    return tuple(judged(cure) for cure in cures)
-
-
-def try_alone(cures: Sequence[Cure], trials: Trials) -> tuple[Cure, ...]:
-    """Tries the cures one after the other on this rank."""
-
-    def status_of(cure: Cure) -> str:
-        return WORKS if cure.apply is not None and trials.works(cure.apply) else FAILS
-
-    return judge(cures, status_of)
-
-
 @dataclass(frozen=True)
 class ReplayReport:
     """What a rank tells the others of its replay.
 
-    `story`: its own bad op in a line, empty if all was well with it. `underflow`: whether trials must look
-    for gradients that vanish. `through`: whether the step ran to its end. `known`: whether a rehearsal can
-    answer every collective that the step ran.
+    `fault`: its own, None if all was well with it. `through`: whether the step ran to its end. `known`:
+    whether a rehearsal can answer every collective that the step ran.
     """
 
-    story: str = ""
-    cures: tuple[Cure, ...] = ()
-    underflow: bool = False
-    through: bool = True
-    known: bool = True
+    fault: Fault | None
+    through: bool
+    known: bool
+
+    @classmethod
+    def of(cls, bad: Fault | None, error: BaseException | None, collectives: Sequence[str]) -> ReplayReport:
+        """What to tell of a replay that showed `bad`; another rank's fault is not this one's."""
+        through = error is None or isinstance(error, LossScaleCollapsed)
+        own = None if bad is None or bad.cause.kind == "rank" else bad
+        return cls(own, through, _ANSWERED.issuperset(collectives))
+
+    @property
+    def underflow(self) -> bool:
+        """Whether trials must look for gradients that vanish."""
+        return self.fault is not None and self.fault.underflow
+
+    @property
+    def cures(self) -> list[Cure]:
+        """What the rank proposes."""
+        return [] if self.fault is None else self.fault.cures
 
 
-def can_rehearse(collectives: Sequence[str]) -> bool:
-    """Whether a rank alone can answer these collectives."""
-    return _ANSWERED.issuperset(collectives)
+class Together:
+    """Runs a step again on all ranks together: each must make one of these and call it alike.
 
-
-def plain(cure: Cure) -> Cure:
-    """The cure as another process can read it; without `spec` where it cannot be applied."""
-    spec = cure.spec if cure.apply is not None else ()
-    return replace(cure, apply=None, spec=spec, variants=tuple(plain(v) for v in cure.variants))
-
-
-class TrialsTogether:
-    """Cures of all ranks, tried by all ranks together: each must make one of these and call it alike.
-
-    A cure works if everything stays finite on every rank.
+    A step is well if everything stays finite on every rank.
     """
 
-    def __init__(self, everyone: Sequence[ReplayReport], trials: Trials, parts: StepParticipants) -> None:
-        self._everyone, self._trials, self._parts = everyone, trials, parts
-        self._answers: dict[tuple[Any, ...], str] = {}
+    starts_over = False
+
+    def __init__(self, everyone: Sequence[ReplayReport], alone: InPlace) -> None:
+        self._alone = alone
+        self._answers: dict[Spec, Seen | None] = {}
         self._through = all(told.through for told in everyone)
         self._known = all(told.known for told in everyone)
 
-    def run(self) -> list[tuple[Cure, ...]]:
-        """Tries everybody's cures, in the order of ranks; returns them with their answers, by rank."""
-        return [judge([self._applied(c) for c in told.cures], self.status_of) for told in self._everyone]
+    def run(self, again: Again) -> Seen | None:
+        """What that showed on any rank; asks all ranks where the cure was not tried yet."""
+        assert again.cure is not None
+        if again.cure not in self._answers:
+            self._answers[again.cure] = self._try(again)
+        return self._answers[again.cure]
 
-    def status_of(self, cure: Cure) -> str:
-        """The answer for one cure; asks all ranks where it was not tried yet."""
-        if cure.spec not in self._answers:
-            self._answers[cure.spec] = self._try(cure)
-        return self._answers[cure.spec]
-
-    def _applied(self, cure: Cure) -> Cure:
-        # A cure that this rank cannot apply is still gone through with the others.
-        apply = (remedy(cure.spec, self._parts) or _impossible) if cure.spec else None
-        return replace(cure, apply=apply, variants=tuple(self._applied(v) for v in cure.variants))
-
-    def _try(self, cure: Cure) -> str:
-        scales = cure.kind == "loss_scale"  # changes one factor, so the step runs the very same ops
-        if not self._through or not (scales or self._known) or cure.apply is None:
-            return UNTRIED
-        possible = cure.apply is not _impossible
-        state = _UNSAFE if not possible else _READY if scales else self._trials.rehearse(cure.apply)
-        states = gather(state, self._parts.group)
+    def _try(self, again: Again) -> Seen | None:
+        assert again.cure is not None
+        if not self._through or not (again.cure[0] in _SCALES or self._known):
+            return None
+        states = gather(self._alone.rehearse(again.cure), self._alone.group)
         if _UNSAFE in states:
-            return UNTRIED
+            return None
         if _RAISED in states:
-            return FAILS
-        return WORKS if all(gather(self._trials.works(cure.apply), self._parts.group)) else FAILS
-
-
-def _impossible() -> Any:
-    raise RuntimeError("a cure that cannot be applied on this rank was tried")
+            return Seen(bad_at=again.at)
+        seen = self._alone.run(again)
+        well = all(gather(seen is not None and seen.bad_at is None, self._alone.group))
+        return Seen(bad_at=None if well else again.at)
 
 
 class _NotAlone(BaseException):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +15,6 @@ from halfstep.formats import dtype_name, format_of
 from halfstep.numerics.cause import rerun
 from halfstep.numerics.nodes import Node
 from halfstep.numerics.tape import Tape
-
-if TYPE_CHECKING:
-    from halfstep.numerics.cures import Cure
-    from halfstep.numerics.participants import StepParticipants
 
 _MOSTLY = 0.5
 
@@ -44,18 +39,6 @@ class Flushed:
             f"underflow: {self.share:.0%} of the nonzero results of {self.node.op} are zero in "
             f"{self.format}; {len(self.lost)} parameter gradients vanish"
         )
-
-    def cures(self, parts: StepParticipants) -> tuple[Cure, ...]:
-        """A larger loss scale, then bf16."""
-        from halfstep.numerics.cures import Cure, remedy, scale_now, to_bf16
-        from halfstep.numerics.terms import terms_of
-
-        bits = max(4, self.missing_bits + 8)
-        text = f"raise the loss scale by 2^{bits}, or let it find its own"
-        spec, in_region = ("loss_scale", bits), self.node.location.in_region
-        code = terms_of(parts, True).scale.format(f"{scale_now(parts)[0] * 2.0**bits:g}")
-        lift = Cure("loss_scale", text, code, apply=remedy(spec, parts), spec=spec)
-        return lift, to_bf16(parts, in_region)
 
 
 class UnderflowProbe:

@@ -1,0 +1,106 @@
+"""Whether a cure works: one judge for every way to run a step again.
+
+`Rerun` is such a way: in place, in a copy of the process, in a fresh process, on all ranks together. The
+judge asks each the same questions in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from halfstep.numerics.fault import FAILS, WORKS, Cure, Fault, Spec
+
+#: Cures that may have to be in place from the start of the run.
+FROM_START = ("bf16", "masters", "rate")
+
+
+@dataclass(frozen=True)
+class Again:
+    """What to run again: the step with index `at` and `more` steps after it.
+
+    `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
+    the index of a step to tape. `seconds`: after how long a copy is ended.
+    """
+
+    at: int = 0
+    cure: Spec | None = None
+    more: int = 0
+    taped: int | None = None
+    from_start: bool = False
+    seconds: float = 30.0
+
+
+@dataclass
+class Seen:
+    """What running again showed. `bad_at`: the first step from `at` on that was bad; None if all were well.
+
+    `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
+    down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
+    """
+
+    faults: list[Fault] = field(default_factory=list[Fault])
+    counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lint: list[Any] = field(default_factory=list[Any])
+    bad_at: int | None = None
+    applied: bool = True
+    falls: bool = False
+
+
+class Rerun(Protocol):
+    """A way to run steps again; `starts_over`: whether a run from the start may follow, which tells more."""
+
+    starts_over: bool
+
+    def run(self, again: Again) -> Seen | None:
+        """What that showed; None where it could not be run."""
+        ...
+
+
+def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | None:
+    """Tries the doses of a cure until one works, and writes down what came of it.
+
+    Returns the other fault that came to light with it in place, if any.
+    """
+    for spec in cure.specs:
+        status, behind = judge(spec, fault, again, rerun)
+        if status == WORKS:
+            cure.settle(spec)
+            return behind
+        if spec[0] == "bf16" and rerun.starts_over and not again.from_start:
+            continue  # what was made before stays in fp16 here
+        cure.status = status or cure.status
+    return None
+
+
+def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, Fault | None]:
+    """Whether a dose works, and the other fault that comes to light with it in place, if any.
+
+    It works where what is run again stays well, if need be at the lowest loss scale, or where another fault
+    is the next. Empty where it could not be tried.
+    """
+    tried = rerun.run(replace(again, cure=spec))
+    if tried is None or not tried.applied:
+        return "", None
+    if again.from_start:
+        well = tried.bad_at is None and not any(_alike(found, fault) for found in tried.faults)
+        return (WORKS if well else FAILS), None
+    if tried.bad_at is None:
+        return WORKS, None
+    if tried.bad_at == again.at:
+        if fault.phase != "forward" or not tried.falls or spec[0] in FROM_START:
+            return FAILS, None
+        lowest = rerun.run(replace(again, cure=("lowest scale", *spec)))
+        well = lowest is not None and lowest.applied and lowest.bad_at is None
+        return (WORKS if well else FAILS), None
+    traced = rerun.run(replace(again, cure=spec, more=tried.bad_at - again.at, taped=tried.bad_at))
+    second = traced.faults[0] if traced is not None and traced.faults else None
+    weight = fault.cause.weight
+    if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
+        return FAILS, None
+    return WORKS, second
+
+
+def _alike(one: Fault, other: Fault) -> bool:
+    """Whether a fault is still there; the next op of a line may have taken over from the first."""
+    return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
