@@ -2,9 +2,9 @@
 
 import pytest
 
-from halfstep.numerics.op_times import CAST, OpTime, StepTimes, costliest
 from halfstep.report.comparison import OpCost, SettingRow
 from halfstep.report.costs import costs, remedy
+from halfstep.tuning.op_times import CAST, OpTime, StepTimes, costliest
 
 FULL = StepTimes(
     (OpTime("blocks.0", "linear", "backward", 4e-3), OpTime("", "gelu", "forward", 1e-3)), seconds=10e-3

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.numerics.op_times import CAST, OpTime, StepTimes
 from halfstep.tuning.flow import flow_of
 from halfstep.tuning.modules import plan_by_module
+from halfstep.tuning.op_times import CAST, OpTime, StepTimes
 
 
 class Block(nn.Module):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import pickle
-import runpy
-import sys
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.convert.layout import convolution_weights
-from halfstep.doctor.examiner import Enough
+from halfstep.doctor.process import Enough, in_words, run_main
 from halfstep.formats import dtype_name
 from halfstep.session.auto import arguments_of
 from halfstep.session.session import Session
@@ -122,29 +119,23 @@ def too_long(steps: int, seconds: float) -> str:
     )
 
 
-def run_order(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a script as the order says; what it raises is part of what was found."""
-    timer = Timer(order["choice"], order["steps"], order["warm"], order["seconds"], Path(order["begun"]))
-    timer.install()
-    torch.manual_seed(0)
-    script = order["script"]
-    sys.argv = [script, *order["args"]]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except (Enough, SystemExit):
-        return timer.found(None)
-    except Exception as error:
-        said = (str(error).splitlines() or ["no message"])[0]
-        return timer.found(f"{type(error).__name__} after {len(timer.ends)} steps: {said}")
-    return timer.found(None)
+@dataclass(frozen=True)
+class TuneOrder:
+    """A script to run under a choice: `warm` steps, then up to `steps` that are timed."""
 
+    script: str
+    args: tuple[str, ...]
+    choice: LevelChoice
+    steps: int
+    warm: int
+    seconds: float
+    begun: str
+    result: str
 
-def main(path: str) -> None:
-    """Run one order, written by the command."""
-    order = pickle.loads(Path(path).read_bytes())
-    Path(order["result"]).write_bytes(pickle.dumps(run_order(order)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    def run(self) -> dict[str, Any]:
+        """Carries it out in this process; what the script raises is part of what was found."""
+        timer = Timer(self.choice, self.steps, self.warm, self.seconds, Path(self.begun))
+        timer.install()
+        torch.manual_seed(0)
+        error = run_main(self.script, self.args)
+        return timer.found(error and in_words(error, len(timer.ends)))

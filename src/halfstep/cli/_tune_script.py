@@ -7,9 +7,9 @@ is not tried, since a script's step cannot be taken again.
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from statistics import median
 from typing import Any
 
 from halfstep.cli._progress import Tell
-from halfstep.cli._tune_in_script import too_long
+from halfstep.cli._tune_in_script import TuneOrder, too_long
+from halfstep.doctor.process import started
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.tuning.choices import LevelChoice, Trial, decide, distance
@@ -92,13 +93,12 @@ class _Runs:
     def _child(self, choice: LevelChoice) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            order, result, begun = (folder / part for part in ("order", "found", "begun"))
-            what = {"script": str(self.path), "args": self.args, "steps": STEPS, "warm": WARM}
-            what |= {"choice": choice, "seconds": self.seconds, "begun": str(begun), "result": str(result)}
-            order.write_bytes(pickle.dumps(what))
+            result, begun = folder / "found", folder / "begun"
+            order = TuneOrder(
+                str(self.path), tuple(self.args), choice, STEPS, WARM, self.seconds, str(begun), str(result)
+            )
             with (folder / "errors").open("w+") as errors:
-                command = [sys.executable, "-m", "halfstep.cli._tune_in_script", str(order)]
-                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+                child = started(order, errors, os.environ)
                 try:
                     late = _late(child, begun, self.seconds)
                 finally:

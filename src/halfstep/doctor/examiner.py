@@ -24,6 +24,7 @@ from halfstep.doctor.document import counts_of
 from halfstep.doctor.inquiry import Inquiry
 from halfstep.doctor.ledger import Ledger, Note, knobs_of, length, read_amaxes, unmoved, update_length
 from halfstep.doctor.order import Order, Suspect
+from halfstep.doctor.process import Enough
 from halfstep.doctor.quiet import RunNotes, all_faults, rate_fault
 from halfstep.doctor.roster import Roster
 from halfstep.doctor.substitutes import FP16, put_in_place
@@ -35,10 +36,6 @@ from halfstep.numerics.tape import Tape
 from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.underflow import UnderflowProbe
 from halfstep.numerics.watch import Watch, watch
-
-
-class Enough(BaseException):
-    """Ends the script after the last step that was asked for."""
 
 
 def _larger(a: float, b: float) -> float:

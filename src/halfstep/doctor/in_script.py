@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import random
-import runpy
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.autocast.context import autocast
 from halfstep.doctor.document import Document, add_watched
-from halfstep.doctor.examiner import Enough, Examiner
+from halfstep.doctor.examiner import Examiner
 from halfstep.doctor.ledger import Ledger
 from halfstep.doctor.order import Found, Order
+from halfstep.doctor.process import in_words, run_main
 from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.judge import Seen
@@ -40,12 +38,13 @@ class Hooks:
         self._depth = 0
         self._updated = False
         self._by_hand = False
+        self._stepped: torch.optim.Optimizer | None = None
         self._root: nn.Module | None = None
 
     def install(self) -> None:
         """Puts all of them in place."""
         from halfstep.scaling.grad_scaler import GradScaler
-        from halfstep.session.session import Session
+        from halfstep.session import registry
 
         for handle in (
             register_module_forward_pre_hook(self._on_forward),
@@ -54,9 +53,11 @@ class Hooks:
             register_optimizer_step_post_hook(self._after_update),
         ):
             self._stack.callback(handle.remove)
-        for owner in (Session, GradScaler, torch.amp.GradScaler):
+        registry.made.append(self._on_session)
+        self._stack.callback(registry.made.remove, self._on_session)
+        for owner in (GradScaler, torch.amp.GradScaler):
             self._replace(owner, "step", self._bracketed)
-        for owner in (Session, torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
+        for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             self._replace(owner, "__init__", self._announced)
         for owner in (torch.autocast, autocast):
             self._replace(owner, "__enter__", self._entered)
@@ -67,6 +68,22 @@ class Hooks:
         function = getattr(owner, name)
         self._stack.callback(setattr, owner, name, function)
         setattr(owner, name, around(function))
+
+    def _on_session(self, session: Any) -> None:
+        session.early_listeners.append(self._before_session)
+        self._stack.callback(_remove, session.early_listeners, self._before_session)
+        self._stack.callback(_remove, session.listeners, self._after_session)
+        self._examiner.on_made(session)
+
+    def _before_session(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._depth, self._updated, self._stepped = 1, False, optimizer
+        _remove(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
+        session.listeners.append(self._after_session)
+
+    def _after_session(self, session: Any, outcome: Any) -> None:
+        self._depth = 0
+        self._examiner.roster.add(self._stepped)
+        self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
 
     def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
         def created(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,30 +138,21 @@ class Hooks:
         self._examiner.on_step(self, skipped=False, finite=True)
 
     def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of a session or scaler is one boundary, whether or not the optimizer inside is stepped."""
+        """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
 
-        def bracketed(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        def bracketed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             self._updated = False
             try:
-                result = step(thing, *args, **kwargs)
+                result = step(scaler, optimizer, *args, **kwargs)
             finally:
                 self._depth -= 1
             if self._depth == 0:
-                self._end_bracket(thing, result, args, kwargs)
+                self._examiner.roster.add(optimizer)
+                self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
             return result
 
         return bracketed
-
-    def _end_bracket(self, thing: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        roster = self._examiner.roster
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        roster.add(optimizer)
-        if thing is roster.scaler:
-            self._examiner.on_step(optimizer or thing, skipped=not self._updated, finite=True)
-        else:
-            taken = bool(result.taken)
-            self._examiner.on_step(optimizer or thing, skipped=not taken, finite=bool(result.finite))
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
@@ -196,25 +204,13 @@ def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tens
     return dict(zip(arguments, tensors))
 
 
+def _remove(listeners: list[Any], listener: Any) -> None:
+    if listener in listeners:
+        listeners.remove(listener)
+
+
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _run(examiner: Examiner, script: str, args: tuple[str, ...]) -> str | None:
-    """Runs the script as `__main__`; returns what it failed with, if it did."""
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    error = None
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except (Enough, SystemExit):
-        pass
-    except BaseException as caught:
-        examiner.failed(caught)
-        said = (str(caught).splitlines() or ["no message"])[0]
-        error = f"{type(caught).__name__} after {examiner.ledger.iterations} steps: {said}"
-    examiner.ended()
-    return error
 
 
 def run_order(order: Order) -> Found | Seen | None:
@@ -226,20 +222,20 @@ def run_order(order: Order) -> Found | Seen | None:
     torch.manual_seed(order.seed)
     numpy.random.seed(order.seed)
     examiner = Examiner(order)
-    argv, path = sys.argv, list(sys.path)
     with ExitStack() as stack:
-        stack.callback(setattr, sys, "argv", argv)
-        stack.callback(setattr, sys, "path", path)
         stack.enter_context(examiner.around)
         examiner.conversions.install(stack)
         again = order.again
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
-        error = _run(examiner, order.script, order.args)
+        error = run_main(order.script, order.args)
+        if error is not None:
+            examiner.failed(error)
+        examiner.ended()
     if again is not None:
         return examiner.showed if examiner.again is not None else None
-    return _found(order, examiner, error)
+    return _found(order, examiner, error and in_words(error, examiner.ledger.iterations))
 
 
 def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
@@ -261,13 +257,3 @@ def _add_the_first(document: Document, ledger: Ledger) -> None:
         document.history.insert(0, {**row, "amax": first.gradient, "worst": worst})
     for row in document.history:  # the watch counts the steps of all optimizers
         row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
-
-
-def main(orders_path: str) -> None:
-    """Runs one order, written by the doctor's parent process."""
-    order: Order = pickle.loads(Path(orders_path).read_bytes())
-    Path(order.result).write_bytes(pickle.dumps(run_order(order)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

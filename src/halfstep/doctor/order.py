@@ -38,6 +38,12 @@ class Order:
     forked: bool = False
     result: str = ""
 
+    def run(self) -> Found | Seen | None:
+        """Carries it out in this process."""
+        from halfstep.doctor.in_script import run_order
+
+        return run_order(self)
+
 
 @dataclass
 class Found:

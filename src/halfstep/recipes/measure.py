@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.numerics.op_times import without_remarks
 from halfstep.report.comparison import Bound
+from halfstep.tuning.op_times import without_remarks
 
 Step = Callable[[], Any]
 

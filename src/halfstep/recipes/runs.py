@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from halfstep.distributed import rank, world_size
 from halfstep.errors import HalfstepError, HalfstepWarning
-from halfstep.numerics.op_times import StepTimes, costliest, step_times
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
@@ -29,6 +28,7 @@ from halfstep.report.comparison import Bound, OpCost, RecipeRows, SeedRun, Setti
 from halfstep.session.prepare import prepare
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
+from halfstep.tuning.op_times import StepTimes, costliest, step_times
 from halfstep.tuning.search import Tuning
 
 

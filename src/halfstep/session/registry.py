@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,9 @@ _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.We
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Session]] = (
     weakref.WeakKeyDictionary()
 )
+
+#: Called with every session that is made.
+made: list[Callable[[Session], None]] = []
 
 
 class Prepared:
@@ -53,6 +56,8 @@ def remember(session: Session) -> list[Any]:
         _optimizers[optimizer] = weakref.ref(session)
     for model in session.models:
         _models[unwrap(model)] = weakref.ref(session)
+    for listener in made:
+        listener(session)
     changed = [c.model for c in session.conversions if c.changes]
     return [model.register_load_state_dict_post_hook(Prepared(session)) for model in changed]
 

@@ -429,7 +429,7 @@ class Session(OfSetup):
             self._arrived(scheduler, not (found and skips), not found, float(scale), step, looked)
         else:
             self._queue.push(outcome)
-        for listener in self.listeners:
+        for listener in (*self.listeners,):
             listener(self, outcome)
         return outcome
 

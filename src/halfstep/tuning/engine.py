@@ -23,11 +23,11 @@ from halfstep.autocast.kernel_probes import measurements
 from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
-from halfstep.numerics.op_times import StepTimes, step_times
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
 from halfstep.tuning.budget import Budget
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
+from halfstep.tuning.op_times import StepTimes, step_times
 
 Step = Callable[..., Any]
 """(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""

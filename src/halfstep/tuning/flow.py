@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.numerics.op_times import paths_of
+from halfstep.tuning.op_times import paths_of
 
 Flow = dict[tuple[str, str], int]
 """Elements handed from one module to another in a forward pass."""

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from halfstep.formats import dtype_name
-from halfstep.numerics.op_times import StepTimes
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.tuning.cut import cheapest
 from halfstep.tuning.flow import Flow
+from halfstep.tuning.op_times import StepTimes
 
 #: Seconds that the hooks of a module with a rule of its own cost a step.
 HOOKS = 5e-5

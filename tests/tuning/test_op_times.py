@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.numerics.op_times import CAST, step_times
+from halfstep.tuning.op_times import CAST, step_times
 
 
 class Net(nn.Module):
