@@ -94,7 +94,7 @@ class Copies:
     def hold(self, freely: bool = True) -> None:
         """Keep this moment; not `freely`: unless that takes too large a share of the run's time.
 
-        Returns in each copy as well, of which the examiner has become another then.
+        Returns in each copy as well, whose examiner has been told by then what to run again.
         """
         late = self._spent > _GRACE + _SHARE * (time.monotonic() - self._began)
         if not self._may or (late and not freely):
@@ -105,7 +105,7 @@ class Copies:
         again = moment.hold()
         if again is not None:
             self._may, self._moment = False, None
-            self._examiner.become(again, copied=True)
+            self._examiner.become_copy(again)
             return
         self._moment = moment
         self._spent += time.monotonic() - began

@@ -76,7 +76,8 @@ class Examiner:
         self.ledger = Ledger()
         self.conversions = Conversions()
         self.seen: Watch | None = None
-        self.again: Again | None = None
+        self.asked = order.again
+        self.again: Again | None = None  # once it is reached
         self.showed = Seen()
         self.suspects: list[Suspect] = []
         self.around = ExitStack()
@@ -96,7 +97,7 @@ class Examiner:
 
     def _over(self) -> bool:
         """Whether that was the last step: of what is run again, or of the iterations that were asked for."""
-        again = self.order.again if self.again is None else self.again
+        again = self.asked
         if again is not None:
             whole = again.from_start and self.ledger.now.number >= self.order.steps
             return self.done > again.at + again.more or whole
@@ -148,16 +149,15 @@ class Examiner:
 
     def _watches(self) -> bool:
         """Whether the notes of the whole run are wanted, not those of some steps of it."""
-        again = self.again or self.order.again
-        return again is None or again.from_start
+        return self.asked is None or self.asked.from_start
 
     def _go_on(self) -> None:
         """Where this step is one to run again: put the cure in place, and arm the tape."""
-        again = self.order.again
+        again = self.asked
         if again is not None and self.again is None:
             first = min(1, again.at) if again.from_start else again.at
             if self.done >= first:
-                self.become(again)
+                self._reach(again)
         if self.again is not None and self.again.taped == self.done and self.taping is None:
             self.taping = Taping(self.roster)
 
@@ -257,7 +257,7 @@ class Examiner:
 
     def _judge(self, note: Note, index: int) -> None:
         """Has the step that just ended looked at again, if it may tell something new."""
-        if self.again is not None or self.order.again is not None:
+        if self.asked is not None:
             return
         before = bool(index) and bool(self.ledger.notes[index - 1].bad)
         if (note.bad and not before) or (not note.bad and (index == 1 or note.silent)):
@@ -307,9 +307,14 @@ class Examiner:
                 return True  # asked for before the script began
         return self._took_effect is not None and self._took_effect()
 
-    def become(self, again: Again, copied: bool = False) -> None:
-        """From here on this process runs a step again; `copied`: it is a copy made for that."""
-        self.again, self._copied, self.showed = again, copied, Seen()
+    def become_copy(self, again: Again) -> None:
+        """This process is a copy now, made to run steps again."""
+        self.asked, self._copied = again, True
+        self._go_on()
+
+    def _reach(self, again: Again) -> None:
+        """The steps to run again begin: put the cure in place."""
+        self.again = again
         self.ledger.notes = self.ledger.notes[:]
         for note in self.ledger.notes:
             note.bad = ""
@@ -325,8 +330,6 @@ class Examiner:
                 self.showed.applied = False
                 self._answer()
                 raise Enough
-        if copied:
-            self._go_on()
 
     # The tape.
 
@@ -350,7 +353,7 @@ class Examiner:
         if self.again is not None:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
-        elif self.order.again is None:
+        elif self.asked is None:
             self._suspect(Suspect(self.done, self.ledger.now.number, bad=True, spoiled=True))
 
     def ended(self) -> None:
@@ -359,6 +362,9 @@ class Examiner:
             self._end_tape()
         if self.again is not None:
             self.reply()
+        elif self._copied:
+            self.showed.applied = False
+            self._answer()
         self._copies.close()
         if self.seen is not None:
             self.seen.close()
