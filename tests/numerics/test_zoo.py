@@ -1,10 +1,13 @@
 """Every planted fault is named rightly, leaves no trace, and where a cure is proposed, the cure trains."""
 
 import copy
+import gc
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from halfstep.compat.torch_amp import autocast
 from halfstep.numerics.cures import placed
@@ -63,6 +66,35 @@ def test_the_cure_trains(fault):
     assert losses[-1] < losses[0]
     assert any(not torch.equal(a, b) for a, b in zip(start, case.model.parameters()))
     assert all(p.isfinite().all() for p in case.model.parameters())
+
+
+def found(case, fault):
+    bad = trace_step(case.step, *case.batch, underflow=fault.underflow).bad
+    cures = [(c.kind, c.status, c.code) for c in bad.cures]
+    return bad.phase, bad.module, bad.op, bad.where, bad.cause.kind, cures
+
+
+def on_this_rank(rank, folder):
+    """Traces every fault in a step that ranks take together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    verdicts = {}
+    for fault in FAULTS:
+        case = fault.build()
+        case.model.register_forward_pre_hook(lambda *_: dist.all_reduce(torch.ones(())))
+        verdicts[fault.name] = found(case, fault)
+    torch.save(verdicts, f"{folder}/rank{rank}")
+    gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_all_ranks_together_give_the_verdict_of_one(tmp_path):
+    mp.start_processes(on_this_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    verdicts = [torch.load(tmp_path / f"rank{rank}", weights_only=False) for rank in range(2)]
+    for fault in FAULTS:
+        alone = found(fault.build(), fault)
+        assert [one[fault.name] for one in verdicts] == [alone, alone]
 
 
 def test_the_inputs_told_are_those_of_the_users_call():
