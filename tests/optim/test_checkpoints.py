@@ -337,3 +337,17 @@ def test_a_file_that_is_refused_in_part_changes_nothing(source: tuple[Any, str])
     assert all(torch.equal(p, q) for p, q in zip(other.parameters(), before[0]))
     assert all(torch.equal(ours.master_of(p), q) for p, q in before[1].items())
     assert str(ours.state_dict()) == str(before[2])
+
+
+def test_8_bit_sgd_whose_momentum_was_set_to_0_saves_what_loads():
+    model, other = (nn.Linear(20, 32).bfloat16() for _ in range(2))
+    ours, theirs = (SGD(m.parameters(), lr=0.1, momentum=0.9, state_dtype="8bit") for m in (model, other))
+    for momentum in (0.9, 0.0):
+        ours.param_groups[0]["momentum"] = momentum
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        ours.step()
+    other.load_state_dict(model.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.param_groups[0]["momentum"] == 0
+    assert all(map(torch.equal, ours.masters().values(), theirs.masters().values()))
