@@ -310,22 +310,23 @@ class Bundle:
 
         Columns: weight, master or lacking bits, gradient, two states, their exponents, the length of a row.
         """
-        states = self.algorithm.states
-        names = [None, self.extra_key, None, *states, *[None] * (2 - len(states))]
-        names += [key + "_exponents" for key in states] if self.widths else []
-        columns = [self.weights, None, self.grads, *[None] * 4]
-        table = np.zeros((len(self.weights), 8), np.int64)
-        for place, name in enumerate(names):
-            column = columns[place] if name is None else self.columns[name]
-            if column is not None:
-                table[:, place] = list(map(Tensor.data_ptr, column))
-                if not table[:, place].all():
-                    self._check_memory(table[:, place])
-        table[:, 7] = self.widths or 1
-        return table
+        states, extra, count = self.algorithm.states, self.extra_key, len(self.weights)
+        exponents = [key + "_exponents" for key in states] if self.widths else []
+        named = [self.columns[key] for key in (*states, *exponents)]
+        places = [*range(3, 3 + len(states)), *range(5, 5 + len(exponents))]
+        lines: list[Any] = [[0] * count] * 8
+        lines[0], lines[2] = (list(map(Tensor.data_ptr, own)) for own in (self.weights, self.grads))
+        lines[1] = lines[1] if extra is None else list(map(Tensor.data_ptr, self.columns[extra]))
+        for place, column in zip(places, named):
+            lines[place] = list(map(Tensor.data_ptr, column))
+        lines[7] = self.widths or [1] * count
+        for place in (0, 2, *places, *([] if extra is None else [1])):
+            if 0 in lines[place]:
+                self._check_memory(lines[place])
+        return np.ascontiguousarray(np.array(lines, np.int64).T)
 
-    def _check_memory(self, addresses: Any) -> None:
-        for address, count, place in zip(addresses.tolist(), self.elements, self.members.places):
+    def _check_memory(self, addresses: Sequence[int]) -> None:
+        for address, count, place in zip(addresses, self.elements, self.members.places):
             if address == 0 and count:
                 name = name_of(self.group, (self.members.number, place))
                 raise ConfigError(
