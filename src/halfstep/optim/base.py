@@ -311,18 +311,19 @@ class OnePassOptimizer(torch.optim.Optimizer):
         in_one_pass = look is not None and self.release is None and set(runners) == {"numba"}
         if look is not None and not in_one_pass:
             look.append(self.measure_on_host(inv_scale) or self.measure(inv_scale))
-        factor = (
-            backends.factor_of(inv_scale, clip_coef) if any(b.device.type == "cpu" for b in found) else 1.0
-        )
+        on_host = [
+            r == "numba" or (r == "reference" and b.device.type == "cpu") for b, r in zip(found, runners)
+        ]
+        factor = backends.factor_of(inv_scale, clip_coef) if any(on_host) else 1.0
         over, seen = False, list[tuple[Any, float, float]]()
         away: dict[tuple[int, torch.device, str], list[Bundle]] = {}
-        for bundle, runner in zip(found, runners):
+        for bundle, runner, here in zip(found, runners, on_host):
             if runner == "numba":
                 table = Table(bundle)
                 over |= table.update(factor, self.seed, in_one_pass)
                 if in_one_pass:
                     seen.append(table.totals())
-            elif runner == "reference" and bundle.device.type == "cpu":
+            elif here:
                 over |= backends.on_host(bundle, factor, self.seed)
             else:
                 away.setdefault((bundle.members.number, bundle.device, runner), []).append(bundle)
