@@ -203,7 +203,9 @@ def test_skip_and_continue():
     amp = hs.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16", on_nonfinite="continue"
     )
-    amp.backward(model(torch.ones(1, 2)).sum() * float("nan"))
+    with amp.autocast():
+        loss = model(torch.ones(1, 2)).sum() * float("nan")
+    amp.backward(loss)
     assert amp.step().taken
 
 

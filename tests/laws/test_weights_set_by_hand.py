@@ -23,6 +23,8 @@ OPTIMIZERS = {
     "ours AdamW fp32": lambda p: hs.optim.AdamW(p, lr=0.05, weight_decay=0.1, eps=1e-3, master="fp32"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()

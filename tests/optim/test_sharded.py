@@ -431,12 +431,11 @@ def test_torch_s_own_checkpoint_functions_lose_no_bit_of_8_bit_shards(ranks):
         assert all(torch.equal(a, b) for a, b in zip(without, after, strict=True))
 
 
-def test_watched_shards_train_the_same_and_a_bad_step_is_replayed(ranks):
-    for number, (*_, (plain, masters, keys, told), _, _) in enumerate(ranks):
+def test_watched_shards_train_the_same_and_a_bad_step_is_not_replayed(ranks):
+    for *_, (plain, masters, keys, told), _, _ in ranks:
         assert all(torch.equal(a, b) for a, b in zip(plain, masters, strict=True))
         assert {("activation", "0"), ("gradient", "0.weight"), ("weight", "0.weight")} <= keys
-        assert [at for at, *_ in told] == [2]
-        assert (told[0][1] == "forward") == (number == 1), told
+        assert told == []
 
 
 def test_shards_without_rows_count_as_the_others_and_resume_to_the_bit(ranks):

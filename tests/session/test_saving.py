@@ -162,6 +162,48 @@ def test_no_folder_without_our_mark_is_removed(tmp_path):
     assert all((tmp_path / name / "notes.txt").read_text() == "mine" for name in strangers)
 
 
+def test_what_a_user_keeps_inside_a_checkpoint_outlives_it(tmp_path):
+    amp = build()[3]
+    for step in (1, 2):
+        amp.save(tmp_path / f"step-{step}")
+        (tmp_path / f"step-{step}" / "log.txt").write_text("mine")
+        amp.save(tmp_path / f"step-{step}" / "best")
+    amp.save(tmp_path / "step-2")
+    amp.save(tmp_path / "step-3", keep_last=1)
+    for step in (1, 2):
+        assert sorted(p.name for p in (tmp_path / f"step-{step}").iterdir()) == ["best", "log.txt"]
+        amp.load(tmp_path / f"step-{step}" / "best")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_link_is_never_replaced_nor_what_it_points_to(tmp_path):
+    amp = build()[3]
+    amp.save(tmp_path / "archive")
+    (tmp_path / "runs").mkdir()
+    for name in ("step-0", "latest"):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / "archive")
+    with pytest.raises(CheckpointError, match="latest is a link, so that it is not replaced"):
+        amp.save(tmp_path / "runs" / "latest")
+    amp.save(tmp_path / "runs" / "step-3", keep_last=1)
+    amp.load(tmp_path / "runs" / "step-0")
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_evaluating_refuses_sessions_and_keeps_what_is_set(tmp_path, kind):
+    model, _, _, amp = run = build(kind=kind)
+    train(run, range(2))
+    best = {name: value.clone() for name, value in model.state_dict().items()}
+    train(run, range(2))
+    with amp.evaluating():
+        for call in (amp.save, amp.load):
+            with pytest.raises(CheckpointError, match="call it after the block"):
+                call(tmp_path / "best")
+        model.load_state_dict(best)
+    assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
+    amp.save(tmp_path / "best")
+    amp.load(tmp_path / "best")
+
+
 def test_what_a_killed_save_left_is_cleared_and_an_empty_folder_is_used(tmp_path):
     run, empty = build(), tmp_path / "step-2"
     code = f"""

@@ -194,6 +194,7 @@ def save(
     """`Session.save`; `stages`: each rank has other parameters, whatever their names."""
     if session.state.awaits_step:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
+    _check_not_evaluating(session)
     wait_until_saved(session)
     path = Path(path)
     check_keep(path, keep_last)
@@ -214,6 +215,14 @@ def save(
     else:
         write(path, pieces, about, manifest, keep_last, group)
     return path
+
+
+def _check_not_evaluating(session: Session) -> None:
+    if session._setup.evaluates:
+        raise CheckpointError(
+            "save() or load() inside `with amp.evaluating()`, where the weights are stand-ins: call it "
+            "after the block"
+        )
 
 
 _WRITERS: WeakKeyDictionary[Session, GroupWriter] = WeakKeyDictionary()
@@ -286,6 +295,7 @@ def _manifest(
 
 def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
     """`Session.load`."""
+    _check_not_evaluating(session)
     wait_until_saved(session)
     path = Path(path)
     old = path.with_name(f".{path.name}.old")

@@ -353,7 +353,7 @@ class Session(OfSetup):
         if not self.optimizers:
             self._first = False
             if said := no_optimizer(self.level, self.loss_scale):
-                warnings.warn(said, HalfstepWarning, stacklevel=4)
+                warnings.warn(said, HalfstepWarning, stacklevel=3)
 
     def _first_step(self) -> None:
         """Warn where the level says 16 bits and none were computed in, or weights are not its own."""
@@ -363,7 +363,7 @@ class Session(OfSetup):
         if fault is None and self._wide and not setup.entered and casts_weights(setup.level, setup.policy):
             fault = no_region(setup.policy)
         if fault is not None:
-            warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=4)
+            warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
 
     def _broken_off(self, index: int, error: BaseException) -> None:
         """After an error or a signal in a step: weights are their masters rounded, and gradients not ours.

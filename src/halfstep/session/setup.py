@@ -47,6 +47,8 @@ class Setup:
         self.tuning: Tuning | None = None
         self.entered = False
         """Whether a region of this was asked for."""
+        self.evaluates = False
+        """Whether stand-ins are in the place of 16-bit weights."""
         self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
 
     def region(self, enabled: bool) -> autocast:
@@ -96,8 +98,12 @@ class Setup:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
         held = one_pass_masters(self.level, self.optimizers)
         suspended = self.conversions if self.level.masters else []
-        with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
-            yield
+        self.evaluates = self.level.masters
+        try:
+            with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
+                yield
+        finally:
+            self.evaluates = False
 
     def revert(self) -> None:
         """Undo it: fp32 weights (exact where there are masters), optimizers and layout as they were."""
@@ -205,5 +211,8 @@ class OfSetup:
         return Replica(ddp, ddp.module, [self._setup])
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters.
+
+        Weights that are set or loaded within are set for good. Save and load sessions after it.
+        """
         return self._setup.evaluating()

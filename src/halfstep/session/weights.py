@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.convert.conversion import Conversion
+from halfstep.distributed import local_of
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import narrow_state
 from halfstep.optim.masters import MasterWeights
@@ -35,13 +36,13 @@ def one_pass_masters(
     return {o: o.masters() for o in optimizers if isinstance(o, OnePassOptimizer)}
 
 
-def fill_stand_ins(models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]) -> None:
-    """Give the widened copies of a suspended conversion the masters' values."""
-    exact = {p: value for masters in held.values() for p, value in masters.items()}
-    for parameter in (p for model in models for p in model.parameters()):
-        original: Tensor | None = getattr(parameter, "_stands_for", None)
-        if original is not None and original in exact:
-            parameter.data.copy_(exact[original])
+def stand_ins(
+    models: Sequence[nn.Module], held: Mapping[Any, Mapping[Tensor, Tensor]]
+) -> list[tuple[Tensor, Any, Tensor]]:
+    """The widened copies of a suspended conversion: copy, its optimizer, its weight."""
+    owners = {p: optimizer for optimizer, masters in held.items() for p in masters}
+    copies = [(p, getattr(p, "_stands_for", None)) for model in models for p in model.parameters()]
+    return [(p, owners[weight], weight) for p, weight in copies if weight is not None and weight in owners]
 
 
 @contextmanager
@@ -51,14 +52,20 @@ def exact_weights(
     conversions: Sequence[Conversion],
     held: Mapping[Any, Mapping[Tensor, Tensor]],
 ) -> Generator[None]:
-    """Within, the models are in eval mode and compute with the fp32 masters, their conversions suspended."""
+    """Within, the models are in eval mode and compute with the fp32 masters, their conversions suspended.
+
+    Weights that are set within are set for good.
+    """
     modes = [(m, m.training) for model in models for m in model.modules()]
+    found = list[tuple[Tensor, Any, Tensor]]()
     with ExitStack() as stack:
         for one in masters.values():
             stack.enter_context(one.swap())
         for conversion in conversions:
             stack.enter_context(conversion.suspended())
-        fill_stand_ins(models, held)
+        found = stand_ins(models, held)
+        for copy, optimizer, weight in found:
+            copy.data.copy_(held[optimizer][weight])
         for model in models:
             model.eval()
         try:
@@ -66,3 +73,6 @@ def exact_weights(
         finally:
             for module, training in modes:
                 module.training = training
+    for copy, optimizer, weight in found:
+        if not torch.equal(local_of(copy), local_of(held[optimizer][weight])):
+            optimizer.seed_masters({weight: copy.detach()})

@@ -143,18 +143,20 @@ def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
     checkpoint.sync_folder(temporary)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
-        _remove(old)
+        _remove(old, path)
         os.rename(path, old)
     os.rename(temporary, path)
     checkpoint.sync_folder(path.parent)
-    _remove(old)
+    _remove(old, path)
     for left in path.parent.glob(".*.tmp"):
         if checkpoint.was_abandoned(left, ".+"):
             _remove(left)
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has the mark of a checkpoint inside: a manifest that names halfstep."""
+    """Whether a folder has the mark of a checkpoint inside: a manifest that names halfstep; no link has."""
+    if folder.is_symlink():
+        return False
     try:
         with open(folder / MANIFEST, "rb") as file:
             return b'"halfstep": "' in file.read(4096)
@@ -165,23 +167,25 @@ def _is_ours(folder: Path) -> bool:
 def _check_place(path: Path) -> None:
     """CheckpointError where something that is no checkpoint would have to go."""
     for place in (path, path.with_name(f".{path.name}.old")):
-        empty = place.is_dir() and not any(place.iterdir())
-        if place.exists() and not empty and not _is_ours(place):
-            raise CheckpointError(
-                f"cannot write {path}: {place} is there and is no checkpoint of halfstep, so that it is not "
-                "replaced: choose another name, or move it"
-            )
+        empty = place.is_dir() and not place.is_symlink() and not any(place.iterdir())
+        if os.path.lexists(place) and not empty and not _is_ours(place):
+            what = "a link" if place.is_symlink() else "no checkpoint of halfstep"
+            raise CheckpointError(f"{place} is {what}, so that it is not replaced: choose another name")
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, its mark last, or a folder that is empty; nothing else."""
+def _remove(folder: Path, successor: Path | None = None) -> None:
+    """Delete a checkpoint's own files, its mark last, and the folder where nothing else is in it.
+
+    What else is in it goes to the same name in `successor`, the checkpoint that replaces it, or stays.
+    """
     with suppress(OSError):
-        if _is_ours(folder):
-            for file in folder.glob("*.safetensors"):
-                file.unlink()
-            shutil.rmtree(folder)
-        elif folder.is_dir():
-            folder.rmdir()  # fails where something is in it
+        for file in (*folder.glob("rank-*-of-*.safetensors"), folder / MANIFEST) if _is_ours(folder) else ():
+            file.unlink()
+        if successor is not None:
+            for guest in folder.iterdir():
+                if not os.path.lexists(successor / guest.name):
+                    os.rename(guest, successor / guest.name)
+        folder.rmdir()  # fails where something is left
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
