@@ -6,6 +6,7 @@ may gain a private name of torch; `tests/test_torch_private.py` names those that
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -76,3 +77,16 @@ def fsdp_policy_holders(group: Any) -> list[Any]:
     if not holders:
         raise _lacking(f"{type(group).__name__}.mp_policy", _SHARDS)
     return holders
+
+
+# --- torch.compile -----------------------------------------------------------------------------------------
+
+
+def dynamo_traces_autocast() -> bool:
+    """Return whether Dynamo traces the functions that switch autocast; torch 2.11 does not.
+
+    Where it does not, code that it compiles breaks at each region, and runs the region as it is.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rule = getattr(rules, "manual_torch_name_rule_map", {}).get("torch._C.set_autocast_enabled")
+    return rule is None or rule.__name__ != "SkipFunctionVariable"

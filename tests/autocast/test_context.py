@@ -274,7 +274,7 @@ class Unrolled(nn.Module):
 def count_casts(fn) -> int:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
         fn()
     return sum(e.count for e in record.key_averages() if e.key == "aten::_to_copy")
 

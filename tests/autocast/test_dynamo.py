@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat import torch_amp
+from tests.torch_facts import one_graph
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -267,7 +268,9 @@ def same(function, backend, fullgraph):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["default", "fullgraph"])
+@pytest.mark.parametrize(
+    "fullgraph", [False, pytest.param(True, marks=one_graph)], ids=["default", "fullgraph"]
+)
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_region_in_one_graph(name, fullgraph, backend):
     same(WHOLE[name], backend, fullgraph)
@@ -310,6 +313,7 @@ print([t.dtype for t in compiled(x)] == [t.dtype for t in function(x)] != [x.dty
 """
 
 
+@one_graph
 @pytest.mark.parametrize("arguments", [pytest.param("'cpu', torch.bfloat16", marks=pytest.mark.long), ""])
 def test_the_first_region_of_a_process_is_met_by_the_compiler(arguments):
     code = textwrap.dedent(FIRST.format(arguments=arguments))
@@ -319,6 +323,7 @@ def test_the_first_region_of_a_process_is_met_by_the_compiler(arguments):
     assert done.stdout.strip() == "True", done.stderr[-2000:]
 
 
+@one_graph
 def test_fp16_arithmetic_of_ours_is_never_compiled():
     """A loop over many shapes compiled our frames once for each, up to Dynamo's limit of recompilations."""
     compiled_frames = []
@@ -380,7 +385,7 @@ def many_rules(x):
 
 
 @pytest.mark.filterwarnings("ignore:A model attribute", "ignore:While compiling, we found certain side")
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=one_graph)], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", ["decorated", "compat", "nested", "outside", "fp16", "many_rules"])
 def test_an_exported_program_has_the_casts_of_its_regions(name, strict):
     function = {**WHOLE, "many_rules": many_rules}[name]
@@ -393,7 +398,7 @@ def test_an_exported_program_has_the_casts_of_its_regions(name, strict):
 
 
 @pytest.mark.filterwarnings("ignore:A model attribute", "ignore:While compiling, we found certain side")
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=one_graph)], ids=["non-strict", "strict"])
 def test_an_op_that_a_policy_bans_is_refused_by_export(strict):
     banned = hs.Policy().with_rules(banned=["exp"])
 

@@ -12,6 +12,7 @@ from halfstep.autocast import autocast
 from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
 from halfstep.autocast.kernel_names import geometries
 from halfstep.autocast.kernel_probes import PROBES
+from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Unit roundoff: half the distance of neighbouring values just above 1.
@@ -282,6 +283,7 @@ def test_function_transforms_and_forward_mode_still_work(how: str) -> None:
     assert tangent.dtype is moved.dtype is BF16
 
 
+@one_graph
 @pytest.mark.parametrize("how", ["rounded", "native"])
 def test_compiled_code_takes_the_choice_too(how: str) -> None:
     layer = torch.nn.Conv2d(8, 8, 3)

@@ -153,6 +153,10 @@ def test_ops_that_promote_to_the_widest(op):
 @pytest.mark.parametrize("op", AS_GIVEN)
 def test_ops_on_no_list_run_in_what_they_are_given(op):
     """Also those that torch's CPU list names: a region of CUDA's form does what it does on CUDA."""
+    try:
+        AS_GIVEN[op](H["M"])
+    except NotImplementedError:
+        pytest.skip(f"torch {torch.__version__} has no fp16 kernel of {op}")
     with autocast():
         assert AS_GIVEN[op](H["M"]).dtype == FP16
         assert AS_GIVEN[op](M).dtype == FP32
@@ -193,4 +197,4 @@ def test_a_layers_output_stays_finite_where_cuda_keeps_it(op):
 def test_every_cuda_form_carries_the_list(form):
     with form():
         assert H["M"].exp().dtype == FP32
-        assert H["M"].trace().dtype == FP16
+        assert F.pad(H["M"], (1, 1), mode="reflect").dtype == FP16

@@ -9,6 +9,7 @@ from halfstep.autocast import autocast, disabled, regions
 from halfstep.devices import capabilities
 from halfstep.policy import Policy, ops
 from tests.autocast.samples import Sample, cuda_samples, outcome
+from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -123,7 +124,7 @@ def test_backward_of_an_op_rounded_as_a_whole_runs_in_fp32() -> None:
     assert seen.products == [FP32, FP32]
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=one_graph), False])
 def test_compiled_backward_runs_in_the_dtype_of_forward(inside: bool) -> None:
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     policy = Policy().with_rules(full=["linear"])

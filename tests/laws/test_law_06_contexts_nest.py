@@ -13,6 +13,7 @@ from halfstep.autocast import active_policy, autocast, disabled, regions
 from halfstep.autocast import state as states_
 from halfstep.autocast.kernel_choice import table_of
 from halfstep.policy import Policy
+from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X, W = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
@@ -380,6 +381,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@one_graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("case", INSIDE)
 def test_a_region_inside_compiled_code(case: str, backend: str, fresh_dynamo) -> None:
@@ -394,6 +396,7 @@ def test_a_region_inside_compiled_code(case: str, backend: str, fresh_dynamo) ->
     got[0].float().sum().backward()
 
 
+@one_graph
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_called_in_regions_is_compiled_for_each(backend: str, fresh_dynamo) -> None:
     x = torch.randn(3, 8)
@@ -408,8 +411,9 @@ def test_compiled_code_called_in_regions_is_compiled_for_each(backend: str, fres
         assert [t.dtype for t in got] == [t.dtype for t in eager]
 
 
+@one_graph
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_inductor_runs_the_policy(fresh_dynamo) -> None:
     def step(x, w):
         with autocast("cpu", policy=EDITED):

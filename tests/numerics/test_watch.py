@@ -138,6 +138,7 @@ def test_released_gradients_are_noted():
     assert not any(p._backward_hooks for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_largest_of_any_dtype_and_layout():
     given = [
         torch.tensor([-3.0, 2.0], dtype=torch.bfloat16),

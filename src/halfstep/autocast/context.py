@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
-from halfstep import devices
+from halfstep import devices, torch_private
 from halfstep.autocast import kernel_probes, regions, state
 from halfstep.autocast.dynamo import (
     constant_when_traced,
@@ -47,6 +47,7 @@ def _switch(
     return switch
 
 
+_dynamo_traces_autocast = constant_when_traced(torch_private.dynamo_traces_autocast)
 install_measured(kernel_probes.measured_table())
 
 
@@ -115,6 +116,8 @@ class autocast:
     @not_compiled
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() and not _dynamo_traces_autocast():
+                torch._dynamo.graph_break("this torch cannot compile a halfstep region: newer ones can")
             switch = _switch(*self._arguments)
             self._traced = [*self._traced, (switch[0], state.turn(switch))]
         else:

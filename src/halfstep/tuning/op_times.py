@@ -98,7 +98,9 @@ def step_times(step: Callable[[], Any], models: Sequence[nn.Module], steps: int 
     """
     runs: list[tuple[dict[Key, float], float]] = []
     for _ in range(steps):
-        with _named(models), without_remarks(), profile(activities=_activities(models)) as session:
+        # acc_events: torch 2.11 else warns where events are read.
+        watched = profile(activities=_activities(models), acc_events=True)
+        with _named(models), without_remarks(), watched as session:
             step()
         runs.append(_summed(session.events()))
     keys = {key for run, _ in runs for key in run}
