@@ -6,7 +6,9 @@ And the same verdict by every way to run its steps again.
 import warnings
 
 import pytest
+import torch
 
+import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
@@ -52,7 +54,10 @@ def cases(scripts):
 def run_here(order, environment=None):
     """A run of the script in this process, which then is as if the script had never run in it."""
     try:
-        return run_order(order), ""
+        before = hs.prepare, hs.convert, torch.float16
+        found = run_order(order)
+        assert (hs.prepare, hs.convert, torch.float16) == before, "hooks are left"
+        return found, ""
     finally:
         amp.shutdown()
 

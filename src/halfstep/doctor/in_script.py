@@ -223,12 +223,12 @@ def run_order(order: Order) -> Found | Seen | None:
     numpy.random.seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
-        stack.enter_context(examiner.around)
         examiner.conversions.install(stack)
         again = order.again
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
+        stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args)
         if error is not None:
             examiner.failed(error)
