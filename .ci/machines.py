@@ -28,7 +28,7 @@ SETTINGS = {
 COMMANDS = {"make demo": 360, "make test": 480}
 """Command -> the seconds it may take on two cores."""
 
-KERNEL_TESTS = "tests/autocast tests/devices tests/session"
+KERNEL_TESTS = "tests/casting tests/devices tests/session"
 QUICK = {
     ".venv/bin/halfstep train demo --steps 3 --seeds 1": 120,
     f".venv/bin/python -m pytest -n 2 --dist worksteal -m 'not exhaustive and not long' {KERNEL_TESTS}": 240,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from _machine import save
 from torch import nn
 
-from halfstep.autocast import autocast, frozen_weights, regions
+from halfstep.casting import autocast, frozen_weights, regions
 
 Step = Callable[[], object]
 

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from _gpu import Gpu, Rehearsal, host_ms
 from _machine import folder, save
+from autocast import Block
 
 import halfstep as hs
-from autocast import Block
-from halfstep.autocast import regions as our_regions
+from halfstep.casting import regions as our_regions
 from halfstep.recipes.optimizer_race import Contestant, ours, update_only
 
 ROOT = Path(__file__).parents[1]

@@ -35,9 +35,9 @@ import torch
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.autocast import kernel_probes as probes
-from halfstep.autocast import kernel_runners
-from halfstep.autocast.kernel_choice import KernelTable, Row
+from halfstep.casting import kernel_probes as probes
+from halfstep.casting import kernel_runners
+from halfstep.casting.kernel_choice import KernelTable, Row
 from halfstep.recipes.registry import recipe_of
 
 SETTINGS: dict[str, dict[str, str]] = {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.autocast import regions
+from halfstep.casting import regions
 from halfstep.recipes import RECIPES
 
 Step = Callable[[], object]

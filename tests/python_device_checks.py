@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import devices
-from halfstep.autocast import casts
+from halfstep.casting import casts
 from halfstep.conformance import GROUPS, battery, run_battery
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import kernels_of, register_kernels

@@ -54,6 +54,11 @@ def test_every_public_name_says_what_it_is(name):
     assert not doc.startswith(f"{name}(")
 
 
+def test_the_class_autocast_hides_no_package():
+    code = "import halfstep as hs, halfstep.casting.regions as regions; regions.resolve, hs.autocast('cpu')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def loaded_after(statement):
     """Modules in a fresh process after `statement`."""
     code = f"{statement}; import sys; print(*sys.modules)"

@@ -1,10 +1,10 @@
 """halfstep: mixed-precision training for PyTorch, exact, checked and explained."""
 
 from halfstep import devices, distributed, doctor, optim
-from halfstep.autocast.context import active_policy, autocast
-from halfstep.autocast.custom_function import custom_bwd, custom_fwd
-from halfstep.autocast.frozen import frozen_weights
-from halfstep.autocast.own_ops import op
+from halfstep.casting.context import active_policy, autocast
+from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.frozen import frozen_weights
+from halfstep.casting.own_ops import op
 from halfstep.compat import device_module as device_module
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.to_float import to_float

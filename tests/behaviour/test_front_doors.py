@@ -79,7 +79,7 @@ def test_all_doors_are_looked_at():
     ("text", "private", "machine"),
     [
         ("import torch._dynamo", ["torch._dynamo"], []),
-        ("from halfstep.autocast.casts import _tensors", ["halfstep.autocast.casts._tensors"], []),
+        ("from halfstep.casting.casts import _tensors", ["halfstep.casting.casts._tensors"], []),
         ("from halfstep.compat.apex._account import Account", ["halfstep.compat.apex._account.Account"], []),
         ("from halfstep.compat.mindspore._tensor import Tensor", [], []),
         ("class A(torch.autograd.Function): pass", [], ["Function"]),

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from halfstep.autocast import autocast
+from halfstep.casting import autocast
 from halfstep.conformance.probe import NOT_IN_TORCH, groups, probe_casting, summary
 from halfstep.policy import Policy
 from halfstep.policy.ops import TABLES, OpRow, Rule

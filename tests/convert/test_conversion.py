@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.autocast import autocast
+from halfstep.casting import autocast
 from halfstep.convert import convert, to_float
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.optim import MasterWeights

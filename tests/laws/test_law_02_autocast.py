@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.autocast import autocast, regions
+from halfstep.casting import autocast, regions
 from halfstep.devices import capabilities
 from halfstep.errors import BannedOpError, ConfigError, HalfstepError, UnsupportedError
 from halfstep.policy import Policy

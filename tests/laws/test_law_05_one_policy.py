@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halfstep.autocast import autocast, disabled, regions
+from halfstep.casting import autocast, disabled, regions
 from halfstep.devices import capabilities
 from halfstep.policy import Policy, ops
-from tests.autocast.samples import Sample, cuda_samples, outcome
+from tests.casting.samples import Sample, cuda_samples, outcome
 from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

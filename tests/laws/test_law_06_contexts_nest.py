@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 
-from halfstep.autocast import active_policy, autocast, disabled, regions
-from halfstep.autocast import state as states_
-from halfstep.autocast.kernel_choice import table_of
+from halfstep.casting import active_policy, autocast, disabled, regions
+from halfstep.casting import state as states_
+from halfstep.casting.kernel_choice import table_of
 from halfstep.policy import Policy
 from tests.torch_facts import one_graph
 

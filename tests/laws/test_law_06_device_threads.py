@@ -29,7 +29,7 @@ def main() -> None:
     import torch.nn.functional as F
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-    from halfstep.autocast import autocast, disabled
+    from halfstep.casting import autocast, disabled
     from halfstep.policy import Policy
     from tests.python_device import NAME
 

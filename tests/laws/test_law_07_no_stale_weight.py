@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.autocast import autocast
+from halfstep.casting import autocast
 
 CHANGES = {
     "in place": lambda w: w.mul_(2),

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.autocast import kernel_choice, kernel_functions
-from halfstep.autocast.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
-from halfstep.autocast.kernel_functions import Linear
+from halfstep.casting import kernel_choice, kernel_functions
+from halfstep.casting.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
+from halfstep.casting.kernel_functions import Linear
 from halfstep.session import ranks as ranks_module
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from halfstep.autocast import regions
+from halfstep.casting import regions
 from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import ConfigError
 from halfstep.policy import ops

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.autocast.context import autocast
-from halfstep.autocast.own_ops import op
+from halfstep.casting.context import autocast
+from halfstep.casting.own_ops import op
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, op_names
 from halfstep.policy.ops import TABLES, Rule

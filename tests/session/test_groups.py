@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfstep as hs
-from halfstep.autocast.kernel_choice import KernelTable, install_measured
+from halfstep.casting.kernel_choice import KernelTable, install_measured
 from halfstep.distributed import local_of
 from halfstep.errors import ConfigError
 from tests.ranks import run

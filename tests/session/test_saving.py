@@ -11,8 +11,8 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.autocast.kernel_choice import ROUNDED, KernelTable, Row
-from halfstep.autocast.kernel_names import SIZES
+from halfstep.casting.kernel_choice import ROUNDED, KernelTable, Row
+from halfstep.casting.kernel_names import SIZES
 from halfstep.errors import CheckpointError
 from halfstep.session.writing import checksum_of
 

@@ -29,7 +29,7 @@ from halfstep.policy.policy import Policy
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from halfstep.autocast.kernel_facts import KernelFact
+    from halfstep.casting.kernel_facts import KernelFact
     from halfstep.conformance.battery import Check
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
@@ -163,7 +163,7 @@ def _print_checks(device: str, checks: list[Check]) -> None:
 
 def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
     """What a region of ours does on `device` with every op of the table."""
-    from halfstep.autocast.context import autocast
+    from halfstep.casting.context import autocast
 
     named = Policy.parse(text)
     low = parse_dtype(dtype) if dtype else devices.default_dtype(device)
@@ -236,19 +236,19 @@ def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
     """How each kind of LOW op runs on this machine; only CPUs have a choice."""
     if device.type != "cpu":
         return []
-    from halfstep.autocast.kernel_choice import table_of
-    from halfstep.autocast.kernel_facts import kernel_facts
-    from halfstep.autocast.kernel_probes import measurements
+    from halfstep.casting.kernel_choice import table_of
+    from halfstep.casting.kernel_facts import kernel_facts
+    from halfstep.casting.kernel_probes import measurements
 
     wanted = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
     return [f for d in wanted if d.itemsize == 2 for f in kernel_facts(table_of(), d, measurements.times)]
 
 
 def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
-    from halfstep.autocast.kernel_choice import VARIABLE, table_of
-    from halfstep.autocast.kernel_facts import SHOWN
-    from halfstep.autocast.kernel_probes import measurements
-    from halfstep.autocast.kernel_verdict import does_not_pay
+    from halfstep.casting.kernel_choice import VARIABLE, table_of
+    from halfstep.casting.kernel_facts import SHOWN
+    from halfstep.casting.kernel_probes import measurements
+    from halfstep.casting.kernel_verdict import does_not_pay
 
     if not ways:
         return

@@ -18,9 +18,9 @@ import torch
 from torch.utils import backend_registration
 
 from halfstep import devices
-from halfstep.autocast import regions
-from halfstep.autocast.context import autocast
-from halfstep.autocast.custom_function import custom_bwd, custom_fwd
+from halfstep.casting import regions
+from halfstep.casting.context import autocast
+from halfstep.casting.custom_function import custom_bwd, custom_fwd
 from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
-from halfstep.autocast.context import active_policy, traced_policy
-from halfstep.autocast.context import autocast as _native
-from halfstep.autocast.custom_function import custom_bwd, custom_fwd
-from halfstep.autocast.dynamo import constant_when_traced
-from halfstep.autocast.kernel_choice import table_of
+from halfstep.casting.context import active_policy, traced_policy
+from halfstep.casting.context import autocast as _native
+from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.dynamo import constant_when_traced
+from halfstep.casting.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.ops import Rule, rows

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import checkpoint, devices
-from halfstep.autocast.context import autocast
+from halfstep.casting.context import autocast
 from halfstep.conformance import numbers
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError

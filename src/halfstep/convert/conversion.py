@@ -1,7 +1,7 @@
 """Apply a level or a plan to a model: dtypes, casts at the edges, and a record that undoes it all.
 
 Parameters keep their identity (`p.data` is swapped), so optimizers, ties and DDP buckets built later stay
-right. What the ops inside compute in is `autocast/`'s affair; a converted model also runs without it.
+right. What the ops inside compute in is `casting/`'s affair; a converted model also runs without it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.autocast.context import active_policy, autocast
+from halfstep.casting.context import active_policy, autocast
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from halfstep.autocast.context import autocast
+from halfstep.casting.context import autocast
 from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import Examiner
 from halfstep.doctor.ledger import Ledger

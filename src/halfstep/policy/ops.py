@@ -2,7 +2,7 @@
 
 An op is named by its aten name as it reaches the Autocast dispatch key ("linear", "exp", "layer_norm").
 The tables are data (`op_tables.py`); this file gives them types and finds an op's name. What a rule does to
-tensors lives in `autocast/casts.py`.
+tensors lives in `casting/casts.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A precision policy: dtypes by role, a rule table by name, and edits to that table.
 
 A policy is an immutable, hashable value with a one-line text form ("p=fp32,c=bf16,o=fp32"). It decides only;
-`autocast/` runs ops under it and `convert/` applies its parameter dtype.
+`casting/` runs ops under it and `convert/` applies its parameter dtype.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from halfstep import devices
-from halfstep.autocast.kernel_choice import Kernels, table_of
+from halfstep.casting.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, HalfstepWarning, show

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.autocast.kernel_choice import KernelTable, from_plain, to_plain
-from halfstep.autocast.kernel_probes import whole_table
+from halfstep.casting.kernel_choice import KernelTable, from_plain, to_plain
+from halfstep.casting.kernel_probes import whole_table
 from halfstep.convert.sharded import shards_of
 from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
 from halfstep.errors import ConfigError, UnsupportedError

@@ -19,8 +19,8 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from halfstep.autocast import kernel_choice
-from halfstep.autocast.dynamo import never_compiled
+from halfstep.casting import kernel_choice
+from halfstep.casting.dynamo import never_compiled
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats, check_clip

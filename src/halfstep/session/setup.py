@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.autocast.context import autocast
-from halfstep.autocast.kernel_choice import KernelTable
+from halfstep.casting.context import autocast
+from halfstep.casting.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.optim.base import OnePassOptimizer

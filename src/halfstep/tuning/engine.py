@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.autocast.kernel_probes import measurements
+from halfstep.casting.kernel_probes import measurements
 from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.autocast.context import autocast
-from halfstep.autocast.kernel_choice import table_of
+from halfstep.casting.context import autocast
+from halfstep.casting.kernel_choice import table_of
 from halfstep.compat.apex._account import Account
 from halfstep.compat.apex._bodies import backward_of, no_steps
 from halfstep.compat.apex._functions import CASTS, wrapped

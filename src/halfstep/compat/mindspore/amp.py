@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from halfstep.autocast.context import autocast
+from halfstep.casting.context import autocast
 from halfstep.compat.mindspore import nn, ops
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._loss_scale import (

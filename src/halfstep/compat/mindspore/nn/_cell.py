@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from halfstep.autocast.context import active_policy, autocast
+from halfstep.casting.context import active_policy, autocast
 from halfstep.compat.mindspore._tensor import Parameter, bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
 from halfstep.convert.to_float import to_float

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import halfstep as hs
-from halfstep.autocast import kernel_choice
-from halfstep.autocast.kernel_choice import KernelTable, install_measured
+from halfstep.casting import kernel_choice
+from halfstep.casting.kernel_choice import KernelTable, install_measured
 
 
 def measures(rank: int) -> KernelTable:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from halfstep.autocast import state
+from halfstep.casting import state
 from halfstep.errors import ConfigError
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from halfstep.autocast.kernel_choice import Choice, KernelTable, OpClass, Row
-from halfstep.autocast.kernel_facts import kernel_facts
+from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass, Row
+from halfstep.casting.kernel_facts import kernel_facts
 
 
 def times(cls: OpClass, direction: str) -> dict[str, float | None]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.autocast.dynamo import not_compiled
-from halfstep.autocast.kernel_choice import Choice
+from halfstep.casting.dynamo import not_compiled
+from halfstep.casting.kernel_choice import Choice
 
 _C: Any = torch._C
 _aten: Any = torch.ops.aten

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from halfstep import devices
-from halfstep.autocast import kernel_functions as functions
-from halfstep.autocast.kernel_choice import (
+from halfstep.casting import kernel_functions as functions
+from halfstep.casting.kernel_choice import (
     IMPLEMENTATIONS,
     NATIVE,
     NEEDS,
@@ -32,9 +32,9 @@ from halfstep.autocast.kernel_choice import (
     Row,
     Times,
 )
-from halfstep.autocast.kernel_functions import Geometry
-from halfstep.autocast.kernel_names import SIZES, geometries, sizes
-from halfstep.autocast.kernel_race import HOPELESS, Call, race, stood_in_line
+from halfstep.casting.kernel_functions import Geometry
+from halfstep.casting.kernel_names import SIZES, geometries, sizes
+from halfstep.casting.kernel_race import HOPELESS, Call, race, stood_in_line
 from halfstep.devices.kept import read_rows, write_rows
 from halfstep.formats import dtype_name, parse_dtype
 
@@ -357,7 +357,7 @@ class Measurements:
         with self._lock:
             found = self._load().get(key)
             if found is None:
-                from halfstep.autocast.kernel_layers import time_layer
+                from halfstep.casting.kernel_layers import time_layer
 
                 found = self._keep(key, self._in_fresh_thread(time_layer, cls, needs, choice))
             native, chosen = found.get("native"), found.get("rounded")

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.autocast import autocast
-from halfstep.autocast.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
-from halfstep.autocast.kernel_names import geometries
-from halfstep.autocast.kernel_probes import PROBES
+from halfstep.casting import autocast
+from halfstep.casting.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
+from halfstep.casting.kernel_names import geometries
+from halfstep.casting.kernel_probes import PROBES
 from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.autocast import autocast, kernel_choice
-from halfstep.autocast.kernel_choice import (
+from halfstep.casting import autocast, kernel_choice
+from halfstep.casting.kernel_choice import (
     NATIVE,
     ROUNDED,
     Choice,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.autocast import casts, regions
-from halfstep.autocast.casts import OpOnDevice, Runner
+from halfstep.casting import casts, regions
+from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.policy.policy import Policy
 
 _MODE = "torch.fx.experimental.proxy_tensor"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast.dynamo import not_compiled
+from halfstep.casting.dynamo import not_compiled
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.autocast.context import autocast
-from halfstep.autocast.kernel_choice import NATIVE, Choice, KernelTable, OpClass, Row
-from halfstep.autocast.kernel_probes import (
+from halfstep.casting.context import autocast
+from halfstep.casting.kernel_choice import NATIVE, Choice, KernelTable, OpClass, Row
+from halfstep.casting.kernel_probes import (
     BATCHES,
     Taken,
     convolution_probe,

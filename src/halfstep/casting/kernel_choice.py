@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from halfstep.autocast.kernel_names import check_row
+from halfstep.casting.kernel_names import check_row
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.policy.plan import quoted

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.autocast import kernel_layers, kernel_race
-from halfstep.autocast import kernel_probes as probes
-from halfstep.autocast.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, Choice, KernelTable, OpClass
-from halfstep.autocast.kernel_names import KINDS, geometries
+from halfstep.casting import kernel_layers, kernel_race
+from halfstep.casting import kernel_probes as probes
+from halfstep.casting.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, Choice, KernelTable, OpClass
+from halfstep.casting.kernel_names import KINDS, geometries
 
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 
@@ -232,7 +232,7 @@ def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:
 
 def test_the_second_process_measures_nothing(tmp_path) -> None:
     code = (
-        "import torch, halfstep as hs; from halfstep.autocast.kernel_probes import measurements;"
+        "import torch, halfstep as hs; from halfstep.casting.kernel_probes import measurements;"
         "torch.set_num_threads(1); layer = torch.nn.Linear(8, 8);\n"
         "with hs.autocast('cpu', 'bf16'): layer(torch.ones(4, 8)).sum().backward()\n"
         "print(measurements.probes)"

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from halfstep.autocast.kernel_choice import Times
+from halfstep.casting.kernel_choice import Times
 
 #: A dtype whose ops take more than this share of fp32's time does not pay.
 PAYS = 0.98

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from halfstep.autocast.kernel_choice import DIRECTIONS, KernelTable, OpClass, Times
-from halfstep.autocast.kernel_names import geometries
-from halfstep.autocast.kernel_probes import ONE_BACKWARD
+from halfstep.casting.kernel_choice import DIRECTIONS, KernelTable, OpClass, Times
+from halfstep.casting.kernel_names import geometries
+from halfstep.casting.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
 
 #: The size that people are shown, and those measured on the way to it.

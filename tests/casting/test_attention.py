@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.autocast import kernel_functions, regions
-from halfstep.autocast.kernel_choice import Choice, KernelTable, Row
+from halfstep.casting import kernel_functions, regions
+from halfstep.casting.kernel_choice import Choice, KernelTable, Row
 
 KERNELS = KernelTable([Row(Choice(input="rounded"), op="attention")])
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.autocast import (
+from halfstep.casting import (
     active_policy,
     autocast,
     custom_bwd,
@@ -16,12 +16,12 @@ from halfstep.autocast import (
     disabled,
     frozen_weights,
 )
-from halfstep.autocast.kernel_choice import Choice, KernelTable, Row
-from halfstep.autocast.own_ops import op as own_op
+from halfstep.casting.kernel_choice import Choice, KernelTable, Row
+from halfstep.casting.own_ops import op as own_op
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
 from halfstep.policy.ops import Rule
-from tests.autocast.samples import Sample, cpu_samples, cuda_samples, outcome, tensors
+from tests.casting.samples import Sample, cpu_samples, cuda_samples, outcome, tensors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SAMPLES = [*cpu_samples(), *cuda_samples()]

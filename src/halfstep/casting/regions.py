@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 
 from halfstep import devices
-from halfstep.autocast import casts
-from halfstep.autocast.casts import OpOnDevice, Runner
-from halfstep.autocast.dynamo import not_compiled
-from halfstep.autocast.kernel_choice import KernelTable
-from halfstep.autocast.state import (
+from halfstep.casting import casts
+from halfstep.casting.casts import OpOnDevice, Runner
+from halfstep.casting.dynamo import not_compiled
+from halfstep.casting.kernel_choice import KernelTable
+from halfstep.casting.state import (
     Code,
     Setting,
     Thread,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from halfstep.autocast import regions
-from halfstep.autocast.context import autocast
+from halfstep.casting import regions
+from halfstep.casting.context import autocast
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.trees import first_device

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from halfstep.autocast import kernel_race
-from halfstep.autocast.kernel_race import RaceTimes, race, stood_in_line
+from halfstep.casting import kernel_race
+from halfstep.casting.kernel_race import RaceTimes, race, stood_in_line
 
 
 class Clock:

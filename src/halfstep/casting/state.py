@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast import casts
-from halfstep.autocast.casts import Runner
-from halfstep.autocast.kernel_choice import KernelTable
+from halfstep.casting import casts
+from halfstep.casting.casts import Runner
+from halfstep.casting.kernel_choice import KernelTable
 from halfstep.policy.policy import Policy
 
 _C: Any = torch._C
@@ -114,7 +114,7 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 # A graph may outlive the thread that made it.
 _recent: deque[Thread] = deque(maxlen=64)
 _local = _Local()
-_shown: contextvars.ContextVar[Thread] = contextvars.ContextVar("halfstep.autocast.regions")
+_shown: contextvars.ContextVar[Thread] = contextvars.ContextVar("halfstep.casting.regions")
 
 
 def thread() -> Thread:

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import torch
 
-from halfstep.autocast import kernel_runners
-from halfstep.autocast.dynamo import not_compiled
-from halfstep.autocast.kernel_choice import KernelTable
-from halfstep.autocast.saved_low import SavedLow
+from halfstep.casting import kernel_runners
+from halfstep.casting.dynamo import not_compiled
+from halfstep.casting.kernel_choice import KernelTable
+from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
 from halfstep.policy.ops import REMEDIES, OpRow, Rule

@@ -15,16 +15,16 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 
 from halfstep import devices, torch_private
-from halfstep.autocast import kernel_probes, regions, state
-from halfstep.autocast.dynamo import (
+from halfstep.casting import kernel_probes, regions, state
+from halfstep.casting.dynamo import (
     constant_when_traced,
     not_compiled,
     put_back_when_broken,
     traced_from_outside,
 )
-from halfstep.autocast.exporting import record_casts
-from halfstep.autocast.kernel_choice import Kernels, KernelTable, install_measured, table_of
-from halfstep.autocast.state import Setting, Switch
+from halfstep.casting.exporting import record_casts
+from halfstep.casting.kernel_choice import Kernels, KernelTable, install_measured, table_of
+from halfstep.casting.state import Setting, Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
 

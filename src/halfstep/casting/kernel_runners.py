@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from halfstep.autocast import kernel_functions as functions
-from halfstep.autocast.kernel_choice import Choice, KernelTable, OpClass
-from halfstep.autocast.kernel_functions import Geometry
-from halfstep.autocast.kernel_names import geometries, sizes
-from halfstep.autocast.kernel_probes import ONE_BACKWARD
+from halfstep.casting import kernel_functions as functions
+from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass
+from halfstep.casting.kernel_functions import Geometry
+from halfstep.casting.kernel_names import geometries, sizes
+from halfstep.casting.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
 
 Args = Sequence[Any]

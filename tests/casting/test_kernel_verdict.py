@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import halfstep as hs
-from halfstep.autocast import kernel_probes
-from halfstep.autocast.kernel_verdict import does_not_pay, shares
+from halfstep.casting import kernel_probes
+from halfstep.casting.kernel_verdict import does_not_pay, shares
 
 ROWS = {
     "linear|bf16|plain|medium|1|forward": {"native": 4e-4, "rounded": 3e-4},

@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from halfstep.autocast import regions
-from halfstep.autocast.casts import _CASTABLE, _F32, _F64, Args, Kwargs, refusal, widest
-from halfstep.autocast.context import autocast
-from halfstep.autocast.dynamo import constant_when_traced
+from halfstep.casting import regions
+from halfstep.casting.casts import _CASTABLE, _F32, _F64, Args, Kwargs, refusal, widest
+from halfstep.casting.context import autocast
+from halfstep.casting.dynamo import constant_when_traced
 from halfstep.errors import ConfigError
 from halfstep.policy import op_names
 from halfstep.policy.ops import OpRow, Rule
