@@ -23,7 +23,7 @@ def run_shell(example: Example) -> None:
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 

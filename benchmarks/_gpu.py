@@ -84,7 +84,9 @@ class Gpu:
         torch.cuda.synchronize()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+            ) as profile:
                 work()
                 torch.cuda.synchronize()
             return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())

@@ -1,20 +1,74 @@
-"""The `halfstep` command before the package is loaded: Ctrl-C while that goes on ends in one line too."""
+"""The `halfstep` command before the package is loaded: what needs no torch is answered here, at once.
 
+Ctrl-C while the package is loaded ends in one line too.
+"""
+
+import difflib
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+COMMANDS: Mapping[str, str] = {
+    "bench": "compare optimizers: time, memory, how far weights move",
+    "devices": "show what this machine's devices do with each dtype and op",
+    "doctor": "watch some training steps, name what goes wrong and what cures it",
+    "formats": "show the number formats, and how each stores a number",
+    "train": "train a recipe at several precisions and compare them",
+    "tune": "measure what trains a recipe or script fastest here, and write the plan",
+}
+
+BAD_INPUT = 2
 INTERRUPTED = 130
 
 
 def main() -> int:
     """Load the command line and run it; returns the exit code."""
+    answered = answer(sys.argv[1:])
+    if answered is not None:
+        return answered
     before = signal.signal(signal.SIGINT, _leave)
     from halfstep.cli import main as run
 
     signal.signal(signal.SIGINT, before)
     return run()
+
+
+def answer(given: Sequence[str]) -> int | None:
+    """Answer --version, --help and wrong input that shows without torch: the exit code, or None to go on."""
+    name, rest = (given[0], given[1:]) if given else ("", ())
+    if not given:
+        return refuse(f"no command given; expected one of {', '.join(COMMANDS)} (halfstep --help)")
+    if name in ("-h", "--help"):
+        return _help()
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"halfstep {version('halfstep')}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return refuse(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{hint}")
+    if rest and rest[0].endswith(".py") and not os.path.exists(rest[0]):
+        return refuse(f"no script {rest[0]}; expected a recipe or the path of a .py file")
+    return None
+
+
+def refuse(message: str) -> int:
+    """Print an error in one line; returns the exit code of wrong input."""
+    print("halfstep: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+def _help() -> int:
+    rows = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
+    print(
+        f"Mixed-precision training for PyTorch.\n\nusage: halfstep COMMAND [OPTIONS]\n\n{rows}\n\n"
+        "halfstep COMMAND --help lists a command's options."
+    )
+    return 0
 
 
 def _leave(*_: Any) -> None:

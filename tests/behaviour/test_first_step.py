@@ -181,7 +181,7 @@ def loop_of(amp: hs.Session, region: bool):
     def step(x: torch.Tensor) -> torch.Tensor:
         if region:
             with amp.autocast():
-                loss = F.mse_loss(amp.model(x).float(), x[:, :1])
+                loss = F.mse_loss(amp.model(x).float(), x[:, :1].float())
         else:
             loss = F.mse_loss(amp.model(x), x[:, :1])
         amp.backward(loss)

@@ -148,7 +148,8 @@ def test_an_interrupt_while_the_command_loads_ends_in_one_line(tmp_path):
         "except BaseException as error:\n    raise ImportError('swallowed') from error\n"
     )
     path = f"{tmp_path}{os.pathsep}{Path(halfstep_command.__file__).parent}"
-    command = [sys.executable, "-c", "import sys, halfstep_command; sys.exit(halfstep_command.main())"]
+    program = "import sys, halfstep_command; sys.exit(halfstep_command.main())"
+    command = [sys.executable, "-c", program, "formats"]
     done = subprocess.run(
         command, env={"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
@@ -163,8 +164,27 @@ def test_the_command_that_is_installed_loads_nothing_before_it_listens(monkeypat
     assert done.stdout == "False False\n"
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(cli, "main", lambda: 7)
+    monkeypatch.setattr(sys, "argv", ["halfstep", "formats"])
     assert halfstep_command.main() == 7
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "says"),
+    [
+        ("--version", 0, "halfstep 0."),
+        ("--help", 0, "usage: halfstep COMMAND"),
+        ("trian", 2, "did you mean train?"),
+        ("doctor missing.py", 2, "no script missing.py; expected"),
+    ],
+)
+def test_what_needs_no_torch_is_answered_without_it(argument, code, says):
+    program = (
+        f"import sys, halfstep_command\nsys.argv[1:] = {argument.split()}\n"
+        "code = halfstep_command.main()\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stderr
 
 
 def test_the_exit_code_of_a_command_is_passed_on(halfstep, monkeypatch):

@@ -62,7 +62,9 @@ class Cuda:
         torch.cuda.synchronize()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+            ) as profile:
                 work()
                 torch.cuda.synchronize()
             events = profile.events()

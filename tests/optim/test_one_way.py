@@ -222,6 +222,6 @@ def test_a_profiler_sees_the_step():
     params, optimizer = build("auto", SGD, {"lr": 0.1})
     for p in params:
         p.grad = torch.ones_like(p)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     assert any(event.key.startswith("Optimizer.step#SGD") for event in profile.key_averages())

@@ -1,13 +1,13 @@
 """The command line: `halfstep COMMAND ...`.
 
-A command is a module of this package with a function `run` whose typed signature tyro turns into options.
+A command is a module of this package with a function `run` whose typed signature tyro turns into options;
+what needs no torch (--help, --version, a wrong name) was answered by halfstep_command before.
 Only the module of the command that was asked for is imported. Wrong input ends in one line and exit code 2.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import io
@@ -15,20 +15,12 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-COMMANDS: Mapping[str, str] = {
-    "bench": "optimizers side by side: time, memory, how far weights move",
-    "devices": "what this machine's devices do with each dtype and op",
-    "doctor": "watch some training steps, name what goes wrong and what cures it",
-    "formats": "the number formats, and how each stores a number",
-    "train": "train a recipe at several precisions and compare them",
-    "tune": "measure what trains a recipe or script fastest here, and write the plan",
-}
+from halfstep_command import COMMANDS, INTERRUPTED, answer, refuse
 
-BAD_INPUT = 2
-INTERRUPTED = 130
+__all__ = ["COMMANDS", "main"]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -39,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(given)
     except HalfstepError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     except KeyboardInterrupt:
         print("halfstep: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -50,33 +42,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    if not given:
-        return _refuse(f"no command given; expected one of {', '.join(COMMANDS)} (halfstep --help)")
+    answered = answer(given)
+    if answered is not None:
+        return answered
     name, rest = given[0], given[1:]
-    if name in ("-h", "--help"):
-        return _help()
-    if name == "--version":
-        from halfstep import __version__
-
-        print(f"halfstep {__version__}")
-        return 0
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return _refuse(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{hint}")
     command = importlib.import_module(f"halfstep.cli.{name}").run
     parsed = _parse(name, command, rest)
     return parsed if isinstance(parsed, int) else parsed() or 0
-
-
-def _help() -> int:
-    from halfstep.cli._output import console, table
-
-    out = console()
-    out.print("Mixed-precision training for PyTorch.\n\nusage: halfstep COMMAND [OPTIONS]")
-    out.print(table("", ("command", "what it shows or does"), list(COMMANDS.items())))
-    out.print("halfstep COMMAND --help lists a command's options.")
-    return 0
 
 
 def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], Any] | int:
@@ -94,7 +66,7 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
     except SystemExit as end:
         if end.code:
             said = _plain(_one_line(complaint.getvalue()))
-            return _refuse(f"{said} (halfstep {name} --help)")
+            return refuse(f"{said} (halfstep {name} --help)")
         return 0
 
 
@@ -124,8 +96,3 @@ def _plain(said: str) -> str:
         return said.removesuffix(" (required)")
     kind = "a number" if found[2] == "float" else "a whole number"
     return f"{found[1]} {found[3]!r}: expected {kind}"
-
-
-def _refuse(message: str) -> int:
-    print("halfstep: " + " ".join(message.split()), file=sys.stderr)
-    return BAD_INPUT

@@ -101,7 +101,9 @@ def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> 
         step()
         return torch.cuda.max_memory_allocated(device)
     before = sum(storage_bytes(resident).values())
-    with without_remarks(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    # acc_events: without it torch 2.11 warns in every process.
+    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with without_remarks(), watched as session:
         step()
     events: Any = session.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
