@@ -14,6 +14,7 @@ import pytest
 import halfstep_command
 from halfstep import cli
 from halfstep.cli import formats as formats_command
+from halfstep.cli._output import console, table
 from halfstep.errors import UnsupportedError
 
 
@@ -280,3 +281,28 @@ def test_devices_shows_every_op_of_the_policy_that_was_named(halfstep):
     code, _, err = halfstep("devices", "cpu", "--policy", "mluu")
     assert code == 2
     assert err.startswith("halfstep: unknown policy 'mluu'")
+
+
+@pytest.mark.parametrize("width", range(60, 121))
+def test_no_table_breaks_a_word_at_any_width(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [
+        "level",
+        "test loss",
+        "from O0",
+        "ms/step",
+        "samples/s",
+        "peak MB",
+        "saved MB",
+        "skipped",
+        "scale",
+    ]
+    rows = [
+        ["O1 bf16", "2.722 ± 0.0062", "+0.004453", "43.71 ± 3 %", "366", "55.7", "42.0", "0", "65,536"]
+    ] * 2
+    console().print(table("", names, rows, right=",".join(names[1:])))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(
+        any(cell in line for line in lines) for cell in (*rows[0][0].split(), *names[1:], *rows[0][1:])
+    )
+    assert max(map(len, lines)) <= width

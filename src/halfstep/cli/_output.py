@@ -65,8 +65,8 @@ def _too_wide(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], nume
     for place, column in enumerate(columns):
         whole = column in numeric
         cells = [needs(str(row[place]), whole) for row in rows]
-        total += max([needs(column, whole), *cells]) + 2
-    return total > width
+        total += max([needs(column, whole), *cells]) + 3  # a space on each side, and rich's line between two
+    return total - 1 > width
 
 
 def _records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
