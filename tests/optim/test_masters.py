@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep as hs
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.optim import MasterWeights
 from halfstep.scaling.grad_scaler import GradScaler
@@ -216,6 +217,27 @@ def test_groups_added_later_are_adopted():
     optimizer.step()
     assert [name for name, _ in masters.named()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(m.dtype == torch.float32 for m in masters.params())
+
+
+@pytest.mark.parametrize("kind", ["a model", "names", "neither", "hs.optim"])
+def test_own_state_loads_right_after_a_group_was_added(kind):
+    model = small_model()
+    make = hs.optim.AdamW if kind == "hs.optim" else torch.optim.AdamW
+    optimizer = make(model[0].parameters(), lr=0.01)
+    about = {"a model": {"model": model}, "names": {"names": model.named_parameters()}, "neither": {}}
+    if kind in about:
+        MasterWeights(optimizer, **about[kind])
+    backward(model, 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
+    backward(model, 1)
+    optimizer.step()
+    assert all(not torch.equal(p, w) for p, w in zip(model.parameters(), weights))
 
 
 def test_a_parameter_of_another_size_is_refused_with_the_way_out():

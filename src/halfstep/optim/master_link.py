@@ -421,6 +421,7 @@ class Link:
 
     def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Add the masters by name."""
+        self.adopt(optimizer, {})
         self.sync()
         masters = (m.detach().clone() for m in self.masters)
         whose = saved_masters.places(optimizer, self.masters)
