@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import itertools
+import math
 import pickle
 import weakref
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.optim import MasterWeights
+from halfstep.optim import MasterWeights, master_link
 from halfstep.scaling.grad_scaler import GradScaler
 
 torch.set_num_threads(1)
@@ -361,6 +363,38 @@ def test_data_written_behind_torchs_back_needs_refresh():
     model[0].weight.data.fill_(2.0)
     masters.refresh()
     assert masters.params()[0].eq(2.0).all()
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.permute(1, 0, 3, 2),
+    "with gaps": lambda t: t[..., ::2],
+    "without elements": lambda t: t[:0],
+    "a number": lambda t: t[0, 0, 0, 0].clone(),
+}
+
+
+@pytest.mark.parametrize("with_numba", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_compared_by_value(layout, dtype, with_numba, monkeypatch):
+    if not with_numba:
+        monkeypatch.setattr(master_link, "kernels_if_any", lambda: None)
+    torch.manual_seed(0)
+    exact = [LAYOUTS[layout](torch.randn(2, 3, 3, 2)), torch.randn(7)]
+    weights = [nn.Parameter(t.to(dtype)) for t in exact]
+    masters = MasterWeights(torch.optim.SGD(weights, lr=0.1), initial=dict(zip(weights, exact)))
+    wanted = [t.clone() for t in exact]
+    for which, weight in enumerate(weights):
+        for index in itertools.product(*map(range, weight.shape)):
+            for value in (weight[index].item(), -0.0, math.nan, 1.0, weight[index].item() * (1 + 2**-7)):
+                before = weight[index].detach().clone()
+                weight.data[index] = value
+                if before != weight[index]:  # a NaN is another value each time
+                    wanted[which][index] = weight[index].detach()
+                found = [master.detach() for _, master in masters.pairs()]
+                assert all(map(torch.equal, map(torch.nan_to_num, found), map(torch.nan_to_num, wanted)))
 
 
 def test_swap_evaluates_with_masters_and_restores():

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -17,8 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import foreach_copy_, widen
+from halfstep.kernels.pool import run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.policy.levels import LOW_DTYPES as LOW
@@ -174,24 +177,43 @@ def _is_free(weight: Tensor) -> bool:
 
 
 def _differing(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[int]:
-    """Places of weights that are not their masters, rounded; on an accelerator of all, where one is not."""
-    pairs = [(local_of(w), local_of(m)) for w, m in zip(weights, masters)]
-    found = [i for i, (w, m) in enumerate(pairs) if w.is_cpu and not _same_bits(w, m.to(w.dtype))]
-    away = [i for i, (w, _) in enumerate(pairs) if not w.is_cpu]
-    if not away or (pairs[away[0]][0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        return found
-    distances = [torch.empty_like(pairs[i][0]) for i in away]
-    foreach_copy_(distances, [pairs[i][1] for i in away])
-    foreach_sub_(distances, [pairs[i][0] for i in away])
+    """Places of all weights whose values are not their masters, rounded, and of some whose values are."""
+    has_kernels, found, away = kernels_if_any() is not None, list[int](), list[int]()
+    rows: dict[torch.dtype, list[tuple[int, int, int, int]]] = {}
+    for i, (w, m) in enumerate(zip(weights, masters)):
+        if not w.is_cpu:
+            away.append(i)
+        elif has_kernels and _lie_alike(w, m):
+            rows.setdefault(w.dtype, []).append((i, w.numel(), w.data_ptr(), m.data_ptr()))
+        elif not torch.equal(w, m.to(w.dtype)):
+            found.append(i)
+    for dtype, own in rows.items():
+        places, sizes, *addresses = zip(*own)
+        work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
+        flags = np.empty(len(work.sizes), np.bool_)
+        run_ranges(kernels_if_any().comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
+        found += [places[i] for i in set(work.items[flags, 0].tolist())]
+    return found + (
+        away if away and _differ_away([weights[i] for i in away], [masters[i] for i in away]) else []
+    )
+
+
+def _lie_alike(w: Tensor, m: Tensor) -> bool:
+    """Whether the elements of both lie in this process's memory, without gaps and in the same order."""
+    kinds = w.dtype in LOW and m.dtype == torch.float32 and m.is_cpu
+    dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
+    return kinds and dense and w.stride() == m.stride() and bool(w.data_ptr() and m.data_ptr())
+
+
+def _differ_away(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+    """Whether any of the weights on an accelerator is not its master, rounded: one value is read."""
+    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    distances = list(map(torch.empty_like, weights))
+    foreach_copy_(distances, masters)
+    foreach_sub_(distances, weights)
     largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
-    return found + away if bool(torch.stack(largest).any()) else found
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.reshape(-1), b.reshape(-1)
-    aligned = all(n % 4 == 0 for n in (a.numel(), a.storage_offset(), b.storage_offset()))
-    dtype = torch.int64 if aligned else torch.int16  # torch compares 64 bits as fast as 16
-    return torch.equal(a.view(dtype), b.view(dtype))
+    return bool(torch.stack(largest).any())
 
 
 class Link:

@@ -25,12 +25,15 @@ from halfstep.kernels.cpu.bits import (
     MASK,
     OPTIONS,
     at,
+    bf16_even,
     bits_of,
     compiled,
     double_of,
     float_of,
+    fp16_even,
     i32,
     peek_f32,
+    peek_i16,
     poke_f32,
     widest_vectors,
 )
@@ -234,6 +237,30 @@ def measurer(grad: int, how: int = NARROW) -> Any:
 
     signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])"
     return compiled(signature, f"measure_{grad}_{how}")(run)
+
+
+@cache
+def comparer(weight: int) -> Any:
+    """Flag each work item where a 16-bit weight is not its fp32 master, rounded to even, bit for bit.
+
+    Columns of the address table: weight, master.
+    """
+    sources = SOURCES
+
+    def run(first, last, items, table, flags):
+        _ = sources
+        for k in range(first, last):
+            p, start, count = items[k, 0], items[k, 1], items[k, 2]
+            w, m = table[p, 0] + 2 * start, table[p, 1] + 4 * start
+            other = i32(0)
+            for i in range(count):
+                x = peek_f32(m, i)
+                rounded = bf16_even(x) if weight == L.BF16 else fp16_even(x)
+                other = i32(other | i32(i32(rounded) ^ i32(peek_i16(w, i))))
+            flags[k] = other != i32(0)
+
+    signature = "void(int64,int64,int64[:,::1],int64[:,::1],boolean[::1])"
+    return compiled(signature, f"compare_{weight}")(run)
 
 
 @cache
