@@ -357,6 +357,58 @@ def test_an_fp32_checkpoint_reaches_the_masters_unrounded():
     assert torch.equal(model[0].weight, (checkpoint["0.weight"] + 1).bfloat16())
 
 
+def with_masters(kind, model):
+    """A 16-bit model's optimizer, and what holds its masters."""
+    if kind == "hs.optim":
+        optimizer = hs.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, MasterWeights(optimizer, model)
+
+
+@pytest.mark.parametrize("kind", ["MasterWeights", "hs.optim"])
+def test_masters_are_read_and_set_alike(kind):
+    model = small_model()
+    optimizer, holder = with_masters(kind, model)
+    weights = list(model.parameters())
+    exact = {w: torch.randn(w.shape) for w in weights}
+    holder.seed_masters(exact | {nn.Parameter(torch.zeros(2)): torch.ones(2)})
+    for w, value in holder.masters().items():
+        assert torch.equal(value, exact[w])
+        assert torch.equal(w, value.bfloat16())
+    assert list(holder.masters()) == weights
+    assert list(holder.masters({weights[1]})) == [weights[1]]
+    holder.seed_masters({weights[0]: torch.zeros_like(exact[weights[0]])})
+    assert weights[0].eq(0).all()
+    assert torch.equal(holder.masters()[weights[1]], exact[weights[1]])
+    backward(model, 0)
+    optimizer.step()
+    assert not any(torch.equal(value, exact[w]) for w, value in holder.masters().items())
+    with torch.no_grad():
+        weights[3].zero_()
+    assert holder.masters()[weights[3]].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["MasterWeights", "hs.optim"])
+def test_loaded_values_reach_masters_alike(kind, dtype):
+    model = small_model()
+    optimizer, holder = with_masters(kind, model)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16") if kind == "hs.optim" else None
+    exact = {w: torch.randn(w.shape) for w in model.parameters()}
+    holder.seed_masters(exact)
+    given = {name: value.to(dtype) for name, value in hs.optim.fp32_state_dict(model, optimizer).items()}
+    given["2.bias"] = torch.full((3,), 1 / 3).to(dtype)
+    model.load_state_dict(given)
+    found = holder.masters()
+    for name, w in model.named_parameters():
+        if name == "2.bias":
+            assert torch.equal(found[w], given[name].float())
+        else:
+            assert torch.equal(found[w], exact[w])
+    assert amp is None or amp.level.masters
+
+
 def test_data_written_behind_torchs_back_needs_refresh():
     model = small_model()
     masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -6,6 +6,7 @@ and the kernels. Subclasses give an algorithm and its arguments, nothing else.
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AnySet
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -36,13 +37,14 @@ from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.bundles import Bundle, Group, Members, Place
 from halfstep.optim.cpu import Table
+from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.step_hooks import is_watched
 
 BACKENDS = ("auto", "reference", "triton")
 
 
-class OnePassOptimizer(torch.optim.Optimizer):
+class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
     `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
@@ -395,9 +397,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
                 self._settle(p, group, place, local_of(values[p]).detach())
 
     @torch.no_grad()
-    def masters(self) -> dict[Tensor, Tensor]:
-        """The exact fp32 value of every parameter, in new tensors."""
-        return {p: self._master(p, group) for p, group, _ in self.places()}
+    def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """The exact fp32 value of every parameter, or of those in `only`, in new tensors."""
+        return {p: self._master(p, group) for p, group, _ in self.places() if only is None or p in only}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:

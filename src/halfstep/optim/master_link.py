@@ -1,12 +1,14 @@
 """What ties an optimizer's masters to the model's weights: pairs, hooks, widening and writing back.
 
 At rest each weight is its master, rounded. Where it is not, one of the two was set by hand, and `Link.sync`
-makes them agree. A link never refers to the optimizer, so that its hooks may own it without a cycle.
+makes them agree. A link keeps no optimizer alive, so that an optimizer's hooks may own it without a cycle.
 """
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AnySet
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +26,7 @@ from halfstep.gradients.widen import foreach_copy_, widen
 from halfstep.kernels.pool import run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
+from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 
 foreach_sub_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_sub_"])
@@ -112,42 +115,13 @@ def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
     return master
 
 
-class ModelHooks:
-    """Module hooks: an fp32 checkpoint loaded into 16-bit weights reaches the masters unrounded.
+class ModelHooks(HooksOfHolder):
+    """Module hooks: before a model runs or is saved, its weights are what was set through the groups."""
 
-    Every module has them, since a part of a model can be loaded or saved alone. A copied or pickled model
-    keeps empty ones, so that masters are never copied along with a model.
-    """
-
-    def __init__(self, link: "Link | None" = None) -> None:
-        self._link: Callable[[], Link | None] = (lambda: None) if link is None else weakref.ref(link)
-
-    def __call__(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *about: Any) -> None:
-        """Hand the checkpoint's values to the masters of this module's own parameters."""
-        if (link := self._link()) is not None:
+    def __call__(self, module: nn.Module, *about: Any) -> None:
+        """Round what was set through the optimizer's groups into the weights."""
+        if (link := self.holder()) is not None and not torch.compiler.is_compiling():
             link.push()
-            own = {id(p): state.get(prefix + name) for name, p in module._parameters.items()}
-            given = {key: value for key, value in own.items() if isinstance(value, Tensor)}
-            taken = link.take(given) if given else {}
-            if not (about and about[0].get("assign_to_params_buffers")):
-                names = {id(p): name for name, p in module._parameters.items()}
-                state.update({prefix + names[key]: value for key, value in taken.items()})
-
-    def loaded(self, module: nn.Module, keys: Any) -> None:
-        """After a load: masters of this module's own parameters take the 16-bit values that came in."""
-        if (link := self._link()) is not None and module._parameters:
-            link.pull({id(p) for p in module._parameters.values()})
-
-    def push(self, module: nn.Module, *about: Any) -> None:
-        """Before the model runs or is saved: its weights are what was set through the optimizer's groups."""
-        if (link := self._link()) is not None and not torch.compiler.is_compiling():
-            link.push()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHooks":
-        return ModelHooks()
-
-    def __reduce__(self) -> tuple[type["ModelHooks"], tuple[()]]:
-        return ModelHooks, ()
 
 
 def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
@@ -167,35 +141,46 @@ def _set_twice(name: str | None, weight: Tensor) -> ConfigError:
     )
 
 
-def _counted(weight: Tensor, master: Tensor) -> tuple[int, int, torch.dtype]:
-    return weight._version, master._version, weight.dtype
-
-
 def _is_free(weight: Tensor) -> bool:
     owner = OWNERS.get(weight)
     return owner is None or owner() is None
 
 
-def _differing(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[int]:
-    """Places of all weights whose values are not their masters, rounded, and of some whose values are."""
-    has_kernels, found, away = kernels_if_any() is not None, list[int](), list[int]()
-    rows: dict[torch.dtype, list[tuple[int, int, int, int]]] = {}
-    for i, (w, m) in enumerate(zip(weights, masters)):
+@dataclass(eq=False)
+class Pair:
+    """A weight's master, its name where one is known, and when the two last agreed."""
+
+    weight: Tensor
+    master: Master
+    name: str | None
+
+    def __post_init__(self) -> None:
+        self.agree()
+
+    def agree(self) -> None:
+        """Note the changes that torch has counted of both, and the weight's dtype."""
+        self.seen = self.weight._version, self.master._version, self.weight.dtype
+
+
+def _differing(pairs: Sequence[Pair]) -> list[Pair]:
+    """All pairs whose weights are not their masters, rounded, by value, and some whose weights are."""
+    has_kernels, found, away = kernels_if_any() is not None, list[Pair](), list[Pair]()
+    rows: dict[torch.dtype, list[tuple[Pair, int, int, int]]] = {}
+    for pair in pairs:
+        w, m = pair.weight, pair.master
         if not w.is_cpu:
-            away.append(i)
+            away.append(pair)
         elif has_kernels and _lie_alike(w, m):
-            rows.setdefault(w.dtype, []).append((i, w.numel(), w.data_ptr(), m.data_ptr()))
+            rows.setdefault(w.dtype, []).append((pair, w.numel(), w.data_ptr(), m.data_ptr()))
         elif not torch.equal(w, m.to(w.dtype)):
-            found.append(i)
+            found.append(pair)
     for dtype, own in rows.items():
-        places, sizes, *addresses = zip(*own)
+        of_kind, sizes, *addresses = zip(*own)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
         flags = np.empty(len(work.sizes), np.bool_)
         run_ranges(kernels_if_any().comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
-        found += [places[i] for i in set(work.items[flags, 0].tolist())]
-    return found + (
-        away if away and _differ_away([weights[i] for i in away], [masters[i] for i in away]) else []
-    )
+        found += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
+    return found + away if away and _differ_away(away) else found
 
 
 def _lie_alike(w: Tensor, m: Tensor) -> bool:
@@ -205,44 +190,56 @@ def _lie_alike(w: Tensor, m: Tensor) -> bool:
     return kinds and dense and w.stride() == m.stride() and bool(w.data_ptr() and m.data_ptr())
 
 
-def _differ_away(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+def _differ_away(pairs: Sequence[Pair]) -> bool:
     """Whether any of the weights on an accelerator is not its master, rounded: one value is read."""
+    weights = [pair.weight for pair in pairs]
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     distances = list(map(torch.empty_like, weights))
-    foreach_copy_(distances, masters)
+    foreach_copy_(distances, [pair.master for pair in pairs])
     foreach_sub_(distances, weights)
     largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
     return bool(torch.stack(largest).any())
 
 
-class Link:
+class Link(HasMasters):
     """The pairs of one optimizer, in its order, and the hooks that keep them together."""
 
-    def __init__(self, models: Sequence[nn.Module], names: Mapping[Tensor, str], wide: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[nn.Module],
+        names: Mapping[Tensor, str],
+        initial: Mapping[Tensor, Tensor],
+        wide: bool = False,
+    ) -> None:
         self.wide = wide
         """Whether backward makes fp32 gradients, so that micro-batches add up in fp32."""
-        self.weights: list[Tensor] = []
-        self.masters: list[Master] = []
-        self._named: list[str | None] = []
-        self._seen: list[tuple[int, int, torch.dtype]] = []
-        """When a pair last agreed: the changes that torch had counted of both, and the weight's dtype."""
+        self.pairs: dict[Tensor, Pair] = {}
+        self._optimizer = weakref.ref(optimizer)
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
         self._stepping = False
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
+        self.adopt(initial)
 
-    def adopt(self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]) -> None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose masters these are; it outlives its hooks, which own this."""
+        return cast(torch.optim.Optimizer, self._optimizer())
+
+    def adopt(self, initial: Mapping[Tensor, Tensor] | None = None) -> None:
         """Give each 16-bit parameter in the groups that has no master one, in its place, with its state.
 
         A frozen one gets it where `initial` has its value, and else when it is to train.
         """
-        found = list(self._newcomers(optimizer, initial))
+        initial = {} if initial is None else initial
+        found = list(self._newcomers(initial))
         if not found:
             return
-        names = self._known()
+        names, state = self._known(), self.optimizer.state
         for _, _, weight in found:
             self._check(weight, names)
         for params, index, weight in found:
@@ -250,18 +247,13 @@ class Link:
             value = weight.float() if given is None else given.to(weight.device, torch.float32)
             master = _master_of(weight, value.detach(), self)
             params[index] = master
-            if weight in optimizer.state:
-                optimizer.state[master] = widen_state(optimizer.state.pop(weight))
+            if weight in state:
+                state[master] = widen_state(state.pop(weight))
             OWNERS[weight] = weakref.ref(self)
-            self.weights.append(weight)
-            self.masters.append(master)
-            self._named.append(names.get(weight))
-            self._seen.append(_counted(weight, master))
+            self.pairs[weight] = Pair(weight, master, names.get(weight))
 
-    def _newcomers(
-        self, optimizer: torch.optim.Optimizer, initial: Mapping[Tensor, Tensor]
-    ) -> Iterator[tuple[list[Tensor], int, Tensor]]:
-        for group in optimizer.param_groups:
+    def _newcomers(self, initial: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], int, Tensor]]:
+        for group in self.optimizer.param_groups:
             for index, p in enumerate(group["params"]):
                 dtype = p.dtype
                 if dtype is torch.float32 or dtype is torch.float64 or dtype.is_complex:
@@ -295,19 +287,19 @@ class Link:
             )
         if weight.is_meta or isinstance(weight, nn.UninitializedParameter):
             raise UnsupportedError(f"{what} has no values yet (meta or lazy); materialise the model first")
-        if self._models and not self.masters and weight not in names:
+        if self._models and not self.pairs and weight not in names:
             raise ConfigError(f"{what} in the optimizer is not a parameter of the model that was given")
         if not _is_free(weight):
             raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
 
-    def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+    def names(self) -> list[str]:
         """A name for each master: fully qualified, the group's own `param_names`, or `group.position`."""
         here: dict[int, str] = {}
-        for g, group in enumerate(optimizer.param_groups):
+        for g, group in enumerate(self.optimizer.param_groups):
             own = group.get("param_names")
             for i, p in enumerate(group["params"]):
                 here[id(p)] = fqn(own[i]) if own else f"{g}.{i}"
-        return [name or here[id(m)] for name, m in zip(self._named, self.masters)]
+        return [pair.name or here[id(pair.master)] for pair in self.pairs.values()]
 
     @torch.no_grad()
     def widen(self) -> tuple[list[Tensor], HostStats | None]:
@@ -318,7 +310,7 @@ class Link:
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
-        low = [w for w in self.weights if w.grad is not None and w.grad.dtype in LOW]
+        low = [w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW]
         dense = [w for w in low if not cast(Tensor, w.grad).is_sparse]
         wide, measured = widen([cast(Tensor, w.grad) for w in dense]) if dense else ([], None)
         for w, g in zip(dense, wide):
@@ -332,14 +324,16 @@ class Link:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the weights: nearest, ties to even, as torch casts."""
-        if self.weights:
-            foreach_copy_(self.weights, self.masters)
-        self._seen = [_counted(w, m) for w, m in zip(self.weights, self.masters)]
+        if self.pairs:
+            foreach_copy_(list(self.pairs), [pair.master for pair in self.pairs.values()])
+        for pair in self.pairs.values():
+            pair.agree()
 
-    def sync(self) -> None:
+    def sync(self, only: AnySet[Tensor] | None = None) -> None:
         """Make weights and masters agree, whichever of a pair was set by hand since they last did."""
+        self.adopt()
         self.push()
-        self.pull()
+        self.pull(only)
 
     @torch.no_grad()
     def push(self) -> None:
@@ -347,71 +341,61 @@ class Link:
 
         ConfigError where both sides of a pair were changed, since the later change cannot be known.
         """
-        for i, (w, m) in enumerate(zip(self.weights, self.masters)):
-            of_weight, of_master, _ = self._seen[i]
-            if m._version != of_master:
-                if w._version != of_weight and _differing([w], [m]):
-                    raise _set_twice(self._named[i], w)
-                w.copy_(m)
-                self._seen[i] = _counted(w, m)
+        for w, pair in self.pairs.items():
+            of_weight, of_master, _ = pair.seen
+            if pair.master._version != of_master:
+                if w._version != of_weight and _differing([pair]):
+                    raise _set_twice(pair.name, w)
+                w.copy_(pair.master)
+                pair.agree()
 
     @torch.no_grad()
-    def pull(self, only: Collection[int] | None = None) -> None:
-        """Give masters the values of weights that are not their rounding; the other elements keep theirs.
-
-        `only`: the ids of the weights to compare; None compares all.
-        """
-        places = [i for i, w in enumerate(self.weights) if only is None or id(w) in only]
-        weights, masters = [self.weights[i] for i in places], [self.masters[i] for i in places]
-        for w, m in zip(weights, masters):
-            if w.shape != m.shape:
-                raise _other_size(w, m)
-        for i in _differing(weights, masters):
-            w, m, stored = weights[i], masters[i], self._seen[places[i]][2]
+    def pull(self, only: AnySet[Tensor] | None = None) -> None:
+        """Give masters the values of weights that are not their rounding; the other elements keep theirs."""
+        pairs = [pair for w, pair in self.pairs.items() if only is None or w in only]
+        for pair in pairs:
+            if pair.weight.shape != pair.master.shape:
+                raise _other_size(pair.weight, pair.master)
+        for pair in _differing(pairs):
+            w, m, stored = pair.weight, pair.master, pair.seen[2]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
             m.copy_(torch.where(low == w, m, w.to(torch.float32)))
             if w.dtype != stored:
                 w.copy_(m)
-        for i, w, m in zip(places, weights, masters):
-            self._seen[i] = _counted(w, m)
+        for pair in pairs:
+            pair.agree()
+
+    def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """The masters by weight, of `only` some: the very tensors, detached."""
+        self.sync(only)
+        return {w: pair.master.detach() for w, pair in self.pairs.items() if only is None or w in only}
 
     @torch.no_grad()
-    def take(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Set masters from values by the id of their weight; returns what to load in the place of some."""
-        instead: dict[int, Tensor] = {}
-        for i, (w, m) in enumerate(zip(self.weights, self.masters)):
-            value = values.get(id(w))
-            # 16-bit values say nothing new where they are the rounded master; `sync` takes the others.
-            if value is not None and value.shape == m.shape and value.dtype not in LOW:
-                m.copy_(value)
-            elif value is not None and saved_masters.is_of_other_bits(value, w):
-                instead[id(w)] = m.copy_(saved_masters.widened(value.to(m.device), m)).detach()
-            self._seen[i] = self._seen[i][0], m._version, self._seen[i][2]
-        return instead
+    def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Set masters to `values` by weight, and round these into the weights."""
+        for pair in [pair for w, pair in self.pairs.items() if w in values]:
+            pair.master.copy_(values[pair.weight])
+            pair.weight.copy_(pair.master)
+            pair.agree()
 
-    def matched(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def matched(self, state: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The saved masters in our order, by `matched`."""
-        return matched(self.names(optimizer), self.weights, state)
+        return matched(self.names(), list(self.pairs), state)
 
-    @torch.no_grad()
     def load(self, values: Sequence[Tensor | None]) -> None:
-        """Set the masters that have a value, in our order, and round all into the weights."""
-        if any(value is None for value in values):
-            self.sync()
-        for master, value in zip(self.masters, values):
-            if value is not None:
-                master.copy_(value)
-        self.write_back()
+        """Set the masters that have a value, in our order, and round these into the weights."""
+        self.seed_masters({w: value for w, value in zip(self.pairs, values) if value is not None})
 
     @torch.no_grad()
-    def release(self, optimizer: torch.optim.Optimizer) -> None:
+    def release(self) -> None:
         """Give groups, state and gradients back to the weights."""
-        self.sync()
+        self.push()
+        self.pull()
         self.write_back()
-        mine = {id(m): w for w, m in zip(self.weights, self.masters)}
+        optimizer, mine = self.optimizer, {pair.master: w for w, pair in self.pairs.items()}
         for group in optimizer.param_groups:
-            group["params"][:] = [mine.get(id(p), p) for p in group["params"]]
-        for weight, master in zip(self.weights, self.masters):
+            group["params"][:] = [mine.get(p, p) for p in group["params"]]
+        for master, weight in mine.items():
             if master in optimizer.state:
                 optimizer.state[weight] = narrow_state(optimizer.state.pop(master), weight.dtype)
             weight.grad_dtype = None
@@ -426,7 +410,6 @@ class Link:
             raise UnsupportedError(
                 "an optimizer with MasterWeights cannot be compiled; compile the model only"
             )
-        self.adopt(optimizer, {})
         self.sync()
         self.widen()
         self._stepping = True
@@ -443,20 +426,21 @@ class Link:
 
     def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Add the masters by name."""
-        self.adopt(optimizer, {})
         self.sync()
-        masters = (m.detach().clone() for m in self.masters)
-        whose = saved_masters.places(optimizer, self.masters)
-        return {**state, "masters": dict(zip(self.names(optimizer), masters)), saved_masters.PLACES: whose}
+        masters = [pair.master for pair in self.pairs.values()]
+        named = dict(zip(self.names(), (m.detach().clone() for m in masters)))
+        return {
+            **state,
+            saved_masters.MASTERS: named,
+            saved_masters.PLACES: saved_masters.places(optimizer, masters),
+        }
 
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
-        saved = state.get("masters")
-        self.adopt(
-            optimizer, _frozen_among(optimizer, self._known(), saved) if isinstance(saved, Mapping) else {}
-        )
-        self._pending = None if saved is None else self.matched(optimizer, saved)
-        return {key: value for key, value in state.items() if key != "masters"}
+        saved = state.get(saved_masters.MASTERS)
+        self.adopt(_frozen_among(optimizer, self._known(), saved) if isinstance(saved, Mapping) else {})
+        self._pending = None if saved is None else self.matched(saved)
+        return {key: value for key, value in state.items() if key != saved_masters.MASTERS}
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the masters that `before_load` found."""
@@ -466,13 +450,12 @@ class Link:
 
     def places(self, models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Master]]:
         """Every place in the modules that holds one of our weights: (module, key, weight, master)."""
-        mine = {id(w): m for w, m in zip(self.weights, self.masters)}
-        modules = {id(module): module for model in models for module in model.modules()}
+        modules = dict.fromkeys(module for model in models for module in model.modules())
         return [
-            (module, key, p, mine[id(getattr(p, "_stands_for", p))])
-            for module in modules.values()
+            (module, key, p, self.pairs[getattr(p, "_stands_for", p)].master)
+            for module in modules
             for key, p in module._parameters.items()
-            if p is not None and id(getattr(p, "_stands_for", p)) in mine
+            if p is not None and getattr(p, "_stands_for", p) in self.pairs
         ]
 
 

@@ -6,6 +6,7 @@ clipping) widens it to fp32 where it lies, so unscaling and clipping never happe
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AnySet
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, foreach_mul_, weight_of
 from halfstep.optim.saved_masters import SavedMasters
 
@@ -81,12 +83,12 @@ class MasterWeights:
         self.optimizer = optimizer
         self._models = _as_models(model)
         given = _names_of(names)
-        self._link: Link | None = Link(self._models, given, wide=accumulate == "fp32")
-        self._link.adopt(optimizer, initial or {})
+        wide = accumulate == "fp32"
+        self._link: Link | None = Link(optimizer, self._models, given, initial or {}, wide)
         self._handles = self._register(self._link)
 
     def _register(self, link: Link) -> list[Any]:
-        optimizer = self.optimizer
+        optimizer, push = self.optimizer, ModelHooks(link)
         handles: list[Any] = [
             optimizer.register_step_pre_hook(link.before_step),
             optimizer.register_step_post_hook(link.after_step),
@@ -94,13 +96,11 @@ class MasterWeights:
             optimizer.register_load_state_dict_pre_hook(link.before_load),
             optimizer.register_load_state_dict_post_hook(link.after_load),
             *SavedMasters(link.sync, link.write_back).attach(optimizer),
+            *LoadedMasters(link).attach(self._models),
         ]
-        hooks = ModelHooks(link)
-        for module in dict.fromkeys(module for model in self._models for module in model.modules()):
-            handles.append(module.register_load_state_dict_pre_hook(hooks))
-            handles.append(module.register_load_state_dict_post_hook(hooks.loaded))
-            handles.append(module.register_state_dict_pre_hook(hooks.push))
-        handles += [model.register_forward_pre_hook(hooks.push, prepend=True) for model in self._models]
+        modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        handles += [module.register_state_dict_pre_hook(push) for module in modules]
+        handles += [model.register_forward_pre_hook(push, prepend=True) for model in self._models]
         return handles
 
     @property
@@ -110,24 +110,32 @@ class MasterWeights:
             raise ConfigError("these MasterWeights were reverted; make new ones to train with masters again")
         return self._link
 
+    def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """The fp32 master of every 16-bit weight, or of those in `only`: to be read, not written."""
+        return self.link.masters(only)
+
+    def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Set masters to fp32 `values` by weight, and weights to their rounding; others are left alone."""
+        self.link.adopt()
+        self.link.seed_masters(values)
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`(16-bit weight, fp32 master)` for every parameter that has a master."""
-        self._agree()
-        return list(zip(self.link.weights, self.link.masters))
+        self.link.sync()
+        return [(w, pair.master) for w, pair in self.link.pairs.items()]
 
     def named(self) -> list[tuple[str, Tensor]]:
         """`(fully qualified name, fp32 master)`, in the optimizer's order."""
-        self._agree()
-        return list(zip(self.link.names(self.optimizer), self.link.masters))
+        pairs = self.pairs()
+        return [(name, master) for name, (_, master) in zip(self.link.names(), pairs)]
 
     def params(self) -> list[Tensor]:
         """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
-        self._agree()
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _agree(self) -> None:
-        self.link.adopt(self.optimizer, {})
         self.link.sync()
+        return self._params()
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def copy_grads(self, inv_scale: float | Tensor | None = None) -> list[Tensor]:
         """Widen the gradients to fp32, then multiply them by `inv_scale`; return those that exist.
@@ -135,10 +143,9 @@ class MasterWeights:
         Covers every parameter of the optimizer, also those without a master. The widening comes first, so an
         fp16 gradient does not underflow when it is unscaled. `inv_scale`: a float or a 0-d fp32 tensor.
         """
-        self.link.adopt(self.optimizer, {})
+        self.link.adopt()
         self.link.widen()
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [p.grad for p in self._params() if p.grad is not None]
         if inv_scale is not None:
             _multiply(grads, inv_scale)
         return grads
@@ -159,16 +166,16 @@ class MasterWeights:
         if not isinstance(values, Mapping):
             raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
         given = {fqn(name): value for name, value in values.items()}
-        if given and not given.keys() & dict(self.named()).keys():
-            raise ConfigError(f"refresh got no master's name; expected names such as {self.named()[0][0]!r}")
-        masters = dict(self.named())
-        for name, value in given.items():
-            _check_value(name, value, masters.get(name))
-        for name, master in masters.items():
-            if name in given:
-                with torch.no_grad():
-                    master.copy_(given[name])
-        self.write_back()
+        self.link.sync()
+        weights = dict(zip(self.link.names(), self.link.pairs))
+        if given and not given.keys() & weights.keys():
+            raise ConfigError(f"refresh got no master's name; expected names such as {next(iter(weights))!r}")
+        found = {
+            weights[name]: _checked(name, value, weights[name])
+            for name, value in given.items()
+            if name in weights
+        }
+        self.link.seed_masters(found)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the masters by fully qualified name, or `group.position` where no name is known."""
@@ -180,8 +187,8 @@ class MasterWeights:
         Raises:
             CheckpointError: a name is missing or too many, or a shape differs; nothing is changed then.
         """
-        self.link.adopt(self.optimizer, {})
-        self.link.load(self.link.matched(self.optimizer, state))
+        self.link.adopt()
+        self.link.load(self.link.matched(state))
 
     @contextmanager
     def swap(self) -> Generator[None]:
@@ -194,7 +201,7 @@ class MasterWeights:
         """
         if not self._models:
             raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
-        self._agree()
+        self.link.sync()
         places = self.link.places(self._models)
         stand_ins = {m: nn.Parameter(m.detach(), requires_grad=w.requires_grad) for _, _, w, m in places}
         try:
@@ -217,7 +224,7 @@ class MasterWeights:
         """
         if not self._models:
             raise ConfigError("checkpointing() of MasterWeights without a model: pass model=...")
-        self._agree()
+        self.link.sync()
         places = self.link.places(self._models)
         try:
             for module, key, weight, master in places:
@@ -240,7 +247,7 @@ class MasterWeights:
             return
         for handle in self._handles:
             handle.remove()
-        self._link.release(self.optimizer)
+        self._link.release()
         self._link, self._handles = None, []
 
 
@@ -250,16 +257,15 @@ def check_accumulate(accumulate: Any) -> None:
         raise ConfigError(f"accumulate={show(accumulate)}: choose 'fp32' or None (the weights' own dtype)")
 
 
-def _check_value(name: str, value: Any, master: Tensor | None) -> None:
-    if master is None:
-        return
+def _checked(name: str, value: Any, weight: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         raise ConfigError(f"refresh got {type(value).__name__} for {name!r}, expected a tensor")
-    if value.shape != master.shape:
+    if value.shape != weight.shape:
         raise ConfigError(
             f"refresh got shape {list(value.shape)} for {name!r}, expected the weight's "
-            f"{list(master.shape)}: give the values of this model"
+            f"{list(weight.shape)}: give the values of this model"
         )
+    return value
 
 
 def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
@@ -357,12 +363,7 @@ def fp32_state_dict(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if any(not isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigError("fp32_state_dict takes a model and its optimizer, or several of them")
-    masters: dict[Tensor, Tensor] = {}
-    for each in optimizers:
-        if isinstance(each, OnePassOptimizer):
-            masters.update(each.masters())
-        else:
-            masters.update(_masters_of(each))
+    masters = {w: value for holder in holders_of(optimizers) for w, value in holder.masters().items()}
     named = dict(model.named_parameters(remove_duplicate=False))
     out: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
@@ -370,7 +371,7 @@ def fp32_state_dict(
             continue
         p = named.get(key)
         if p is not None and p in masters:
-            out[key] = masters[p]
+            out[key] = masters[p].clone()
         elif value.dtype in storage.LOW_DTYPES:
             out[key] = value.detach().to(torch.float32)
         else:
@@ -378,9 +379,14 @@ def fp32_state_dict(
     return out
 
 
-def _masters_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
-    """Copies of a torch optimizer's masters by their 16-bit weight; empty where it has none."""
-    masters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Master)]
-    for link in {owner for master in masters if (owner := master._owner()) is not None}:
-        link.sync()
-    return {weight_of(master): master.detach().clone() for master in masters}
+def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[HasMasters]:
+    """What holds the fp32 masters of these optimizers: themselves or their `MasterWeights`, or nothing."""
+    return [holder for optimizer in optimizers if (holder := holder_of(optimizer)) is not None]
+
+
+def holder_of(optimizer: torch.optim.Optimizer) -> HasMasters | None:
+    """`holders_of` one optimizer."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    owners = (p._owner() for p in params if isinstance(p, Master))
+    own = optimizer if isinstance(optimizer, HasMasters) else None
+    return next((owner for owner in owners if owner is not None), own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
-from halfstep.errors import ConfigError
-from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.masters import MasterWeights
-from halfstep.optim.storage import MASTER_KEYS
+from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 
 
@@ -30,12 +27,7 @@ class Training(Protocol):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All of them; those of `halfstep.optim` hold masters themselves."""
-        ...
-
-    @property
-    def masters(self) -> Mapping[int, MasterWeights]:
-        """The masters of torch optimizers, by the optimizer's number."""
+        """All of them, with masters or without."""
         ...
 
 
@@ -70,58 +62,37 @@ class Replica:
             for name, p in module.named_parameters()
             if name not in ddp.parameters_to_ignore and p.dtype in LOW_DTYPES and local_of(p) is p
         }
-        self._own = [o for t in trainings for o in t.optimizers if isinstance(o, OnePassOptimizer)]
-        self._kept: list[MasterWeights] = [m for t in trainings for m in t.masters.values() if _lives(m)]
-        self._masters = {w: m for kept in self._kept for w, m in kept.pairs() if w in low}
-        self._holders = {p: o for o in self._own for p in _with_master(o) if p in low}
-        held = self._masters.keys() | self._holders.keys()
-        self.weights = [p for p in module.parameters() if p in held]
+        optimizers = [o for t in trainings for o in t.optimizers]
+        self._holders = holders_of(optimizers)
+        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in _params(o)}
+        self.weights = [p for p in module.parameters() if p in low and p in trained]
         """In the module's order, which is that of all ranks."""
 
     def expect_broadcast(self) -> None:
         """DDP is about to write every weight once: nobody's edit by hand, here or on the rank it sends."""
-        for optimizer in self._own:
-            optimizer.expect_writes(self.weights)
+        for holder in self._holders:
+            holder.expect_writes(self.weights)
 
     @torch.no_grad()
     def take_from(self, rank: int) -> None:
         """Set the masters of all ranks to those of `rank` of DDP's group, a collective; weights follow."""
         if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
             return
-        for kept in self._kept:
-            kept.link.sync()
         sends = torch.distributed.get_rank(self._group) == rank
         for part in _parts(self.weights):
-            values = {p: self._value(p) if sends else _like(p) for p in part}
+            values = {p: _like(p) for p in part}
+            if sends:
+                exact = {p: v for holder in self._holders for p, v in holder.masters(values.keys()).items()}
+                for p, value in values.items():
+                    value.copy_(exact.get(p, p))
             for value in values.values():
                 torch.distributed.broadcast(value, group=self._group, group_src=rank)
-            self._put(values)
-        for kept in self._kept:
-            kept.write_back()
-
-    def _value(self, p: Tensor) -> Tensor:
-        exact = self._masters[p] if p in self._masters else self._holders[p].master_of(p)
-        return _like(p).copy_(exact)
-
-    def _put(self, values: Mapping[Tensor, Tensor]) -> None:
-        for optimizer in self._own:
-            optimizer.seed_masters(values)
-        for p, value in values.items():
-            if p in self._masters:
-                self._masters[p].copy_(value)
+            for holder in self._holders:
+                holder.seed_masters(values)
 
 
-def _lives(masters: MasterWeights) -> bool:
-    """Whether these were not reverted past their session."""
-    try:
-        return bool(masters.link)
-    except ConfigError:
-        return False
-
-
-def _with_master(optimizer: OnePassOptimizer) -> list[Tensor]:
-    known = optimizer.state
-    return [p for p, _, _ in optimizer.places() if any(key in known.get(p, ()) for key in MASTER_KEYS)]
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _like(p: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns, named_parameters
-from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.masters import weight_of
+from halfstep.optim.loading import HasMasters
+from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.session.steppers import parameters_of
 from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
@@ -115,13 +115,8 @@ def _names(session: Session) -> dict[int, str]:
 
 def _masters(session: Session) -> dict[int, Tensor]:
     """The fp32 value of every weight that an optimizer keeps one of, by the weight's id."""
-    found: dict[int, Tensor] = {}
-    for index, optimizer in enumerate(session.optimizers):
-        if isinstance(optimizer, OnePassOptimizer):
-            found |= {id(p): value for p, value in optimizer.masters().items()}
-        elif index in session.masters:
-            found |= {id(w): m.detach() for w, m in session.masters[index].pairs()}
-    return found
+    holders = holders_of(session.optimizers)
+    return {id(p): value for holder in holders for p, value in holder.masters().items()}
 
 
 def _reshard(session: Session) -> None:
@@ -399,7 +394,7 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
             "the checkpoint's optimizer holds other parameters: build it from the same model"
         )
     by_number = dict(enumerate(parameters_of(optimizer)))
-    ours = isinstance(optimizer, OnePassOptimizer)
+    ours = isinstance(optimizer, HasMasters)
     state: dict[int, Any] = {}
     for number, name in enumerate(names):
         p = by_number[number]
@@ -431,14 +426,10 @@ def _state(found: shardfiles.Index, name: str, p: Tensor, ours: bool) -> Tensor:
 @torch.no_grad()
 def _load_weights(session: Session, found: shardfiles.Index) -> None:
     names = _names(session)
-    for index, optimizer in enumerate(session.optimizers):
+    for optimizer in session.optimizers:
         held = [p for p in map(weight_of, parameters_of(optimizer)) if id(p) in names]
-        if isinstance(optimizer, OnePassOptimizer):
-            optimizer.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
-        elif index in session.masters:
-            for weight, master in session.masters[index].pairs():
-                local_of(master).copy_(_box(found, names[id(weight)], weight))
-            session.masters[index].write_back()
+        if (holder := holder_of(optimizer)) is not None:
+            holder.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
     known = set(_masters(session))
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""

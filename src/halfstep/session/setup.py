@@ -15,14 +15,13 @@ from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
-from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.loading import LoadedMasters
-from halfstep.optim.masters import MasterWeights
+from halfstep.optim.loading import HasMasters, LoadedMasters
+from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.optim.replicas import Replica, follow_wraps
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-from halfstep.session.weights import exact_weights, fit_states, one_pass_masters
+from halfstep.session.weights import exact_weights, fit_states
 from halfstep.tuning.search import Tuning
 
 
@@ -79,39 +78,38 @@ class Setup:
     def follow_loads(self) -> list[RemovableHandle]:
         """From now on, checkpoints reach masters, and fp32 weights of torch, unrounded; returns hooks."""
         if not self.level.masters:
-            torchs = [o for o in self.optimizers if not isinstance(o, OnePassOptimizer)]
-            return [handle for o in torchs for handle in SavedMasters().attach(o)]
-        own = [o for o in self.optimizers if isinstance(o, OnePassOptimizer)]
+            plain = [o for o in self.optimizers if holder_of(o) is None]
+            return [handle for o in plain for handle in SavedMasters().attach(o)]
+        own = [o for o in self.optimizers if isinstance(o, HasMasters)]  # MasterWeights follow by themselves
         return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
+
+    @property
+    def holders(self) -> list[HasMasters]:
+        """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
+        return holders_of(self.optimizers) if self.level.masters else []
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
-        found: dict[Tensor, Tensor] = {}
-        for values in one_pass_masters(self.level, self.optimizers).values():
-            found.update(values)
-        for masters in self.masters.values():
-            found.update((weight, master.detach()) for weight, master in masters.pairs())
-        return found
+        return {w: value for holder in self.holders for w, value in holder.masters().items()}
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
-        held = one_pass_masters(self.level, self.optimizers)
         suspended = self.conversions if self.level.masters else []
         self.evaluates = self.level.masters
         try:
-            with torch.no_grad(), exact_weights(self.models, self.masters, suspended, held):
+            with torch.no_grad(), exact_weights(self.models, self.masters, suspended, self.holders):
                 yield
         finally:
             self.evaluates = False
 
     def revert(self) -> None:
         """Undo it: fp32 weights (exact where there are masters), optimizers and layout as they were."""
-        exact = one_pass_masters(self.level, self.optimizers)
+        exact = [(holder, holder.masters()) for holder in self.holders]
         for conversion in self.conversions:
             conversion.revert()
-        for optimizer, values in exact.items():
-            optimizer.seed_masters(values)
+        for holder, values in exact:
+            holder.seed_masters(values)
         for masters in self.masters.values():
             masters.revert()
         if self.conversions:

@@ -78,12 +78,6 @@ class AmpState:
         """Those that passed through `initialize`."""
         return list(self.accounts)
 
-    @property
-    def masters(self) -> dict[int, MasterWeights]:
-        """Their fp32 masters, by the optimizer's number."""
-        kept = (account.masters for account in self.accounts.values())
-        return {index: one for index, one in enumerate(kept) if one is not None}
-
     def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
         scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self.loss_scalers)
