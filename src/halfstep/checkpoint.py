@@ -2,7 +2,7 @@
 
 A checkpoint is an ordinary `torch.save` file that `torch.load(path, weights_only=True)` reads; its zip
 records carry CRC-32 sums, all of which are verified here. `CheckpointFolder` keeps the last k of a run.
-Deciding when to save is the Trainer's.
+What a session saves is in `session/saving.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError, HalfstepWarning
+from halfstep.errors import CheckpointError, HalfstepWarning, show
 from halfstep.names import fqns, named_parameters
 
 FORMAT = 1
@@ -132,6 +132,14 @@ def load(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     missing, truncated, altered or not a checkpoint.
     """
     path = Path(path)
+    try:
+        return _load(path, map_location)
+    except CheckpointError as error:
+        error.damaged = True
+        raise
+
+
+def _load(path: Path, map_location: Any) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}")
     state: Any = None
@@ -162,6 +170,41 @@ def _wrong_with(error: Exception) -> str:
 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def training_state(model: nn.Module, optimizer: Optimizer, names: list[str], session: Any) -> dict[str, Any]:
+    """Model, optimizer and session of one run, keyed by name, with the layout's version and the threads."""
+    return {
+        "format": FORMAT,
+        "threads": torch.get_num_threads(),
+        "model": model_state(model),
+        "optimizer": optimizer_state(optimizer, names),
+        "amp": session.state_dict(),
+    }
+
+
+def load_training_state(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, names: list[str], session: Any
+) -> None:
+    """Go on from a `training_state`; CheckpointError where it is of another model, optimizer or level."""
+    warn_if_threads_differ(state["threads"])
+    check_model_state(model, state["model"])
+    check_optimizer_state(optimizer, names, state["optimizer"])
+    session.load_state_dict(state["amp"])
+    load_model_state(model, state["model"])
+    load_optimizer_state(optimizer, names, state["optimizer"])
+
+
+def check_parts(state: Any, whose: str, parts: Iterable[str]) -> None:
+    """Raise CheckpointError for what is no `training_state` that `whose` state_dict() added `parts` to."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"got {show(state)}: expected what {whose} state_dict() gave")
+    held = cast("Mapping[str, Any]", state)
+    if held.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint layout {held.get('format')!r}; this version reads {FORMAT}")
+    missing = sorted({*parts, "threads", "model", "optimizer", "amp"} - held.keys())
+    if missing:
+        raise CheckpointError(f"not {whose} checkpoint: {', '.join(missing)} missing")
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -295,10 +338,11 @@ def _is_numeric(value: Any) -> bool:
 
 
 class CheckpointFolder:
-    """The last `keep` checkpoints of one run, as `step-00000100.pt` files in one folder.
+    """The last `keep` checkpoints of one run in one folder: `step-00000100.pt` files, or folders of sessions.
 
-    Only files of exactly such names are looked at. A folder that holds checkpoints which this object neither
-    wrote nor loaded belongs to another run: `claim` and `save` refuse it.
+    Only what has exactly such a name (`step-00000100` for a folder that `Session.save` wrote) is looked at. A
+    folder that holds checkpoints which this object neither wrote nor loaded belongs to another run: `claim`
+    and `save` refuse it.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -310,14 +354,16 @@ class CheckpointFolder:
     def paths(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
+        named = [path for path in found if _NAME.fullmatch(path.name)]
+        return sorted(named, key=lambda path: (_step_of(path), not path.suffix))
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` was written or loaded here."""
-        return self.path_of(step).name in self._known
+        path = self.path_of(step)
+        return path.name in self._known or path.stem in self._known
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies."""
+        """Where the checkpoint of `step` lies, a file; a session's folder has the same name without `.pt`."""
         return self.folder / f"step-{step:08d}.pt"
 
     def claim(self) -> None:
@@ -335,51 +381,69 @@ class CheckpointFolder:
         The one just written always stays. What another living process is writing is left alone.
         """
         self.claim()
-        path = save(self.path_of(step), state)
-        self._known.add(path.name)
-        for old in [other for other in self.paths() if _step_of(other) <= step][: -self.keep]:
+        path = self.wrote(save(self.path_of(step), state))
+        files = [other for other in self.paths() if other.suffix and _step_of(other) <= step]
+        for old in files[: -self.keep]:
             old.unlink(missing_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
-            if was_abandoned(leftover, _NAME.pattern) and leftover.is_file():
+            if was_abandoned(leftover, r"step-\d{8,}\.pt") and leftover.is_file():
                 leftover.unlink(missing_ok=True)
         return path
 
-    def load_latest(self, map_location: Any = "cpu") -> dict[str, Any] | None:
-        """The newest checkpoint that can be read, or None where there is none; the folder is then claimed.
+    def wrote(self, path: Path) -> Path:
+        """`path`, which from now on is known as a checkpoint of this run."""
+        self._known.add(path.name)
+        return path
 
-        A damaged one is told in a warning and set aside as `step-00000100.pt.damaged`. Raises CheckpointError
-        where there are checkpoints and all are damaged.
+    def load_latest(self, map_location: Any = "cpu") -> dict[str, Any] | None:
+        """The newest file that can be read, or None where there is none; the folder is then claimed.
+
+        A damaged one is named in a warning and set aside as `step-00000100.pt.damaged`. Raises
+        CheckpointError where there are checkpoints and all are damaged.
         """
-        paths, errors = self.paths(), list[CheckpointError]()
-        state: dict[str, Any] | None = None
-        while paths and state is None:
+        found: list[dict[str, Any]] = []
+        self.read_latest(lambda path: found.append(load(path, map_location)), files=True)
+        return found[0] if found else None
+
+    def read_latest(self, read: Callable[[Path], Any], *, files: bool = False) -> None:
+        """Call `read` for the newest checkpoint, for the one before it where that is damaged, and so on."""
+        damaged: list[tuple[Path, CheckpointError]] = []
+        paths = [path for path in self.paths() if path.suffix or not files]
+        self._known |= {path.name for path in paths}
+        while paths:
             path = paths.pop()
             try:
-                state = load(path, map_location)
+                read(path)
             except CheckpointError as error:
-                errors.append(error)
-        if errors and state is None:
+                if not error.damaged:
+                    raise
+                damaged.append((path, error))
+                continue
+            self._set_aside(damaged, path.name)
+            return
+        if damaged:
             raise CheckpointError(
-                f"{errors[0]}; {self.folder} has no earlier checkpoint that can be read: "
+                f"{damaged[0][1]}; {self.folder} has no earlier checkpoint that can be read: "
                 "start afresh in another folder"
-            ) from errors[0]
-        self._set_aside(errors, path.name if errors else "")  # pyright: ignore[reportPossiblyUnboundVariable]
-        self._known = {path.name for path in self.paths()}
-        return state
+            ) from damaged[0][1]
 
-    def _set_aside(self, errors: Sequence[CheckpointError], good: str) -> None:
-        for path, error in zip(self.paths()[::-1], errors):
-            os.replace(path, path.with_name(path.name + ".damaged"))
-            warnings.warn(
-                f"{error}; it is now {path.name}.damaged, going on from {good}", HalfstepWarning, stacklevel=4
-            )
+    def _set_aside(self, damaged: Sequence[tuple[Path, CheckpointError]], good: str) -> None:
+        for path, error in damaged:
+            self._known.discard(path.name)
+            aside = path.with_name(f"{path.name}.damaged")
+            if aside.is_dir():
+                shutil.rmtree(aside)
+            with suppress(FileNotFoundError):  # another rank did it
+                os.replace(path, aside)
+                told = f"{error}; it is now {aside.name}, going on from {good}"
+                warnings.warn(told, HalfstepWarning, stacklevel=5)
 
 
-_NAME = re.compile(r"step-\d{8,}\.pt")
+_NAME = re.compile(r"step-\d{8,}(\.pt)?")
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name[len("step-") : -len(".pt")])
+    return int(path.stem[len("step-") :])
 
 
 def was_abandoned(temporary: Path, name: str) -> bool:

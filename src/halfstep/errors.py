@@ -43,6 +43,9 @@ class MasterRangeError(HalfstepError, OverflowError):
 class CheckpointError(HalfstepError, RuntimeError):
     """A checkpoint that is missing, corrupt, or of another model."""
 
+    damaged = False
+    """Whether it cannot be read at all, so that an earlier one may serve."""
+
 
 class RankError(HalfstepError, RuntimeError):
     """Another rank failed, was killed or hangs; the message names it."""

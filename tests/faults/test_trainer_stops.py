@@ -54,11 +54,33 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on(tmp_path):
     whole.fit(loader(), steps=8)
     make(checkpoints=tmp_path, checkpoint_every=2).fit(loader(), steps=6)
     newest = CheckpointFolder(tmp_path).paths()[-1]
-    newest.write_bytes(newest.read_bytes()[:-7])
-    again = make(checkpoints=tmp_path)
-    with pytest.warns(HalfstepWarning, match=r"step-00000006.pt is corrupt.*going on from step-00000004.pt"):
+    (file,) = newest.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-7])
+    again = make(checkpoints=tmp_path, checkpoint_every=2)
+    with pytest.warns(HalfstepWarning, match=r"step-00000006/.* is corrupt.*going on from step-00000004"):
         assert again.fit(loader(), steps=8, resume=True).steps[0].step == 5
     assert torch.equal(weights(again), weights(whole))
+    assert [path.name for path in CheckpointFolder(tmp_path).paths()][-2:] == [
+        "step-00000006",
+        "step-00000008",
+    ]
+
+
+def test_a_folder_of_damaged_checkpoints_alone_is_refused(tmp_path):
+    make(checkpoints=tmp_path, checkpoint_every=2, keep=2).fit(loader(), steps=4)
+    for path in CheckpointFolder(tmp_path).paths():
+        (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no earlier checkpoint that can be read: start afresh"):
+        make(checkpoints=tmp_path).fit(loader(), steps=8, resume=True)
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_stays(tmp_path):
+    make(checkpoints=tmp_path, checkpoint_every=2).fit(loader(), steps=4)
+    manifest = tmp_path / "step-00000004" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 99'))
+    with pytest.raises(CheckpointError, match="layout 99"):
+        make(checkpoints=tmp_path).fit(loader(), steps=8, resume=True)
+    assert manifest.exists()
 
 
 def test_saves_in_the_background_are_of_their_step_and_resume_bit_for_bit(tmp_path):
@@ -67,8 +89,8 @@ def test_saves_in_the_background_are_of_their_step_and_resume_bit_for_bit(tmp_pa
     options = {"checkpoints": tmp_path, "checkpoint_every": 2, "keep": 2, "background_saves": True}
     first = make(**options)
     first.fit(loader(), steps=7)
-    assert [p.name for p in CheckpointFolder(tmp_path).paths()] == ["step-00000004.pt", "step-00000006.pt"]
-    assert first.save() == tmp_path / "step-00000007.pt"
+    assert [p.name for p in CheckpointFolder(tmp_path).paths()] == ["step-00000004", "step-00000006"]
+    assert first.save() == tmp_path / "step-00000007"
     first.wait_until_saved()
     again = make(**options)
     assert again.fit(loader(), steps=9, resume=True).steps[0].step == 8
@@ -81,7 +103,7 @@ def test_what_fails_in_the_background_ends_the_training_by_name(tmp_path, steps)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step-00000002.pt: no room"):
+        with pytest.raises(CheckpointError, match=r"step-00000002: no room"):
             trainer.fit(loader(), steps=steps)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -112,7 +134,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on_as_if_nothing_had_been(tm
     child.communicate(timeout=120)
     assert child.returncode == 0
     (path,) = CheckpointFolder(tmp_path).paths()
-    step = int(path.stem[-8:])
+    step = int(path.name[-8:])
     resumed, whole = make(checkpoints=tmp_path), make()
     resumed.fit(loader(), steps=step + 5, resume=True)
     whole.fit(loader(), steps=step + 5)

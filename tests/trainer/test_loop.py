@@ -1,11 +1,14 @@
 """The Trainer: fit, evaluate, callbacks, loggers, what it refuses."""
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from halfstep.checkpoint import CheckpointFolder
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning, LossScaleCollapsed
 from halfstep.recipes.data import Batches
 from halfstep.trainer import Callback, ProgressBar, Trainer, accuracy
@@ -292,8 +295,8 @@ def test_resume_needs_a_folder_of_this_model(tmp_path):
         trainer.fit(batches(), steps=4, resume=True)
     with pytest.raises(CheckpointError, match="another kind of loader"):
         make(checkpoints=tmp_path).fit([(X, Y)], steps=4, resume=True)
-    next(tmp_path.iterdir()).write_bytes(b"rubbish")
-    with pytest.raises(CheckpointError, match="corrupt"):
+    (tmp_path / "step-00000002" / "manifest.json").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="damaged"):
         make(checkpoints=tmp_path).fit(batches(), steps=4, resume=True)
 
 
@@ -386,3 +389,47 @@ def test_level_auto_is_refused_with_the_way_to_do_it():
     model = nn.Linear(4, 2)
     with pytest.raises(ConfigError, match=r"hs\.tune\(model, optimizer, step, x, y\)"):
         Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), level="auto")
+
+
+OLD = Path(__file__).parent / "old" / "step-00000003.pt"
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was written with")
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
+    shutil.copy(OLD, tmp_path)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    trainer = Trainer(
+        model, optimizer, nn.functional.cross_entropy, level="O2", dtype="fp16", scheduler=scheduler,
+        checkpoints=tmp_path, checkpoint_every=1, progress=False,
+    )  # fmt: skip
+    loader = Batches(torch.cat([X, X[:, :1]], 1)[:60], Y[:60], 8, seed=3)
+    assert trainer.fit(loader, steps=3, resume=True).steps == []
+    old = torch.load(OLD, weights_only=True)
+    assert (trainer.step, trainer.epoch) == (3, 0)
+    assert all(torch.equal(value, old["model"][name]) for name, value in model.state_dict().items())
+    masters = [p.detach() for p in optimizer.param_groups[0]["params"]]
+    assert all(map(torch.equal, masters, old["optimizer"]["masters"].values()))
+    assert scheduler.state_dict() == old["scheduler"]
+    assert trainer.amp.state_dict()["loss_scale"] == old["amp"]["loss_scale"]
+    assert loader.state_dict() == old["position"]["loader"]
+    assert torch.equal(torch.get_rng_state(), old["random"]["torch"])
+    assert trainer.fit(loader, steps=5).steps[0].step == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000003.pt", "step-00000004", "step-00000005",
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_whose_folder_began_with_an_earlier_version_goes_on_from_the_newest(tmp_path):
+    first = make(checkpoints=tmp_path)
+    first.fit(batches(), steps=2)
+    CheckpointFolder(tmp_path).save(2, first.state_dict())
+    again = make(checkpoints=tmp_path, checkpoint_every=2)
+    assert again.fit(batches(), steps=4, resume=True).steps[0].step == 3
+    last = make(checkpoints=tmp_path)
+    assert last.fit(batches(), steps=6, resume=True).steps[0].step == 5
+    whole = make()
+    whole.fit(batches(), steps=6)
+    assert all(map(torch.equal, last.model.parameters(), whole.model.parameters()))

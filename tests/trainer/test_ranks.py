@@ -1,4 +1,6 @@
-"""Trainers over ranks: where they end, who is told what, and means over the samples of all."""
+"""Trainers over ranks: where they end, who is told what, means over the samples of all, checkpoints."""
+
+import shutil
 
 import pytest
 import torch
@@ -6,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfstep as hs
-from halfstep.trainer import saving
 from tests.ranks import run
 
 
@@ -163,30 +164,66 @@ def weights(trainer):
     return hs.optim.fp32_state_dict(trainer.model, trainer.optimizer)
 
 
-def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path, monkeypatch):
+def test_a_trainer_resumes_an_earlier_file_on_another_number_of_ranks(tmp_path):
     whole = one_process()
     whole.fit(Stream(2), steps=6)
-    trainer = one_process(tmp_path)
+    trainer = one_process()
     trainer.fit(Stream(2), steps=3)  # within a pass
     state = trainer.state_dict()
     own = {name: state[name] for name in ("random", "position")}
-    trainer.folder.save(3, {**state, "ranks": [own, own]})
+    hs.checkpoint.CheckpointFolder(tmp_path).save(3, {**state, "ranks": [own, own]})  # an earlier version's
     resumed = one_process(tmp_path)
-    with pytest.warns(
-        hs.errors.HalfstepWarning, match="written by 2 ranks and is read by 1: model, optimizer"
-    ):
+    with pytest.warns(hs.errors.HalfstepWarning, match="written by 2 ranks and is read by 1: random gen"):
         resumed.fit(Stream(2), steps=6, resume=True)
     assert resumed.step == 6
     assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
     assert resumed.state_dict()["position"]["served"] == 1  # its passes began anew at step 3
-    monkeypatch.setattr(saving, "world_size", lambda: 2)
-    with pytest.warns(hs.errors.HalfstepWarning, match="written by 1 ranks and is read by 2"):
-        assert saving.mine_of(state)["position"] is None
 
 
-def test_session_load_says_what_a_trainer_s_file_is(tmp_path):
-    trainer = one_process(tmp_path)
+def test_session_load_reads_a_trainer_s_checkpoint_and_says_what_an_earlier_file_is(tmp_path):
+    trainer, other = one_process(tmp_path), one_process()
     trainer.fit(Stream(2), steps=1)
+    loaded = other.amp.load(trainer.save(), schedulers=[other.scheduler])
+    assert loaded.extra == {"step": 1, "epoch": 0}
+    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(trainer).items())
+    earlier = hs.checkpoint.CheckpointFolder(tmp_path / "old").save(1, trainer.state_dict())
     with pytest.raises(hs.errors.CheckpointError, match=r"is one file.*resume=True"):
-        trainer.amp.load(trainer.save())
+        trainer.amp.load(earlier)
+
+
+def saved_over_ranks(rank, folder, way):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4)
+    if way == "shards":
+        fully_shard(model)
+    optimizer = hs.optim.AdamW(model.parameters(), lr=0.1)
+    trainer = hs.Trainer(
+        model, optimizer, nn.functional.cross_entropy, dtype="bf16", progress=False, kernels="native",
+        wrap=DDP if way == "ddp" else None, checkpoints=folder, checkpoint_every=2,
+    )  # fmt: skip
+    share = [(X[own], Y[own]) for own in SHARES[0]]
+    first = trainer.fit(share, steps=7, resume=True).steps[0].step
+    values = hs.optim.fp32_state_dict(model, optimizer)
+    return first, {name: hs.distributed.local_of(t).clone() for name, t in values.items()}
+
+
+def stopped_and_resumed(rank, folder):
+    found = []
+    for way in ("ddp", "shards"):
+        whole = saved_over_ranks(rank, f"{folder}/{way}", way)
+        if rank == 0:
+            shutil.rmtree(f"{folder}/{way}/step-00000006")
+            shutil.rmtree(f"{folder}/{way}/step-00000004")
+        torch.distributed.barrier()
+        found.append((whole, saved_over_ranks(rank, f"{folder}/{way}", way)))
+    return found
+
+
+def test_ranks_save_by_the_session_and_resume_as_if_never_stopped(tmp_path):
+    for own in run(stopped_and_resumed, 2, str(tmp_path)):
+        for (began, whole), (resumed_at, resumed) in own:
+            assert (began, resumed_at) == (1, 3)
+            assert all(torch.equal(value, resumed[name]) for name, value in whole.items())

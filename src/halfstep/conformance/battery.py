@@ -355,17 +355,11 @@ def _resumes(at: torch.device, level: str, low: torch.dtype) -> Outcome:
     for _ in range(2):
         _one_step(session, x, y)
     with tempfile.TemporaryDirectory() as folder:
-        state = {
-            "model": checkpoint.model_state(session.model),
-            "optimizer": checkpoint.optimizer_state(session.optimizers[0], names),
-            "amp": session.state_dict(),
-        }
+        state = checkpoint.training_state(session.model, session.optimizers[0], names, session)
         kept = checkpoint.load(checkpoint.save(Path(folder) / "state.pt", state))
     _one_step(session, x, y)
     again, _, _ = _prepared(at, level, low)
-    checkpoint.load_model_state(again.model, kept["model"])
-    checkpoint.load_optimizer_state(again.optimizers[0], names, kept["optimizer"])
-    again.load_state_dict(kept["amp"])
+    checkpoint.load_training_state(kept, again.model, again.optimizers[0], names, again)
     _one_step(again, x, y)
     if not _same(_weights(session.model), _weights(again.model)):
         return "fails", "the resumed run has other weights than the one that was not stopped"

@@ -315,12 +315,14 @@ def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) 
 def _checked(path: Path, group: Group | None) -> dict[str, Any]:
     """The manifest; CheckpointError on all ranks where one of them finds a file missing or altered."""
     told: str | None = None
+    damaged = True
     manifest: dict[str, Any] = {}
     ranks, own = world_size(group), rank(group)
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] not in (1, 2, FORMAT):
             told = f"{path} has layout {manifest['format']!r}; this version reads 1, 2 and {FORMAT}"
+            damaged = False
         elif manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
             told = f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
         for number, (name, known) in enumerate(sorted(manifest["files"].items())):
@@ -341,7 +343,9 @@ def _checked(path: Path, group: Group | None) -> dict[str, Any]:
         told = f"{path / MANIFEST} is damaged or not a manifest: {error}"
     wrong = [one for one in gather(told, group) if one]
     if wrong:
-        raise CheckpointError(wrong[0])
+        error = CheckpointError(wrong[0])
+        error.damaged = damaged
+        raise error
     return manifest
 
 

@@ -1,17 +1,21 @@
 """A training loop that is short enough to read: fit, evaluate, checkpoints, resume, callbacks, loggers.
 
-Precision is `hs.prepare`'s; the loop only calls it. Losses, metrics and outcomes stay on the device and are
-read together every `read_every` steps, so that the steady step waits for nothing.
+Precision and checkpoints are the session's (`hs.prepare`); the loop only calls it. Losses, metrics and
+outcomes stay on the device and are read together every `read_every` steps, so that the steady step waits for
+nothing.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,47 +23,55 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep import checkpoint as _checkpoint
-from halfstep import rng
-from halfstep.background import Background
+from halfstep import checkpoint, rng
 from halfstep.devices import resolve
-from halfstep.distributed import watchdog, world_size
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
+from halfstep.distributed import gather, global_max, rank, watchdog, world_size
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare
-from halfstep.trainer import ranks, saving
-from halfstep.trainer.position import MicroBatches, Position
-from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
-from halfstep.trainer.stopping import EarlyStopping, Terminated
-
-_PARTS = {"step", "epoch", "threads", "model", "optimizer", "amp", "scheduler", "random", "position"}
+from halfstep.trainer import checks
+from halfstep.trainer.position import END, MicroBatches, Position
+from halfstep.trainer.records import Callback, EarlyStopping, History, Logger, Metric, ProgressBar, StepLog
 
 
-class _StopBetweenSteps(Exception):
-    """A callback stopped the training when no further batch of a pass came, before the next step."""
+def _train(own: Trainer, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
+    """One step: forward and backward of each batch, then the update; the loss, detached, and the outcome."""
+    total: Tensor | None = None
+    for number, (x, y) in enumerate(batches, 1):
+        apart = number < own.accumulate and hasattr(own.forward, "no_sync")
+        with cast(Any, own.forward).no_sync() if apart else nullcontext():
+            with own.amp.autocast():
+                loss = own.loss_fn(own.forward(x), y) / own.accumulate
+            own.amp.backward(loss)
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
 
 
-class _Step:
-    """One step of a Trainer: forward and backward of each of its batches, then the update."""
+@contextmanager
+def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
+    """Within, the first SIGTERM is put into the list, where `wanted` and nobody else handles it."""
+    arrived: list[int] = []
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def note(number: int, frame: Any) -> None:
+        arrived.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
 
-    def __call__(self, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
-        """Returns the step's loss, unscaled and detached, and its outcome."""
-        own = self._trainer
-        total: Tensor | None = None
-        for number, (x, y) in enumerate(batches, 1):
-            apart = number < own.accumulate and hasattr(own.forward, "no_sync")
-            with cast(Any, own.forward).no_sync() if apart else nullcontext():
-                with own.amp.autocast():
-                    loss = own.loss_fn(own.forward(x), y) / own.accumulate
-                own.amp.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
+    main = threading.current_thread() is threading.main_thread()
+    mine = wanted and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, note)
+    try:
+        yield arrived
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _ranks_max(number: int) -> int:
+    return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))
 
 
 class Trainer:
@@ -68,18 +80,18 @@ class Trainer:
     `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`; `plan=hs.tune(...).plan`
     brings what was measured, a Trainer measures nothing. `accumulate` batches make one step. `metrics` maps
     names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and `checkpoint_every` n,
-    every n-th step is saved and `fit(..., resume=True)` goes on from the newest;
+    every n-th step is saved as `Session.save` does and `fit(..., resume=True)` goes on from the newest;
     with `background_saves` from a copy, in a thread; what fails there is raised by the next save or at the
     end. A progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
 
     Over ranks: `wrap` (DistributedDataParallel, say) is called with the prepared model, and each rank brings
-    a loader of its own share; `history` has its own losses, `evaluate` gives the means of all. Rank 0 writes
-    and cleans the folder. SIGTERM during `fit` with a folder ends the step under way, saves and exits with
-    status 0. A rank that fails, is killed, or does not answer for `rank_timeout` seconds is named by the
-    others in a RankError. `on_nonfinite` is `hs.prepare`'s.
+    a loader of its own share; `history` has its own losses, `evaluate` gives the means of all. SIGTERM during
+    `fit` with a folder ends the step under way, saves and exits with status 0. A rank that fails, is killed,
+    or does not answer for `rank_timeout` seconds is named by the others in a RankError. `on_nonfinite` is
+    `hs.prepare`'s.
 
     With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
-    told in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
+    named in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
     Training goes on as if nothing had been replayed; a range that only a dynamic loss scale's present value
     exceeds is kept without a warning. A run that goes well pays for noting random state and buffers.
     """
@@ -114,14 +126,11 @@ class Trainer:
         rank_timeout: float | None = None,
         on_nonfinite: str | None = None,
     ) -> None:
-        counts = {"accumulate": accumulate, "checkpoint_every": checkpoint_every, "read_every": read_every}
-        _check_options({**counts, "keep": keep}, checkpoints)
-        _check_level(level)
-        _check_callables(loss_fn, metrics, callbacks, loggers)
-        saving.check_parallel(model, wrap is not None)
+        checks.check_options(dict(locals()))
+        checks.check_parallel(model, wrap is not None)
         if device is not None:
             model.to(resolve(device))
-        self.names = _checkpoint.parameter_names(model, optimizer)
+        self.names = checkpoint.parameter_names(model, optimizer)
         options: dict[str, Any] = {"dtype": dtype, "policy": policy, "plan": plan, "kernels": kernels}
         options |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
         self.amp = prepare(model, optimizer, level=level, **options)
@@ -129,23 +138,25 @@ class Trainer:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate
         self.metrics, self.loggers = dict(metrics or {}), tuple(loggers)
-        self.callbacks = (*callbacks, *_progress_bar(progress))
-        self.folder = None if checkpoints is None else _checkpoint.CheckpointFolder(checkpoints, keep)
+        drawn = rank() == 0 and (sys.stderr.isatty() if progress is None else progress)
+        self.callbacks: tuple[Callback, ...] = (*callbacks, *([ProgressBar()] if drawn else []))
+        self.folder = None if checkpoints is None else checkpoint.CheckpointFolder(checkpoints, keep)
+        self.background_saves = background_saves
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
-        self._background = Background() if background_saves else None
         self.step, self.epoch, self.history = 0, 0, History()
-        self._step = _Step(self)
-        others = () if scheduler is None else (scheduler,)
-        self._replayable = Replayable(self.amp, others=others) if trace else None
+        self._schedulers = [] if scheduler is None else [scheduler]
+        self._replayable = Replayable(self.amp, others=self._schedulers) if trace else None
+        self._step = partial(_train, self)
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
-        self._terminated, self._stop, self._between, self._asks = Terminated(), "", False, False
+        self._sigterm: Sequence[int] = ()
+        self._stop, self._asks = "", False
 
     def stop(self, reason: str = "stopped by a callback") -> None:
         """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks.
 
-        Asked at the end of a pass, no further step is trained.
+        Called at the end of a pass, no further step is trained.
         """
         self._stop = reason
 
@@ -173,35 +184,32 @@ class Trainer:
         every rank, before the first step) ranks with batches for different numbers of steps; and
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
-        last = self._last_step(loader, steps, epochs)
-        ranks.check_even(last)
-        if any(isinstance(one, EarlyStopping) and one.every is None for one in self.callbacks):
-            ranks.check_passes(loader)
+        last = checks.last_step(loader, steps, epochs, self.accumulate)
+        by_pass = any(isinstance(one, EarlyStopping) and one.every is None for one in self.callbacks)
+        checks.check_ranks(loader, last, alike=by_pass)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
-        unsized = saving.ranks_max(0 if hasattr(loader, "__len__") else 1)
+        unsized = _ranks_max(not hasattr(loader, "__len__"))
         self._asks = bool(unsized) and self.device.type == "cpu"  # asking makes an accelerator wait
-        if resume:
-            self._resume()
-        elif self.folder is not None:
-            saving.on_rank_0(self.folder.claim)
+        if resume and self.folder is None:
+            raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
+        if self.folder is not None:
+            self.folder.read_latest(self._load) if resume else self.folder.claim()
         guard = watchdog(lambda: self.step + 1, self.rank_timeout)
-        with self._terminated.watched(self.folder is not None), guard:
-            self._fit(last, epochs or 0)
-        if self._terminated.arrived:
+        with _noting_sigterm(self.folder is not None) as self._sigterm, guard:
+            self._fit(last, epochs or 0, self._position)
+        if self._sigterm or self.history.stopped == "SIGTERM":
             sys.exit(0)
         return self.history
 
-    def _fit(self, last: int, epochs: int) -> None:
+    def _fit(self, last: int, epochs: int, position: Position) -> None:
         started = time.perf_counter()
-        self._tell("on_fit_start", last)
+        self._call("on_fit_start", last)
         try:
             self.model.train()
-            batches = iter(cast(Position, self._position))
+            batches = iter(position)
             while self.step < last and not self._stopped():
-                try:
-                    self._train_step(batches)
-                except _StopBetweenSteps:
+                if not self._train_step(batches, position):
                     continue
                 if len(self._pending) >= self.read_every:
                     self._read()
@@ -210,7 +218,7 @@ class Trainer:
             if self._replayable is not None:
                 self._replayable.settle()
             if self.epoch < epochs and not self.history.stopped:
-                cast(Position, self._position).end()  # fewer batches are left than make a step
+                position.end()  # fewer batches are left than make a step
             self._read()
             self.wait_until_saved()
         except HalfstepError:
@@ -219,28 +227,24 @@ class Trainer:
             raise
         finally:
             self.history.seconds = time.perf_counter() - started
-            self._tell("on_fit_end")
+            self._call("on_fit_end")
 
     def wait_until_saved(self) -> None:
         """Return when no save in the background is under way; CheckpointError where the last one failed."""
-        if self._background is not None:
-            saving.settle(self._background)
+        self.amp.wait_until_saved()
 
     def _stopped(self) -> bool:
-        """Whether some rank was told to stop; saves first where SIGTERM told it."""
+        """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        told = saving.ranks_max(2 if self._terminated.arrived else 1 if self._stop else 0)
-        if not told:
-            return False
-        terminated = told == 2
-        self._terminated.arrived = terminated
-        if terminated and self.folder is not None:
+        asked = _ranks_max(2 if self._sigterm else 1 if self._stop else 0)
+        if asked == 2 and self.folder is not None:
             self.wait_until_saved()
-            if not saving.ranks_max(self.folder.has(self.step)):
+            if not self.folder.has(self.step):
                 self.save()
-        self.history.stopped = "SIGTERM" if terminated else self._stop or "another rank stopped"
-        return True
+        if asked:
+            self.history.stopped = "SIGTERM" if asked == 2 else self._stop or "another rank stopped"
+        return bool(asked)
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once.
@@ -249,7 +253,11 @@ class Trainer:
         with a loader of its own share (of any length, empty too).
         """
         with watchdog(lambda: self.step, self.rank_timeout):
-            means = ranks.means(*self._sums(loader))
+            parts = [(own, count) for own, count in gather(self._sums(loader)) if count]
+        if not parts:
+            raise DataError("the loader gave no batches; evaluate needs at least one")
+        whole = sum(count for _, count in parts)
+        means = {name: sum(own[name] for own, _ in parts) / whole for name in parts[0][0]}
         self._log(means, prefix="test ")
         return means
 
@@ -275,94 +283,76 @@ class Trainer:
         return (dict(zip(sums, torch.stack(list(sums.values())).tolist())) if sums else {}), count
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment into the folder; returns its path."""
+        """Write a checkpoint of this moment into the folder, as `Session.save` does; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
-        return saving.save(self.folder, self.step, self.state_dict(), self._background)
+        self.folder.claim()
+        path = self.folder.path_of(self.step).with_suffix("")
+        place = None if self._position is None else self._position.state_dict()
+        counts = {"step": self.step, "epoch": self.epoch}
+        options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
+        return self.folder.wrote(self.amp.save(path, schedulers=self._schedulers, position=place, **options))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
         return {
-            "format": _checkpoint.FORMAT,
+            **checkpoint.training_state(self.model, self.optimizer, self.names, self.amp),
             "step": self.step,
             "epoch": self.epoch,
-            "threads": torch.get_num_threads(),
-            "model": _checkpoint.model_state(self.model),
-            "optimizer": _checkpoint.optimizer_state(self.optimizer, self.names),
-            "amp": self.amp.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "random": rng.random_state(),
             "position": None if self._position is None else self._position.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a `state_dict` over; CheckpointError when it is of another model or layout."""
-        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise CheckpointError(f"got {show(state)}: expected what a Trainer's state_dict() gave")
-        if state.get("format") != _checkpoint.FORMAT:
-            raise CheckpointError(
-                f"checkpoint layout {state.get('format')!r}; this version reads {_checkpoint.FORMAT}"
-            )
-        missing = sorted(_PARTS - state.keys())
-        if missing:
-            raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
-        _checkpoint.warn_if_threads_differ(state["threads"])
+        """Go on from a `state_dict`; CheckpointError when it is of another model or layout."""
+        checkpoint.check_parts(state, "a Trainer's", ("step", "epoch", "scheduler", "random", "position"))
         if (self.scheduler is None) != (state["scheduler"] is None):
-            with_it, without = (
-                ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
-            )
+            names = ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
             raise CheckpointError(
-                f"the {with_it} has a scheduler, the {without} has none: resume with the same"
+                "the {} has a scheduler, the {} has none: resume with the same".format(*names)
             )
-        _checkpoint.check_model_state(self.model, state["model"])
-        _checkpoint.check_optimizer_state(self.optimizer, self.names, state["optimizer"])
-        self.amp.load_state_dict(state["amp"])
-        _checkpoint.load_model_state(self.model, state["model"])
-        _checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.step, self.epoch = int(state["step"]), int(state["epoch"])
-        if self._position is not None and state["position"] is not None:
-            self._position.load_state_dict(state["position"])
+        checkpoint.load_training_state(state, self.model, self.optimizer, self.names, self.amp)
+        for scheduler in self._schedulers:
+            scheduler.load_state_dict(state["scheduler"])
+        self._go_on(state, state["position"])
         if state["random"] is not None:
             rng.load_random_state(state["random"])
 
-    def _resume(self) -> None:
-        if self.folder is None:
-            raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
-        state = saving.load_latest(self.folder)
-        if state is not None:
-            self.load_state_dict(state)
+    def _go_on(self, counts: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        self.step, self.epoch = int(counts["step"]), int(counts["epoch"])
+        if self._position is not None and position is not None:
+            self._position.load_state_dict(position)
 
-    def _last_step(self, loader: Iterable[Any], steps: int | None, epochs: int | None) -> int:
-        if (steps is None) == (epochs is None):
-            raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
-        for name, value in (("steps", steps), ("epochs", epochs)):
-            if value is not None and not _is_count(value):
-                raise ConfigError(f"fit got {name}={show(value)}; expected a whole number")
-        if not isinstance(loader, Iterable):
-            raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
-        if steps is not None:
-            last = steps
-        elif hasattr(loader, "__len__"):
-            last = int(epochs or 0) * len(loader) // self.accumulate  # type: ignore[arg-type]
-        else:
-            raise ConfigError(f"a {type(loader).__name__} has no length; give steps= instead of epochs=")
-        if last < 1:
-            raise ConfigError(f"fit would train {last} steps; give steps= or epochs= of at least 1")
-        return last
+    def _load(self, path: Path) -> None:
+        if not path.suffix:
+            found = self.amp.load(path, schedulers=self._schedulers)
+            self._go_on(found.extra, found.position)
+            return
+        state = checkpoint.load(path)  # as earlier versions wrote it
+        ranks = state.get("ranks") or [state]
+        if len(ranks) != world_size():
+            warnings.warn(
+                f"the checkpoint was written by {len(ranks)} ranks and is read by {world_size()}: random "
+                "generators, and the pass over the data that was under way, begin anew",
+                HalfstepWarning,
+                stacklevel=3,
+            )
+        own = ranks[rank()] if len(ranks) == world_size() else {"random": None, "position": None}
+        self.load_state_dict({**state, "random": own["random"], "position": own["position"]})
 
-    def _train_step(self, batches: Iterator[Any]) -> None:
-        self._between = True
+    def _train_step(self, batches: Iterator[Any], position: Position) -> bool:
+        """Train one step; False without one where a rank was asked to stop when its pass ended."""
+        first = next(batches)
+        if _ranks_max(bool(self._stop)) if self._asks else self._stop and world_size() == 1:
+            if first is not END:  # this rank's pass goes on: a resumed run is given the batch again
+                position.give_back()
+            return False
+        waiting = [] if first is END else [first]
 
         def fetch() -> tuple[Any, Any]:
-            batch = next(batches)
-            try:
-                self._ask_between_steps()
-            except _StopBetweenSteps:
-                cast(Position, self._position).give_back()
-                raise
-            return self._move(batch)
+            batch = waiting.pop() if waiting else next(batches)
+            return self._move(next(batches) if batch is END else batch)
 
         if self._replayable is None:
             total, outcome = self._step(fetch() for _ in range(self.accumulate))
@@ -371,15 +361,12 @@ class Trainer:
             total, outcome = self._replayable.run(self._step, MicroBatches(fetch, self.accumulate))
         self.step += 1
         self._pending.append((self.step, total, outcome))
-        self._tell("on_step_end")
-        cast(Position, self._position).settle()
+        self._call("on_step_end")
+        position.trained()
+        return True
 
     def _move(self, batch: Any) -> tuple[Any, Any]:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise DataError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-        for part, value in zip(("input", "target"), batch):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
-                _require_finite(value, part, self.step + 1)
+        checks.check_batch(batch, self.step + 1)
         x, y = (v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for v in batch)
         return x, y
 
@@ -394,11 +381,6 @@ class Trainer:
         ]
         self._pending.clear()
         self.history.steps.extend(logs)
-        self._check_divergence(logs)
-        self._log({"loss": logs[-1].loss, "scale": logs[-1].scale, "skipped": len(self.history.skipped)})
-        self._tell("on_read", logs)
-
-    def _check_divergence(self, logs: Sequence[StepLog]) -> None:
         bad = [log.step for log in logs if log.taken and not math.isfinite(log.loss)]
         if bad and self.history.diverged_at is None:
             self.history.diverged_at = bad[0]
@@ -406,83 +388,19 @@ class Trainer:
                 f"the loss is not finite from step {bad[0]} on, yet steps were taken: the run has diverged "
                 "(a dynamic loss scale skips such steps; a lower learning rate or bf16 may avoid them)",
                 HalfstepWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+        self._log({"loss": logs[-1].loss, "scale": logs[-1].scale, "skipped": len(self.history.skipped)})
+        self._call("on_read", logs)
 
     def _end_epoch(self) -> None:
         self.epoch += 1
-        self._tell("on_epoch_end")
-        if self._stop or self._asks:
-            self._ask_between_steps()
-
-    def _ask_between_steps(self) -> None:
-        """Once a step, before its first batch is used: was a rank told to stop when its pass ended?
-
-        Ranks whose pass ended ask before they begin the next, others with a batch in hand.
-        """
-        between, self._between = self._between, False
-        if between and (
-            saving.ranks_max(bool(self._stop)) if self._asks else self._stop and world_size() == 1
-        ):
-            raise _StopBetweenSteps
+        self._call("on_epoch_end")
 
     def _log(self, values: Mapping[str, float], prefix: str = "") -> None:
         for logger in self.loggers:
             logger.log(self.step, {prefix + name: value for name, value in values.items()})
 
-    def _tell(self, event: str, *arguments: Any) -> None:
+    def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *arguments)
-
-
-def _require_finite(value: Tensor, part: str, step: int) -> None:
-    # A sum is not finite as soon as one element is not; only then is the exact and slower look needed.
-    if not math.isfinite(value.sum(dtype=torch.float64).item()):
-        finite = value.isfinite()
-        bad = int((~finite).sum())
-        if bad:
-            kind = "NaN or inf" if bool(value.isnan().any()) else "inf"
-            raise DataError(
-                f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
-                "clean the data, nothing was updated with it"
-            )
-
-
-def _check_level(level: object) -> None:
-    if level == "auto":
-        raise ConfigError(
-            "Trainer(level='auto'): a Trainer does not measure, so that a resumed run is the run that began; "
-            "find the plan once with hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass "
-            "plan=found.plan or the path of the TOML file"
-        )
-
-
-def _check_options(counts: Mapping[str, int], checkpoints: str | Path | None) -> None:
-    for name, value in counts.items():
-        least = 0 if name == "checkpoint_every" else 1
-        if not _is_count(value) or value < least:
-            raise ConfigError(f"{name}={show(value)}; expected a whole number, {least} or more")
-    every = counts["checkpoint_every"]
-    if every and checkpoints is None:
-        raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
-    if checkpoints is not None and not isinstance(checkpoints, str | Path):
-        raise ConfigError(f"checkpoints={show(checkpoints)}; expected a folder's path")
-
-
-def _progress_bar(wanted: bool | None) -> list[Callback]:
-    show = sys.stderr.isatty() if wanted is None else wanted
-    return [ProgressBar()] if show and saving.rank() == 0 else []
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_callables(loss_fn: Any, metrics: Any, callbacks: Any, loggers: Any) -> None:
-    if not callable(loss_fn):
-        raise ConfigError(f"loss_fn={show(loss_fn)}; expected a function (output, target) -> loss")
-    if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
-        raise ConfigError(f"metrics={show(metrics)}; expected names and functions (output, target) -> value")
-    for name, given in (("callbacks", callbacks), ("loggers", loggers)):
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise ConfigError(f"{name}={show(given)}; expected a list")

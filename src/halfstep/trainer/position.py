@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
-
-import torch
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
 
 from halfstep import rng
 from halfstep.errors import CheckpointError, DataError
-from halfstep.rng import rewinder
+
+#: What a Position gives between two passes.
+END = object()
 
 
 class Position:
     """Batches without end from a loader, and where in it training stands.
 
     A loader with `state_dict` and `load_state_dict` is asked; for any other the random state at the start of
-    the pass is kept, and resuming replays the pass up to the batch. The end of a pass is told once: by
-    `settle` after its last batch where the loader has a length, else when no further batch comes.
+    the pass is kept, and resuming replays the pass up to the batch. `on_epoch_end` is called once for a pass:
+    by `trained` after its last batch where the loader has a length, else when no further batch comes.
     """
 
-    def __init__(self, loader: Iterable[Any], on_epoch_end: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, on_epoch_end: Callable[[], None]) -> None:
         self.loader, self.on_epoch_end = loader, on_epoch_end
         self.own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.served, self.ended = 0, False
+        self.served, self.ended, self._resumed = 0, False, False
         self.start: dict[str, Any] = {}
-        self._resumed = False
-
-    def _generator(self) -> torch.Generator | None:
-        return getattr(self.loader, "generator", None)
 
     def _begin(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, False
@@ -36,19 +33,16 @@ class Position:
             self.served, self.ended = 0, False
         if self.own:
             return iter(self.loader)
-        generator = self._generator()
+        now, generator = rng.random_state(), getattr(self.loader, "generator", None)
         if not resumed:
-            self.start = rng.random_state()
-            if generator is not None:
-                self.start["generator"] = generator.get_state()
+            self.start = now if generator is None else {**now, "generator": generator.get_state()}
             return iter(self.loader)
-        now = rng.random_state()
         rng.load_random_state(self.start)
         if generator is not None and "generator" in self.start:
             generator.set_state(self.start["generator"].cpu())
         batches = iter(self.loader)
-        for _ in range(self.served):
-            next(batches)
+        for _ in islice(batches, self.served):
+            pass
         rng.load_random_state(now)
         return batches
 
@@ -68,41 +62,36 @@ class Position:
                     "(a generator can be read once only: pass a list or a DataLoader)"
                 )
             self.end()
+            yield END
 
     def give_back(self) -> None:
         """The batch just given was not trained on: a resumed run is given it again."""
         self.served -= 1
 
-    def settle(self) -> None:
-        """Tell the end of the pass where the batch just trained on was its last."""
-        if hasattr(self.loader, "__len__") and self.served == len(cast(Any, self.loader)):
+    def trained(self) -> None:
+        """End the pass where the batch just trained on was its last."""
+        if hasattr(self.loader, "__len__") and self.served == len(self.loader):
             self.end()
 
     def end(self) -> None:
-        """Tell the end of the pass, unless it was told."""
+        """End the pass, unless it has ended."""
         if not self.ended:
             self.ended = True
             self.on_epoch_end()
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's own state, or how to get to the next batch again."""
-        place = {"served": self.served, "ended": self.ended}
-        loader: Any = self.loader
-        return {"loader": loader.state_dict(), **place} if self.own else {"start": self.start, **place}
+        how = {"loader": self.loader.state_dict()} if self.own else {"start": self.start}
+        return {**how, "served": self.served, "ended": self.ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; CheckpointError for the state of another kind of loader."""
-        loader: Any = self.loader
         if self.own != ("loader" in state):
             raise CheckpointError("the checkpoint was written with another kind of loader")
         if self.own:
-            loader.load_state_dict(state["loader"])
-        self.start, self.served, self.ended = (
-            dict(state.get("start", {})),
-            state.get("served", 0),
-            state.get("ended", False),
-        )
-        self._resumed = True
+            self.loader.load_state_dict(state["loader"])
+        self.start = dict(state.get("start", {}))
+        self.served, self.ended, self._resumed = state.get("served", 0), state.get("ended", False), True
 
 
 class MicroBatches:
@@ -118,7 +107,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Any]:
         for place in range(self._count):
             if place == len(self._fetched):
-                self._fetched.append((self._fetch(), rewinder()))
+                self._fetched.append((self._fetch(), rng.rewinder()))
             else:
                 self._fetched[place][1]()
             yield self._fetched[place][0]

@@ -1,12 +1,14 @@
-"""What a training leaves behind and who is told: logs, history, callbacks, loggers, metrics."""
+"""What a training leaves behind and who hears of it: logs, history, callbacks, loggers, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from halfstep.trainer.loop import Trainer
@@ -57,7 +59,7 @@ class Logger(Protocol):
     """Where numbers go: anything with this method."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of `step`; called every `read_every` steps and after an evaluation."""
+        """Called with the values of `step` every `read_every` steps and after an evaluation."""
         ...
 
 
@@ -104,3 +106,57 @@ class ProgressBar(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         """Leave the terminal as it was."""
         self._bar.stop()
+
+
+class EarlyStopping(Callback):
+    """Stops a training whose metric has not improved for `patience` evaluations; over ranks all decide alike.
+
+    Args:
+        loader: what `Trainer.evaluate` is called with.
+        metric: "loss", or the name of one of the Trainer's metrics.
+        patience: evaluations in a row without improvement that end the training.
+        higher_is_better: what improvement means; None takes lower for "loss" and higher for any other.
+        least: an improvement smaller than this is none.
+        every: steps between evaluations; None evaluates after every pass over the training data, which over
+            ranks needs loaders of one length.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        higher_is_better: bool | None = None,
+        least: float = 0.0,
+        every: int | None = None,
+    ) -> None:
+        if patience < 1 or (every is not None and every < 1):
+            raise ConfigError(f"patience={patience}, every={every}: expected 1 or more")
+        self.loader, self.metric, self.patience = loader, metric, patience
+        self.least, self.every = least, every
+        self._sign = 1.0 if (metric != "loss" if higher_is_better is None else higher_is_better) else -1.0
+        self.best: float | None = None
+        self._waited = 0
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Evaluate where `every` says so."""
+        if self.every is not None and trainer.step % self.every == 0:
+            self._evaluate(trainer)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """Evaluate where `every` was not given."""
+        if self.every is None:
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        values = trainer.evaluate(self.loader)
+        if self.metric not in values:
+            raise ConfigError(f"EarlyStopping(metric={self.metric!r}): the Trainer measures {sorted(values)}")
+        value = values[self.metric]
+        if self.best is None or self._sign * (value - self.best) > self.least:
+            self.best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            trainer.stop(f"{self.metric} has not improved on {self.best:.6g} for {self._waited} evaluations")
