@@ -1,19 +1,158 @@
 """Torch's private names that halfstep uses, each with what it is for and what is lost without it.
 
-A torch that lacks one gets another way, or an UnsupportedError that names it. No other module of the package
-may gain a private name of torch; `tests/test_torch_private.py` names those that a new torch lacks.
+A torch that lacks one gets another way, or an UnsupportedError that names it at the first use. No other
+module may use a private name of torch: `tests/test_torch_private.py` finds those that do, and names what a
+new torch lacks. Not counted as private: `_version` of tensors (torch's notes on autograd tell of it) and
+`_parameters`, `_buffers` and `_modules` of modules, which every torch has had.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from halfstep.errors import UnsupportedError
+
+__all__ = [
+    "DispatchKey",  # the type of a dispatch key: the keys under which autocast's kernels stand
+    "OpOverload",  # the type of an op: tables of rules and kernels are by op
+    "OpOverloadPacket",  # the type of an op's overloads: `policy.with_rules` is given functions
+    "TorchDispatchMode",  # sees every op below autograd: the tape, the doctor, measured FLOPs and memory
+    "is_traceable_wrapper_subclass",  # tells quantised and other wrapped weights, which optimizers refuse
+    "pytree",  # nests of tensors, cast and moved as torch does: region inputs and outputs, hooks, replays
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+#: Name here: torch's name, and for what.
+_NAMES = {
+    # --- which op runs, where ---
+    "dispatch_key": (
+        "torch._C._dispatch_key_parse",
+        "to cast on a device that torch has no autocast list for",
+    ),
+    "dispatch_key_name": ("torch._C._dispatch_key_name", "to register the kernels that cast"),
+    "has_kernel": ("torch._C._dispatch_has_kernel", "to give rules to the ops that this torch has"),
+    "has_kernel_for": ("torch._C._dispatch_has_kernel_for_dispatch_key", "to see what torch itself casts"),
+    "has_fallback": (
+        "torch._C._dispatch_has_backend_fallback",
+        "to let ops without a rule through on own devices",
+    ),
+    "all_op_names": ("torch._C._dispatch_get_all_op_names", "to know which ops a rule can be for"),
+    "exclude_key": ("torch._C._dispatch_tls_set_dispatch_key_excluded", "to run an op below its cast"),
+    "is_key_excluded": ("torch._C._dispatch_tls_is_dispatch_key_excluded", "to run an op below its cast"),
+    "keys_below": ("torch._C._dispatch_keyset_full_after", "to run an op below its cast"),
+    "own_device_name": (
+        "torch._C._get_privateuse1_backend_name",
+        "to know a registered accelerator by its name",
+    ),
+    "without_subclasses": (
+        "torch._C.DisableTorchFunctionSubclass",
+        "to read a shard's gradient without its class",
+    ),
+    "nn_functions": ("torch._C._nn", "to know ops by the functions that users name"),
+    # --- autograd ---
+    "graph_task": ("torch._C._current_graph_task_id", "to tell ops in backward from ops in forward"),
+    "running_node": ("torch._C._current_autograd_node", "to run backward in the dtype of its forward"),
+    "sequence_number": ("torch._C._autograd._get_sequence_nr", "to know under which region a node was made"),
+    "has_thread_state": ("torch._C._is_key_in_tls", "to know in backward which thread called it"),
+    "thread_state": ("torch._C._get_obj_in_tls", "to know in backward which thread called it"),
+    "functorch_level": (
+        "torch._C._functorch.maybe_current_level",
+        "to leave ops inside vmap and grad to torch",
+    ),
+    "is_jit_tracing": ("torch._C._is_tracing", "to leave ops that torch.jit traces to torch"),
+    "can_save_hooks": (
+        "torch._C._autograd._saved_tensors_hooks_is_enabled",
+        "to save 16-bit tensors for backward",
+    ),
+    "top_save_hooks": (
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "to save 16-bit tensors for backward",
+    ),
+    "push_save_hooks": (
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "to save 16-bit tensors for backward",
+    ),
+    "pop_save_hooks": (
+        "torch._C._autograd._pop_saved_tensors_default_hooks",
+        "to save 16-bit tensors for backward",
+    ),
+    "engine": ("torch.autograd._engine_run_backward", "to name the line of a script that called backward"),
+    "profiling": ("torch.autograd._profiler_enabled", "to show an optimizer's step in a profile"),
+    # --- lists of tensors in one call ---
+    "foreach_norm": ("torch._foreach_norm", "to measure many gradients at once"),
+    "foreach_add_": ("torch._foreach_add_", "to update many tensors at once"),
+    "foreach_addcmul_": ("torch._foreach_addcmul_", "to update many tensors at once"),
+    "foreach_copy_": ("torch._foreach_copy_", "to widen many gradients at once"),
+    "foreach_div": ("torch._foreach_div", "to update many tensors at once"),
+    "foreach_mul_": ("torch._foreach_mul_", "to scale many gradients at once"),
+    "foreach_sqrt": ("torch._foreach_sqrt", "to update many tensors at once"),
+    "unscale_and_check": ("torch._amp_foreach_non_finite_check_and_unscale_", "to unscale and check at once"),
+    # --- modules ---
+    "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "to keep batch norm's statistics in fp32"),
+    "InstanceNorm": (
+        "torch.nn.modules.instancenorm._InstanceNorm",
+        "to keep instance norm's statistics in fp32",
+    ),
+    "NormWithStatistics": ("torch.nn.modules.batchnorm._NormBase", "to keep running statistics in fp32"),
+    "Convolution": ("torch.nn.modules.conv._ConvNd", "to try channels-last memory on every convolution"),
+    # --- optimizers ---
+    "disable_dynamo": (
+        "torch._compile._disable_dynamo",
+        "to keep step() out of compiled code without importing it",
+    ),
+    "global_step_pre_hooks": (
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "to call every optimizer's hooks",
+    ),
+    "global_step_post_hooks": (
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "to call every optimizer's hooks",
+    ),
+    # --- tools that look ---
+    "disable_current_modes": (
+        "torch.utils._python_dispatch._disable_current_modes",
+        "to look without being seen",
+    ),
+    "default_store": (
+        "torch.distributed.distributed_c10d._get_default_store",
+        "to say what happened to a rank",
+    ),
+    "set_timeout": ("torch.distributed.distributed_c10d._set_pg_timeout", "to notice a rank that hangs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what torch calls otherwise; UnsupportedError where this torch does not have it."""
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, use = _NAMES[name]
+    found: Any = torch
+    parts = path.split(".")
+    for depth, part in enumerate(parts[1:], 2):
+        try:
+            held = hasattr(found, part)
+            found = getattr(found, part) if held else importlib.import_module(".".join(parts[:depth]))
+        except ImportError as error:
+            raise _lacking(path, use) from error
+    globals()[name] = found
+    return found
 
 
 def _lacking(name: str, use: str) -> UnsupportedError:
@@ -29,6 +168,116 @@ def _of(owner: Any, name: str, use: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         raise _lacking(f"{type(owner).__name__}.{name}", use) from error
+
+
+# --- ops, nodes, modules, wrappers -------------------------------------------------------------------------
+
+
+def schema_of(op: Any) -> Any:
+    """Return an op's schema: its name, and which arguments are tensors, which decides what is cast."""
+    return op._schema
+
+
+def overload_packet_name(packet: OpOverloadPacket) -> str:
+    """Return `namespace::name`, by which rules know a packet of overloads."""
+    return packet._qualified_op_name
+
+
+def call_of(op: OpOverload) -> Callable[..., Any]:
+    """Return what runs an op in C++; the overload object itself goes through Python first, at 1 us a call."""
+    return op._op
+
+
+def node_number(node: Any) -> int:
+    """Return the number that autograd gave a node when forward made it."""
+    return node._sequence_nr()
+
+
+def stored_values(sparse: Tensor) -> Tensor:
+    """Return the values of a sparse tensor as they are stored; the public `values()` wants it coalesced."""
+    return sparse._values()
+
+
+def in_forward_ad() -> bool:
+    """Return whether forward-mode differentiation is on, which functions of autograd do not support."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Take a library's kernels out of the dispatcher; torch does so only when the object dies."""
+    library._destroy()
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return a module's hooks before and after its forward, and torch's notes on them, as it holds them.
+
+    Without them a conversion cannot find or remove its own hooks by their number, and lint finds none.
+    """
+    notes = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
+    held = (module._forward_pre_hooks, module._forward_hooks, *notes, module._forward_hooks_always_called)
+    return cast("tuple[dict[int, Any], ...]", held)
+
+
+def flat_weights(module: nn.Module) -> tuple[list[str], list[Any]] | None:
+    """Return the names and weights that a recurrent layer passes to its kernel; None for another module."""
+    weights: Any = getattr(module, "_flat_weights", None) if isinstance(module, nn.RNNBase) else None
+    return None if weights is None else (cast(Any, module)._flat_weights_names, weights)
+
+
+def set_flat_weights(module: nn.Module, weights: list[Any]) -> None:
+    """Set the weights that a recurrent layer passes to its kernel: it does not look at its parameters."""
+    cast(Any, module)._flat_weights = weights
+
+
+def local_tensor(t: Any) -> Any:
+    """Return a DTensor's memory on this rank without autograd, any other tensor itself."""
+    return getattr(t, "_local_tensor", t)
+
+
+def set_local_tensor(t: Any, like: Any) -> None:
+    """Give a DTensor the memory and placement of another; `.data` alone keeps the old ones."""
+    local, spec = like._local_tensor, like._spec
+    t.data = like
+    t._local_tensor, t._spec = local, spec
+
+
+def place_of_shard(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and offsets of what this rank holds, by which files know the pieces of a tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Return whether a placement cuts a dimension twice, whose pieces are not contiguous."""
+    return type(placement).__name__ == "_StridedShard"
+
+
+def device_types(group: Any) -> set[str]:
+    """Return the types of devices that a process group can send from."""
+    return {device.type for device in group._device_types}
+
+
+def joined_rank(ddp: Any) -> int:
+    """Return the rank whose weights all take when ranks of `ddp.join()` have run out of batches."""
+    return ddp._authoritative_rank
+
+
+def is_joining(ddp: Any) -> bool:
+    """Return whether `ddp.join()` is entered."""
+    return bool(ddp._join_config.enable)
+
+
+def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
+    """Return the hooks that a DDP sends gradients through, to refuse fp16 ones at a bf16 level."""
+    return getattr(ddp, "_comm_hooks", ())
+
+
+def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return an optimizer's own hooks before and after its step, which our step calls as torch's does."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 # --- fully_shard -------------------------------------------------------------------------------------------
@@ -80,6 +329,120 @@ def fsdp_policy_holders(group: Any) -> list[Any]:
 
 
 # --- torch.compile -----------------------------------------------------------------------------------------
+#
+# Dynamo traces into the functions of a region when it meets them inside code that it compiles. When the code
+# breaks the graph, Python calls the same functions, and Dynamo must let these calls be: a region that is
+# compiled on its own changes nothing outside its graph.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BUILDER = "torch._dynamo.variables.builder"
+
+
+def not_compiled(function: F) -> F:
+    """Decorate a function whose own frame, and those it calls, Dynamo runs as they are.
+
+    Called from code that is being compiled it is still traced into.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def never_compiled(function: F) -> F:
+    """Decorate a function that Dynamo neither compiles nor traces into: code that calls it breaks there."""
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return not_compiled(function)
+
+
+def constant_when_traced(function: F) -> F:
+    """Decorate a function that Dynamo calls once, putting the answer into the graph.
+
+    That is what `torch.compiler.assume_constant_result` does, which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def put_back_when_broken(device_types: Sequence[str]) -> None:
+    """Have autocast's dtypes of these devices restored when the trace that is under way comes to its end.
+
+    Dynamo restores everything else that a trace changes, and fails where this differs.
+    """
+    translator = sys.modules.get("torch._dynamo.symbolic_convert")
+    if translator is None:
+        return
+    before = [(kind, torch.get_autocast_dtype(kind)) for kind in device_types]
+
+    def put_back() -> None:
+        for kind, dtype in before:
+            torch.set_autocast_dtype(kind, dtype)
+
+    tracing = getattr(translator.tls, "current_tx", None)
+    if tracing is not None:  # export that traces without Dynamo has none
+        tracing.output.add_cleanup_hook(put_back)
+
+
+def traced_from_outside(kind: type) -> None:
+    """Let Dynamo enter instances of a context manager that were made outside the code it compiles.
+
+    It does so for instances made inside, and for torch's own managers; others it refuses, or breaks the graph
+    at. Works on Dynamo once that is imported, which torch does at the first compilation.
+    """
+    _kinds.append(kind)
+    if _BUILDER in sys.modules:
+        _teach(sys.modules[_BUILDER])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+_kinds: list[type] = []
+
+
+def _teach(builder: ModuleType) -> None:
+    made: Any = builder.VariableBuilder
+    wrap = made._wrap
+    if getattr(wrap, "_knows_regions", False):
+        return
+    from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
+
+    def _wrap(self: Any, value: Any) -> Any:
+        if not isinstance(value, tuple(_kinds)):
+            return wrap(self, value)
+        self.install_guards(builder.GuardBuilder.TYPE_MATCH)
+        variable = GenericContextWrappingVariable(value, source=self.source)
+        return self.tx.output.side_effects.track_object_existing(value, variable)
+
+    _wrap._knows_regions = True  # pyright: ignore[reportFunctionMemberAccess]
+    made._wrap = _wrap
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls `_teach` once Dynamo's builder has been imported, then is gone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find the builder as the other finders do, with a loader that teaches it."""
+        if fullname != _BUILDER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_teach(module: ModuleType) -> None:
+                load(module)
+                _teach(module)
+
+            spec.loader.exec_module = load_and_teach
+        return spec
+
+
+def graph_break(why: str) -> None:
+    """End the graph that Dynamo is making here; without it torch 2.11 cannot compile code with a region."""
+    torch._dynamo.graph_break(why)
 
 
 def dynamo_traces_autocast() -> bool:

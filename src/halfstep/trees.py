@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from halfstep.errors import ConfigError
+from halfstep.torch_private import pytree
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def dense_values(t: Tensor) -> Tensor:
     if to_local is not None:
         t = cast(Tensor, to_local())
     if t.layout != torch.strided:
-        t = (t if t.is_coalesced() else t.coalesce())._values() if t.is_sparse else t.values()
+        t = t.coalesce().values() if t.is_sparse else t.values()
     return torch.view_as_real(t) if t.is_complex() else t
 
 

@@ -15,18 +15,26 @@ from typing import Any, cast
 import torch
 
 from halfstep.casting import kernel_runners
-from halfstep.casting.dynamo import not_compiled
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
 from halfstep.policy.ops import REMEDIES, OpRow, Rule
+from halfstep.torch_private import (
+    DispatchKey,
+    OpOverload,
+    call_of,
+    exclude_key,
+    functorch_level,
+    keys_below,
+    not_compiled,
+    schema_of,
+)
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Runner = Callable[[Any, Args, Kwargs], Any]
 
-_C: Any = torch._C
 _F32, _F64 = torch.float32, torch.float64
 _LOW = frozenset({torch.float16, torch.bfloat16})
 # What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
@@ -54,24 +62,24 @@ class OpOnDevice:
     `native_rule`: what that kernel does; None where there is no kernel or its rule is not known.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     device_type: str
-    key: torch._C.DispatchKey
+    key: DispatchKey
     native: Any
     native_rule: Rule | None
 
     @property
     def name(self) -> str:
         """The op as policies name it."""
-        return self.op._schema.name.removeprefix("aten::")
+        return schema_of(self.op).name.removeprefix("aten::")
 
     def below(self, args: Args, kwargs: Kwargs) -> Any:
         """Call the op with autocast out of the way, for itself and for the ops it is made of."""
-        return self.under(self.op._op, *args, **kwargs)
+        return self.under(call_of(self.op), *args, **kwargs)
 
     def under(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call with autocast out of the way."""
-        exclude, key = _C._dispatch_tls_set_dispatch_key_excluded, self.key
+        exclude, key = exclude_key, self.key
         exclude(key, True)
         try:
             return call(*args, **kwargs)
@@ -83,7 +91,7 @@ class OpOnDevice:
         if any(isinstance(args[i], int | float | complex) for i in _tensor_places(self.op) if i < len(args)):
             # `x * 2.0`: redispatching does not take a number where the schema has a tensor.
             return self.below(args, kwargs)
-        return self.op.redispatch(keyset & _C._dispatch_keyset_full_after(self.key), *args, **kwargs)
+        return self.op.redispatch(keyset & keys_below(self.key), *args, **kwargs)
 
     def plain(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         """Do what torch alone would do inside `torch.autocast`."""
@@ -99,9 +107,9 @@ def keep_padding(keyset: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 @functools.cache
-def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
+def _tensor_places(op: OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that the schema declares as single tensors."""
-    return tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
+    return tuple(i for i, a in enumerate(schema_of(op).arguments) if str(a.type) == "Tensor")
 
 
 def runner(
@@ -193,7 +201,7 @@ def _low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
 def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     """Torch's kernel casts in C++; only fp64 inputs need more."""
     call, general = site.native.call_boxed, _low_runner(site, compute)
-    lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in site.op._schema.arguments)
+    lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in schema_of(site.op).arguments)
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         for value in _tensors(args) if lists else args:
@@ -235,7 +243,7 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
             return _cast_below(site, _F64, args, kwargs)
         if dtypes & _COMPLEX:
             return site.below(args, kwargs)
-        if _C._functorch.maybe_current_level() is not None:
+        if functorch_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
             return _cast_below(site, compute, args, kwargs)
         with SavedLow() as saved:
@@ -255,7 +263,7 @@ def _dtype_argument_runner(site: OpOnDevice) -> Runner:
 
     An op called with a dtype of the user's keeps it. Overloads that have no such argument are cast.
     """
-    names = [a.name for a in site.op._schema.arguments]
+    names = [a.name for a in schema_of(site.op).arguments]
     if "dtype" not in names:
         return _full_runner(site)
     position = names.index("dtype")

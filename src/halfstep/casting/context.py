@@ -16,17 +16,17 @@ import torch
 
 from halfstep import devices, torch_private
 from halfstep.casting import kernel_probes, regions, state
-from halfstep.casting.dynamo import (
-    constant_when_traced,
-    not_compiled,
-    put_back_when_broken,
-    traced_from_outside,
-)
 from halfstep.casting.exporting import record_casts
 from halfstep.casting.kernel_choice import Kernels, KernelTable, install_measured, table_of
 from halfstep.casting.state import Setting, Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
+from halfstep.torch_private import (
+    constant_when_traced,
+    not_compiled,
+    put_back_when_broken,
+    traced_from_outside,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,7 +117,7 @@ class autocast:
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling() and not _dynamo_traces_autocast():
-                torch._dynamo.graph_break("this torch cannot compile a halfstep region: newer ones can")
+                torch_private.graph_break("this torch cannot compile a halfstep region: newer ones can")
             switch = _switch(*self._arguments)
             self._traced = [*self._traced, (switch[0], state.turn(switch))]
         else:

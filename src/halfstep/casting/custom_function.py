@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.casting import regions
 from halfstep.casting.context import autocast
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
+from halfstep.torch_private import pytree
 from halfstep.trees import first_device
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from halfstep.casting import casts, regions
 from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.policy.policy import Policy
+from halfstep.torch_private import OpOverload, schema_of
 
 _MODE = "torch.fx.experimental.proxy_tensor"
 
@@ -77,9 +78,9 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 @cache
-def _runner(op: torch._ops.OpOverload, device_type: str, policy: Policy) -> Runner | None:
-    name = op._schema.name.removeprefix("aten::")
-    if op._schema.is_mutable and not name.endswith("_"):
+def _runner(op: OpOverload, device_type: str, policy: Policy) -> Runner | None:
+    name = schema_of(op).name.removeprefix("aten::")
+    if schema_of(op).is_mutable and not name.endswith("_"):
         return None
     site = OpOnDevice(op, device_type, regions.key_of(device_type), None, None)
     return casts.runner(site, policy.rows(device_type).get(name), policy.compute_dtype, False)

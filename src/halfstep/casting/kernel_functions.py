@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.casting.dynamo import not_compiled
 from halfstep.casting.kernel_choice import Choice
+from halfstep.torch_private import DispatchKey, exclude_key, is_key_excluded, not_compiled
 
-_C: Any = torch._C
 _aten: Any = torch.ops.aten
 _F32 = torch.float32
-_AUTOCAST = _C.DispatchKey.AutocastCPU
+_AUTOCAST = DispatchKey.AutocastCPU
 _onednn: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _flash: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _flash_backward: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -32,12 +31,12 @@ Grads = tuple[Tensor | None, ...]
 @contextmanager
 def _no_autocast() -> Generator[None]:
     """A backward runs in the dtypes it was made with, also where it is called inside a region."""
-    before = _C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST)
-    _C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST, True)
+    before = is_key_excluded(_AUTOCAST)
+    exclude_key(_AUTOCAST, True)
     try:
         yield
     finally:
-        _C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST, before)
+        exclude_key(_AUTOCAST, before)
 
 
 def has_onednn() -> bool:

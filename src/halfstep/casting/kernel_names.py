@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
+from halfstep.torch_private import all_op_names
 
 KINDS = ("convolution", "linear", "bmm", "attention", "lstm", "gru", "rnn_tanh")
 SIZES = ("tiny", "small", "medium", "large")
@@ -57,7 +57,7 @@ def check_row(number: int, row: Mapping[str, Any]) -> None:
     """
     op, geometry = row.get("op"), row.get("geometry")
     if op is not None and "::" in op:  # an op without a kind has neither geometry nor size
-        names = torch._C._dispatch_get_all_op_names() if op.startswith("aten::") else (op,)
+        names = all_op_names() if op.startswith("aten::") else (op,)
         _check(number, "op", op, names)
         shapes, extents = ("",), ("",)
     else:

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from halfstep.casting import kernel_functions as functions
 from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass
@@ -22,15 +21,13 @@ from halfstep.casting.kernel_functions import Geometry
 from halfstep.casting.kernel_names import geometries, sizes
 from halfstep.casting.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
+from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing
 
 Args = Sequence[Any]
 Call = Callable[[Args, Mapping[str, Any]], Any]
 
-_C: Any = torch._C
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_level: Callable[[], Any] = _C._functorch.maybe_current_level
-_tracing: Callable[[], bool] = _C._is_tracing
 _threads = torch.get_num_threads
 _grad = torch.is_grad_enabled
 _KEPT = 4096
@@ -436,7 +433,7 @@ def chosen(
         return own if choice.is_native else made.run(choice)
 
     def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
-        if _level() is not None or forward_ad._current_level >= 0 or _tracing():
+        if functorch_level() is not None or in_forward_ad() or is_jit_tracing():
             return native(keyset, args, kwargs)
         key = _key(args, kwargs)
         if key is None:

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.casting import regions
 from halfstep.casting.casts import _CASTABLE, _F32, _F64, Args, Kwargs, refusal, widest
 from halfstep.casting.context import autocast
-from halfstep.casting.dynamo import constant_when_traced
 from halfstep.errors import ConfigError
 from halfstep.policy import op_names
 from halfstep.policy.ops import OpRow, Rule
+from halfstep.torch_private import constant_when_traced, pytree
 from halfstep.trees import first_device
 
 P = ParamSpec("P")

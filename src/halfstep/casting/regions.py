@@ -23,7 +23,6 @@ import torch
 from halfstep import devices
 from halfstep.casting import casts
 from halfstep.casting.casts import OpOnDevice, Runner
-from halfstep.casting.dynamo import not_compiled
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.state import (
     Code,
@@ -42,8 +41,22 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, says_dtype, text_of
+from halfstep.torch_private import (
+    DispatchKey,
+    OpOverload,
+    destroy,
+    dispatch_key,
+    dispatch_key_name,
+    graph_task,
+    has_kernel,
+    has_kernel_for,
+    node_number,
+    not_compiled,
+    own_device_name,
+    running_node,
+    schema_of,
+)
 
-_C: Any = torch._C
 # Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
 # them.
 CARRIERS = ("maia", "ipu")
@@ -99,7 +112,7 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
         raise UnsupportedError(
             f"autocast cannot compute in {dtype_name(dtype)}: expected bf16, fp16, or fp32 to cast nothing"
         )
-    if device_type in CARRIERS or not _C._is_autocast_available(device_type):
+    if device_type in CARRIERS or not torch.amp.is_autocast_available(device_type):
         raise UnsupportedError(
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
@@ -133,12 +146,12 @@ def off_for(device_type: str) -> Setting:
 
 def _runners(
     device_type: str, policy: Policy, kernels: KernelTable
-) -> tuple[dict[torch._ops.OpOverload, Runner], frozenset[str]]:
+) -> tuple[dict[OpOverload, Runner], frozenset[str]]:
     rows, native = policy.rows(device_type), _native_rows(device_type)
     mirrors_torch = policy.table == "torch" and bool(native)
     choose = kernels if device_type == "cpu" and not mirrors_torch else None
     slow = device_type != "cpu" and not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
-    runs: dict[torch._ops.OpOverload, Runner] = {}
+    runs: dict[OpOverload, Runner] = {}
     low: set[str] = set()
     for name in policy.edits if mirrors_torch else {**rows, **native}:
         row = rows.get(name)
@@ -158,7 +171,7 @@ def _native_rows(device_type: str) -> Mapping[str, ops.OpRow]:
     return ops.rows("torch", device_type) if device_type in ("cpu", "cuda") else {}
 
 
-def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
+def _overloads(name: str) -> Iterator[OpOverload]:
     """The overloads of an op that reach the Autocast key with tensors and write none of their arguments.
 
     A name in "_" is an op in place and writes its first one; tables have rows for such ops to refuse them.
@@ -169,11 +182,11 @@ def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
     packet = getattr(getattr(torch.ops, namespace or "aten"), short, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
-        schema = op._schema
+        schema = schema_of(op)
         if (
             (not schema.is_mutable or short.endswith("_"))
             and any("Tensor" in str(a.type) for a in schema.arguments)
-            and _C._dispatch_has_kernel(op.name())
+            and has_kernel(op.name())
         ):
             yield op
 
@@ -181,34 +194,33 @@ def _overloads(name: str) -> Iterator[torch._ops.OpOverload]:
 # --- kernels at the Autocast key ---------------------------------------------------------------------------
 
 _registry = threading.RLock()
-_sites: dict[tuple[torch._ops.OpOverload, str], OpOnDevice] = {}
+_sites: dict[tuple[OpOverload, str], OpOnDevice] = {}
 _ready: set[Setting] = set()
-_registered: set[tuple[torch._ops.OpOverload, str]] = set()
+_registered: set[tuple[OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def key_of(device_type: str) -> torch._C.DispatchKey:
+def key_of(device_type: str) -> DispatchKey:
     """The dispatch key at which a device type's regions work."""
-    if device_type == _C._get_privateuse1_backend_name():
-        return _C.DispatchKey.AutocastPrivateUse1
-    return _C._dispatch_key_parse(f"Autocast{device_type.upper()}")
+    name = "PrivateUse1" if device_type == own_device_name() else device_type.upper()
+    return dispatch_key(f"Autocast{name}")
 
 
-def _site(op: torch._ops.OpOverload, device_type: str) -> OpOnDevice:
+def _site(op: OpOverload, device_type: str) -> OpOnDevice:
     """The site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
         key, native, rule = key_of(device_type), None, None
-        name = _C._dispatch_key_name(key)
-        if _C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
+        name = dispatch_key_name(key)
+        if has_kernel_for(op.name(), name):
             native = torch.library.get_kernel(op, name)
-            row = _native_rows(device_type).get(op._schema.name.removeprefix("aten::"))
+            row = _native_rows(device_type).get(schema_of(op).name.removeprefix("aten::"))
             rule = None if row is None else row.rule
         found = _sites[op, device_type] = OpOnDevice(op, device_type, key, native, rule)
     return found
 
 
-def _register(op: torch._ops.OpOverload, device_type: str) -> None:
+def _register(op: OpOverload, device_type: str) -> None:
     if (op, device_type) in _registered:
         return
     site = _site(op, device_type)
@@ -217,7 +229,7 @@ def _register(op: torch._ops.OpOverload, device_type: str) -> None:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
-        _libraries[namespace].impl(op, _kernel(site), _C._dispatch_key_name(site.key), with_keyset=True)
+        _libraries[namespace].impl(op, _kernel(site), dispatch_key_name(site.key), with_keyset=True)
     _registered.add((op, device_type))
 
 
@@ -231,7 +243,7 @@ def release() -> None:
         raise ConfigError("release() was called inside an autocast region; leave every region first")
     with _registry:
         for library in _libraries.values():
-            library._destroy()
+            destroy(library)
         for memory in (_libraries, _registered, _ready):
             memory.clear()
 
@@ -239,7 +251,7 @@ def release() -> None:
 def _kernel(site: OpOnDevice) -> Callable[..., Any]:
     """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
     op, device_type = site.op.name(), site.device_type
-    local, task = _local, _C._current_graph_task_id
+    local, task = _local, graph_task
     deeper, back = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
     @not_compiled
@@ -269,7 +281,7 @@ _STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), froze
 
 def _elsewhere(device_type: str) -> Setting | None:
     """The setting in force where the thread-local alone does not tell; None for a region of torch's own."""
-    if _C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         return _in_backward(device_type)
     setting = _local.thread.active.get(device_type)
     if setting is not None and _is_switched_to(setting):
@@ -290,11 +302,11 @@ def _in_backward(device_type: str) -> Setting | None:
     inside = who.active.get(device_type)
     if inside is not None:
         depth, task = who.entry[device_type] or (0, -1)
-        if task == _C._current_graph_task_id():
+        if task == graph_task():
             return inside
         if _nesting() == (depth if who.ident == threading.get_ident() else 0):
             # Not forward run again, which would be inside one more region, of checkpoint's making.
-            return inside if isinstance(_C._current_autograd_node(), _PythonNode) else _STRAIGHT
+            return inside if isinstance(running_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
         return None
     return _made_under(_first_node(), device_type, who)
@@ -315,7 +327,7 @@ def _first_node() -> Any:
     Reentrant checkpointing runs a backward inside the backward of a Python Function, through a graph made on
     the spot; the outermost such Function on the stack is of the graph that forward made.
     """
-    node = _C._current_autograd_node()
+    node = running_node()
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -332,7 +344,7 @@ def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
 
     That is the thread that calls backward, then those that were in a region most recently.
     """
-    number = -1 if node is None else node._sequence_nr()
+    number = -1 if node is None else node_number(node)
     own, known = caller.histories.get(device_type), [t.histories.get(device_type) for t in list(_threads)]
     others = [h for h in known if h is not None and h is not own]
     for history in (own, *sorted(others, key=lambda h: h.latest, reverse=True)):
@@ -401,7 +413,7 @@ def enter(setting: Setting) -> tuple[Any, ...]:
     saved = turn(setting.switch)
     here.entered.append(setting)
     here.depth = saved[-1] + 1
-    here.entry[device_type] = (saved[-1], _C._current_graph_task_id())
+    here.entry[device_type] = (saved[-1], graph_task())
     _put(here, device_type, setting if setting.runs else None)
     return before, entry, saved, setting
 

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
-from halfstep.casting.dynamo import not_compiled
+from halfstep.torch_private import (
+    can_save_hooks,
+    not_compiled,
+    pop_save_hooks,
+    push_save_hooks,
+    top_save_hooks,
+)
 
-_C: Any = torch._C
-_autograd: Any = _C._autograd
 _F32 = torch.float32
 
 
@@ -30,15 +34,15 @@ class SavedLow:
         self._on = False
 
     def __enter__(self) -> SavedLow:
-        if torch.is_grad_enabled() and _autograd._saved_tensors_hooks_is_enabled():
-            self._outer = _autograd._top_saved_tensors_default_hooks(True)
-            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        if torch.is_grad_enabled() and can_save_hooks():
+            self._outer = top_save_hooks(True)
+            push_save_hooks(self._pack, self._unpack)
             self._on = True
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._on:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_save_hooks()
 
     def remember(self, wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         """Note that `wide` is `low` in fp32; returns `wide`. Tracers' fake tensors have no memory to save."""

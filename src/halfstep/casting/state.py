@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,11 @@ from halfstep.casting import casts
 from halfstep.casting.casts import Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.policy.policy import Policy
-
-_C: Any = torch._C
+from halfstep.torch_private import OpOverload, graph_task, has_thread_state, sequence_number, thread_state
 
 Code = tuple[torch.dtype, torch.dtype]
 # What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
 Switch = tuple[str, bool, torch.dtype, Code | None]
-_next_number: Callable[[], int] = _C._autograd._get_sequence_nr
 _HISTORY = 16384
 _clock = itertools.count(1).__next__
 
@@ -39,7 +37,7 @@ class Setting:
     policy: Policy
     switch: Switch
     runs: Mapping[str, Runner] = field(repr=False)
-    ops: tuple[torch._ops.OpOverload, ...] = field(repr=False)
+    ops: tuple[OpOverload, ...] = field(repr=False)
     low: frozenset[str] = field(repr=False)
     kernels: KernelTable | None = None
     device_type: str = field(init=False)
@@ -61,7 +59,7 @@ class _SettingLog:
         self.latest = 0
 
     def record(self, setting: Setting | None) -> None:
-        number, self.latest = _next_number(), _clock()
+        number, self.latest = sequence_number(), _clock()
         if self.numbers and self.numbers[-1] == number:
             self.settings[-1] = setting
             return
@@ -97,7 +95,7 @@ class Thread:
         That is the context of variables, which torch copies for each backward. (An object of ours in torch's
         own thread-local store would be destroyed by a thread that ends while the interpreter does: SIGABRT.)
         """
-        if _C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             _shown.set(self)
             if not self.shown:
                 self.shown = True
@@ -127,9 +125,9 @@ def caller() -> Thread:
     here = _local.thread
     if here.shown:
         return here
-    if _C._is_key_in_tls("context"):
+    if has_thread_state("context"):
         # A backward inside that of a Python Function has a context of autograd's thread, which lacks it.
-        here.caller = _C._get_obj_in_tls("context").get(_shown, here.caller)
+        here.caller = thread_state("context").get(_shown, here.caller)
     return here.caller or here
 
 

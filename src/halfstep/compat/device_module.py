@@ -26,6 +26,7 @@ from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.scaling.grad_scaler import GradScaler
+from halfstep.torch_private import dispatch_key, has_fallback
 
 _OURS = "__halfstep__"
 _kept: list[torch.library.Library] = []
@@ -71,8 +72,8 @@ def _supported(*dtypes: torch.dtype) -> Callable[[], list[torch.dtype]]:
 
 def _let_other_ops_through() -> None:
     """Torch has no Autocast fallback for PrivateUse1; without one, ops that no rule names would fail."""
-    key = torch._C._dispatch_key_parse("AutocastPrivateUse1")
-    if not torch._C._dispatch_has_backend_fallback(key):
+    key = dispatch_key("AutocastPrivateUse1")
+    if not has_fallback(key):
         library = torch.library.Library("_", "IMPL")
         library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         _kept.append(library)

@@ -21,13 +21,13 @@ from torch.amp.autocast_mode import is_autocast_available
 from halfstep.casting.context import active_policy, traced_policy
 from halfstep.casting.context import autocast as _native
 from halfstep.casting.custom_function import custom_bwd, custom_fwd
-from halfstep.casting.dynamo import constant_when_traced
 from halfstep.casting.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.ops import Rule, rows
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler as _GradScaler
+from halfstep.torch_private import constant_when_traced
 
 __all__ = [
     "GradScaler",

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import BannedOpError
 from halfstep.policy.ops import OpRow, Rule
+from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
 
 Verdict = Literal["agrees", "differs", "absent", "unsampled"]
 _MOVES = frozenset({"_to_copy", "copy_", "clone", "detach", "empty_like", "fill_", "zero_", "contiguous"})
@@ -64,7 +63,7 @@ class _DtypesSeen(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = _dtypes((args, kwargs))
-        if given and not func.is_view and func._schema.name.removeprefix("aten::") not in _MOVES:
+        if given and not func.is_view and schema_of(func).name.removeprefix("aten::") not in _MOVES:
             asked = (kwargs or {}).get("dtype")
             self._seen.update((asked,) if asked in _FLOATING else given)
         return func(*args, **(kwargs or {}))

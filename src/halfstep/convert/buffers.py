@@ -16,6 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from halfstep.errors import HalfstepWarning
 from halfstep.formats import dtype_name
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import NormWithStatistics, hooks_of
 
 #: Steps after each of which buffers are looked at; later only every SELDOM-th.
 _OFTEN, _SELDOM = 20, 64
@@ -25,14 +26,14 @@ _COMPARED = 3
 
 def recomputed(module: nn.Module, key: str) -> bool:
     """Whether a buffer is found anew from the weight again and again: spectral norm's vectors."""
-    hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm))
+    hooks = (hook for hook in hooks_of(module)[0].values() if isinstance(hook, SpectralNorm))
     return type(module).__name__ == "_SpectralNorm" or any(
         key in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks
     )
 
 
 # Their statistics are 16-bit at O3 alone, where the level says so.
-_STATISTICS = (nn.modules.batchnorm._NormBase,)
+_STATISTICS = (NormWithStatistics,)
 
 
 class _WatchedBuffer:

@@ -16,12 +16,12 @@ from typing import Any, Never, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from halfstep.casting.context import active_policy, autocast
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
+from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, pytree, set_flat_weights
 from halfstep.trees import cast_floats, is_wide_float
 
 
@@ -192,20 +192,13 @@ def _not_in(dtype: torch.dtype, store: Mapping[str, Tensor | None]) -> dict[str,
     return {k: t for k, t in store.items() if t is not None and is_wide_float(t) and t.dtype != dtype}
 
 
-def set_flat_weights(module: nn.Module, weights: list[Any]) -> None:
-    """Set the list in which an RNN keeps its weights a second time."""
-    module._flat_weights = cast(Any, weights)
-
-
 def _cast_own(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Put cast stand-ins in the place of the module's own parameters and buffers; returns what undoes it."""
     if keeps_fp32(module, dtype):
         return lambda: None
     parameters = _not_in(dtype, module._parameters)
     buffers = _not_in(dtype, module._buffers)
-    flat = cast(
-        list[Any] | None, getattr(module, "_flat_weights", None) if isinstance(module, nn.RNNBase) else None
-    )
+    flat = flat_weights(module)
     stand_ins = {k: t.to(dtype) for k, t in (*parameters.items(), *buffers.items())}
     versions = {k: stand_ins[k]._version for k in buffers}
     for key in parameters:
@@ -213,8 +206,7 @@ def _cast_own(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     for key in buffers:
         module._buffers[key] = stand_ins[key]
     if flat is not None:
-        names = cast(list[str], module._flat_weights_names)
-        set_flat_weights(module, [stand_ins.get(name, weight) for name, weight in zip(names, flat)])
+        set_flat_weights(module, [stand_ins.get(name, weight) for name, weight in zip(*flat)])
 
     def undo() -> None:
         module._parameters.update(cast(dict[str, Any], parameters))
@@ -224,7 +216,7 @@ def _cast_own(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
                     buffer.copy_(stand_ins[key])
             module._buffers[key] = buffer
         if flat is not None:
-            set_flat_weights(module, flat)
+            set_flat_weights(module, flat[1])
 
     return undo
 
@@ -232,8 +224,8 @@ def _cast_own(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 _NORMS: Mapping[Any, str] = {
     nn.LayerNorm.forward: "layer_norm",
     nn.GroupNorm.forward: "group_norm",
-    nn.modules.batchnorm._BatchNorm.forward: "batch_norm",
-    nn.modules.instancenorm._InstanceNorm.forward: "instance_norm",
+    BatchNorm.forward: "batch_norm",
+    InstanceNorm.forward: "instance_norm",
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.convert.hooks import set_flat_weights
 from halfstep.convert.sharded import is_shard, replace_shard
+from halfstep.torch_private import flat_weights, set_flat_weights
 from halfstep.trees import is_wide_float
 
 
@@ -67,5 +67,5 @@ def stand_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
     """Have recurrent layers take their weights anew."""
     for module in modules:
-        names = cast(list[str], module._flat_weights_names)
+        names, _ = flat_weights(module) or ([], [])
         set_flat_weights(module, [getattr(module, name, None) for name in names])

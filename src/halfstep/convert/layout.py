@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, show
+from halfstep.torch_private import Convolution
 
 LAYOUTS = ("keep", "auto", "channels_last")
 
@@ -32,7 +33,7 @@ def convolution_weights(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     for model in models:
         for module in model.modules():
             weight = getattr(module, "weight", None)
-            if not isinstance(module, nn.modules.conv._ConvNd) or not isinstance(weight, nn.Parameter):
+            if not isinstance(module, Convolution) or not isinstance(weight, nn.Parameter):
                 continue
             if not isinstance(weight, nn.UninitializedParameter) and weight.dim() in _FORMATS:
                 found.setdefault(id(weight), weight)

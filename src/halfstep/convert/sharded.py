@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,7 @@ from halfstep.formats import dtype_name
 
 def replace_shard(tensor: Tensor, data: Tensor) -> None:
     """Give a DTensor parameter other data under the same identity (`.data` alone keeps the old shard)."""
-    given: Any = data
-    local, spec = given._local_tensor, given._spec
-    tensor.data = data
-    cast(Any, tensor)._local_tensor, cast(Any, tensor)._spec = local, spec
+    torch_private.set_local_tensor(tensor, data)
 
 
 def is_shard(tensor: Tensor) -> bool:

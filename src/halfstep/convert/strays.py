@@ -17,6 +17,7 @@ from halfstep.convert.in_place import refresh_flat
 from halfstep.convert.sharded import is_shard
 from halfstep.errors import HalfstepWarning
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import hooks_of
 
 
 def undo_copy(model: nn.Module) -> bool:
@@ -58,7 +59,7 @@ def widen_newcomers(model: nn.Module, converted: Container[nn.Module], known: It
 
 def powers_of(module: nn.Module) -> list[Power]:
     """What switches the casts at the edges of a module; one conversion has one, for those inside too."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    hooks = (hook for held in hooks_of(module)[:2] for hook in held.values())
     return [hook.power for hook in hooks if isinstance(hook, CastInputs | CastOutputs)]
 
 

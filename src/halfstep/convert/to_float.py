@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from halfstep.convert.hooks import Inside, Power
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
+from halfstep.torch_private import hooks_of
 
 
 def to_float(module: nn.Module, dtype: str | torch.dtype | None, *, keep_parts: bool = False) -> nn.Module:
@@ -24,7 +25,7 @@ def to_float(module: nn.Module, dtype: str | torch.dtype | None, *, keep_parts: 
         raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
     chosen = None if dtype is None else parse_dtype(dtype)
     for each in module.modules():
-        for registered in (each._forward_pre_hooks, each._forward_hooks):
+        for registered in hooks_of(each)[:2]:
             for key in [
                 k for k, hook in registered.items() if isinstance(getattr(hook, "__self__", None), _ToFloat)
             ]:
@@ -52,7 +53,7 @@ class _ToFloat(Inside):
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
     """The dtype that `to_float` gave a module, or None."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in hooks_of(module)[0].values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _ToFloat):
             return owner.dtype
@@ -60,11 +61,5 @@ def own_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def _unhook(module: nn.Module, key: int) -> None:
-    for store in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ):
-        cast(dict[int, Any], store).pop(key, None)
+    for held in hooks_of(module):
+        held.pop(key, None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from halfstep.errors import ConfigError
+from halfstep.torch_private import is_joining, joined_rank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +69,7 @@ def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
             session.step_without_batch()
 
         def post_hook(self, is_last_joiner: bool) -> None:
-            session.replica(ddp).take_from(cast(Any, ddp)._authoritative_rank)
+            session.replica(ddp).take_from(joined_rank(ddp))
 
     class Shadow(Joinable):
         def __init__(self) -> None:
@@ -96,4 +97,4 @@ def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
 
 def joins_alone(ddp: Any) -> bool:
     """Whether `ddp` is inside torch's own join, in which nobody answers for the session."""
-    return bool(ddp._join_config.enable) and ddp not in _ANSWERED
+    return is_joining(ddp) and ddp not in _ANSWERED

@@ -23,6 +23,7 @@ from halfstep.distributed.reduce import (
     to_backend,
     world_size,
 )
+from halfstep.torch_private import foreach_norm
 
 
 def whole_norms(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -71,7 +72,7 @@ def _whole(grad: Tensor) -> Tensor:
 
 
 def _plain_norms(tensors: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(tensors, 2))  # pyright: ignore[reportPrivateImportUsage]
+    return list(foreach_norm(tensors, 2))
 
 
 def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.torch_private import device_types, local_tensor
+
 Group = Any  #: torch.distributed.ProcessGroup; the class is absent from builds without distributed
 
 
@@ -127,7 +129,7 @@ def local_of(t: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank holds, sharing memory; an ordinary tensor as it is."""
     if type(t) in _PLAIN:
         return t
-    local: Tensor = getattr(t, "_local_tensor", t)
+    local: Tensor = local_tensor(t)
     if type(local) not in _PLAIN and hasattr(local, "wait"):  # still on its way (tensor parallel)
         local = cast(Any, local).wait()
     return local
@@ -156,7 +158,7 @@ def all_parts(mine: Tensor, group: Group) -> list[Tensor]:
 
 def to_backend(t: Tensor, group: Group | None) -> Tensor:
     """Move a small tensor where the group's backend can reduce it (NCCL knows no CPU tensors)."""
-    kinds = {device.type for device in (group or dist.group.WORLD)._device_types}  # pyright: ignore
+    kinds = device_types(group or dist.group.WORLD)
     # A process group written as one class (a vendor's, in Python) names no devices: it takes its own.
     if not kinds or t.device.type in kinds:
         return t

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfstep.distributed.reduce import gather
 from halfstep.errors import ConfigError
+from halfstep.torch_private import without_subclasses
 
 _LOOKS_ON_ACCELERATORS = 16  # each waits for the device
 
@@ -31,7 +32,7 @@ class SameGradients:
             ConfigError: on every rank of a mesh whose ranks have gradients of different parameters.
         """
         # a getter else asks every DTensor's class for its value
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             if not any(p.grad is None and p.requires_grad for p in weights):
                 return
         meshes: dict[Any, list[Tensor]] = {}

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from halfstep.distributed.hooks import OrderedReduceScatter
 from halfstep.distributed.reduce import local_of
 from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.torch_private import NormWithStatistics, is_strided_shard, place_of_shard
 
 _NORMS = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
-    nn.modules.batchnorm._NormBase,  # pyright: ignore[reportPrivateUsage]
+    NormWithStatistics,
     nn.LocalResponseNorm,
 )
 
@@ -141,14 +142,12 @@ def first_element(t: Tensor) -> int | None:
     placements = getattr(t, "placements", None)
     if placements is None or local_of(t).numel() in (0, t.numel()):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(t.shape, cast(Any, t).device_mesh, placements)
+    shape, offsets = place_of_shard(t.shape, cast(Any, t).device_mesh, placements)
     lead = next((i for i, (n, whole) in enumerate(zip(shape, t.shape)) if n != whole), 0)
     if any(n != whole for n, whole in zip(shape[lead + 1 :], t.shape[lead + 1 :])):
         return None
     if any(whole != 1 for whole in t.shape[:lead]):
         return None
-    if any(type(p).__name__ == "_StridedShard" for p in placements):
+    if any(is_strided_shard(p) for p in placements):
         return None
     return offsets[lead] * int(torch.Size(t.shape[lead + 1 :]).numel())

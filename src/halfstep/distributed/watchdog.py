@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from halfstep.distributed.reduce import rank, world_size
 from halfstep.errors import ConfigError, RankError
+from halfstep.torch_private import default_store, set_timeout
 
 _BROKEN = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe|timeout caused pair closure"
@@ -70,11 +71,11 @@ class _Board:
     def __init__(self, number: int, seconds: float | None) -> None:
         from torch.distributed import distributed_c10d
 
-        store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store: Any = default_store()
         self._store: Any = distributed_c10d.PrefixStore(f"halfstep/watchdog/{number}", store)
         self._seconds = seconds
         if seconds is not None:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)  # pyright: ignore
+            set_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
     def write(self, told: dict[str, Any]) -> None:
         """Say what happened to this rank; where the store is gone nobody can be told."""

@@ -18,6 +18,7 @@ from typing_extensions import TypeVar
 from halfstep import distributed
 from halfstep.errors import ConfigError, show
 from halfstep.gradients.unscale import unscale_
+from halfstep.torch_private import foreach_norm
 from halfstep.trees import dense_values, home_device
 
 __all__ = [
@@ -211,7 +212,7 @@ def _norms(tensors: list[Tensor], home: torch.device) -> Tensor:
     norms: dict[int, Tensor] = {}
     for places, group in _by_kind(tensors):
         wide = torch.promote_types(group[0].dtype, torch.float32)
-        found = torch._foreach_norm(group, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        found = foreach_norm(group, 2, dtype=wide)
         norms.update(zip(places, found, strict=True))
     return _gather([norms[i] for i in range(len(tensors))], home)
 
@@ -226,7 +227,7 @@ def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
             joined = [torch.cat(small)] if small else []
             extremes += [end for t in whole + joined for end in torch.aminmax(t)]
         else:
-            extremes += torch._foreach_norm(group, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+            extremes += foreach_norm(group, math.inf)
     return _gather(extremes, home).abs().amax()
 
 

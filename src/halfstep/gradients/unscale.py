@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
+from halfstep.torch_private import stored_values, unscale_and_check
 from halfstep.trees import all_finite, dense_values, home_device, multiply
 
 CheckAndUnscale = Callable[[list[Tensor], Tensor, Tensor], None]
@@ -34,7 +34,7 @@ class Kernels:
     update_scale: UpdateScale | None = None
 
 
-_torch_kernel: CheckAndUnscale = cast(Any, torch)._amp_foreach_non_finite_check_and_unscale_
+_torch_kernel: CheckAndUnscale = unscale_and_check
 _KERNELS: dict[str, Kernels] = {}
 _WITHOUT_TORCH_KERNEL: set[tuple[str, torch.dtype]] = set()
 
@@ -81,7 +81,7 @@ def unscale_(grads: Iterable[Tensor | None], inv_scale: Tensor) -> Tensor:
 
 def _stored(grad: Tensor) -> Tensor:
     """Return the gradient's own memory: duplicates of an uncoalesced sparse gradient stay apart."""
-    return grad._values() if grad.is_sparse else dense_values(grad)
+    return stored_values(grad) if grad.is_sparse else dense_values(grad)
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@ wide values have the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items, kernels_if_any
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels.pool import run_ranges
-
-foreach_copy_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_copy_"])
+from halfstep.torch_private import foreach_copy_
 
 #: Fewer elements than this are not worth importing Numba for.
 LEAST = 1 << 18

@@ -10,6 +10,13 @@ from typing import Any
 import torch
 
 from halfstep.policy.ops import TABLES
+from halfstep.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    all_op_names,
+    nn_functions,
+    overload_packet_name,
+)
 
 # Public spellings whose name differs from the op that reaches the dispatcher.
 _ALIASES: Mapping[str, str] = MappingProxyType(
@@ -37,16 +44,14 @@ _OPERATORS: Mapping[Any, str] = {
     operator.mul: "mul",
     operator.truediv: "div",
 }
-_NN: Any = getattr(torch._C, "_nn")  # noqa: B009 - a submodule without stubs
+_NN: Any = nn_functions
 OWN_OP_MARK = "__halfstep_op__"
 OWN_OPS: dict[str, Callable[..., Any]] = {}
 
 
 def known_names() -> list[str]:
     """Return every name that `canonical_op` accepts as is: aten ops and own functions."""
-    aten = {
-        name[6:].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
-    }
+    aten = {name[6:].partition(".")[0] for name in all_op_names() if name[:6] == "aten::"}
     return sorted(aten | set(OWN_OPS))
 
 
@@ -60,11 +65,11 @@ def _known(name: str) -> str | None:
 def _name_of_callable(fn: Callable[..., Any]) -> str | None:
     if hasattr(fn, OWN_OP_MARK):
         return getattr(fn, OWN_OP_MARK)
-    if isinstance(fn, torch._ops.OpOverload):
+    if isinstance(fn, OpOverload):
         fn = fn.overloadpacket
-    if isinstance(fn, torch._ops.OpOverloadPacket):
-        namespace, _, name = fn._qualified_op_name.partition("::")
-        return name if namespace == "aten" else fn._qualified_op_name
+    if isinstance(fn, OpOverloadPacket):
+        namespace, _, name = overload_packet_name(fn).partition("::")
+        return name if namespace == "aten" else overload_packet_name(fn)
     if fn in _OPERATORS:
         return _OPERATORS[fn]
     name = getattr(fn, "__name__", "")

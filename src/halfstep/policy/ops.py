@@ -17,6 +17,7 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.policy import op_tables
+from halfstep.torch_private import all_op_names, has_kernel_for
 
 
 class Rule(Enum):
@@ -112,11 +113,11 @@ _TORCH_BY_DEVICE: Mapping[str, Mapping[str, OpRow]] = MappingProxyType(
 @functools.cache
 def _mirror(device_type: str) -> Mapping[str, OpRow]:
     """Return torch's list for a device without the ops that the running torch does not register there."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = has_kernel_for
     key = f"Autocast{device_type.upper()}"
     registered = {
         name.removeprefix("aten::").partition(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
+        for name in all_op_names()
         if name.startswith("aten::") and has_kernel(name, key)
     }
     listed = _TORCH_BY_DEVICE[device_type]

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfstep.report.comparison import Bound
+from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
 from halfstep.tuning.op_times import without_remarks
 
 Step = Callable[[], Any]
@@ -148,13 +147,13 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if func.is_view or not outputs:
             return out
         self.ops += 1
         self.bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        known, ours = self.registry.get(func.overloadpacket), _CPU_FLOPS.get(func._schema.name)
+        known, ours = self.registry.get(func.overloadpacket), _CPU_FLOPS.get(schema_of(func).name)
         if known is not None or ours is not None:
             dtype = next(t.dtype for t in inputs if t.is_floating_point())
             count = known(*args, **kwargs, out_val=out) if known else ours(args, outputs[0])  # type: ignore[misc]

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting import kernel_choice
-from halfstep.casting.dynamo import never_compiled
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.gradients.stats import AnyStats, check_clip
@@ -50,6 +49,7 @@ from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.setup import OfSetup, Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
+from halfstep.torch_private import never_compiled
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from halfstep.casting.kernel_probes import measurements
 from halfstep.distributed import gather
@@ -25,6 +24,7 @@ from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.snapshot import Snapshot
+from halfstep.torch_private import pytree
 from halfstep.tuning.budget import Budget
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
 from halfstep.tuning.op_times import StepTimes, step_times
@@ -157,7 +157,7 @@ class Bench:
             run.session.early_listeners.remove(listen)
         if not run.session.history:
             raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
-        scalars = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
+        scalars = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
         seen.loss = float(scalars[0].detach()) if scalars else None
         return seen
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from halfstep.torch_private import pytree
 from halfstep.tuning.op_times import paths_of
 
 Flow = dict[tuple[str, str], int]
@@ -84,4 +84,6 @@ def container_of(path: str, wanted: set[str]) -> str | None:
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return (
+        leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )

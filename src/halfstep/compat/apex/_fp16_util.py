@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from halfstep.torch_private import BatchNorm
 from halfstep.trees import all_finite
 
 __all__ = [
@@ -42,7 +43,7 @@ class tofp16(nn.Module):
 
 
 def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine  # pyright: ignore[reportPrivateUsage]
+    return isinstance(module, BatchNorm) and bool(module.affine)
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:

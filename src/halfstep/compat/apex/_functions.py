@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.errors import ConfigError
+from halfstep.torch_private import pytree
 from halfstep.trees import cast_floats, is_wide_float
 
 P = ParamSpec("P")

@@ -6,11 +6,11 @@ import weakref
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halfstep.compat.apex._account import Account
 from halfstep.optim import MasterWeights
+from halfstep.torch_private import pytree
 
 
 class CastBatches:

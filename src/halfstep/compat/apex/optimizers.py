@@ -18,8 +18,15 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.optimizers import Keeping
-
-_torch: Any = torch  # its stubs lack the foreach functions
+from halfstep.torch_private import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_div,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt,
+)
 
 __all__ = [
     "FusedAdagrad",
@@ -214,26 +221,24 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         weights = self._wide(params)
         grads = [p.grad.float() / clip for p in params]
         if not self.adam_w_mode and decay:
-            _torch._foreach_add_(grads, weights, alpha=decay)
+            foreach_add_(grads, weights, alpha=decay)
         first, second = (self._moments(params, key) for key in ("exp_avg", "exp_avg_sq"))
-        _torch._foreach_mul_(first, beta1)
-        _torch._foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        _torch._foreach_mul_(second, beta2)
-        _torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        foreach_mul_(first, beta1)
+        foreach_add_(first, grads, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, grads, grads, 1 - beta2)
         corrections = (1 - beta1 ** group["step"], 1 - beta2 ** group["step"])
         c1, c2 = corrections if group["bias_correction"] else (1.0, 1.0)
-        below = _torch._foreach_sqrt(_torch._foreach_div(second, c2))
-        _torch._foreach_add_(below, group["eps"])
-        updates = _torch._foreach_div(_torch._foreach_div(first, c1), below)
+        below = foreach_sqrt(foreach_div(second, c2))
+        foreach_add_(below, group["eps"])
+        updates = foreach_div(foreach_div(first, c1), below)
         if self.adam_w_mode and decay:
-            _torch._foreach_add_(updates, weights, alpha=decay)
+            foreach_add_(updates, weights, alpha=decay)
         if decay or self.use_nvlamb:
-            ratios = [
-                _trust(w, u) for w, u in zip(_torch._foreach_norm(weights), _torch._foreach_norm(updates))
-            ]
+            ratios = [_trust(w, u) for w, u in zip(foreach_norm(weights), foreach_norm(updates))]
             updates = [u * ratio for u, ratio in zip(updates, ratios)]
-        _torch._foreach_add_(weights, updates, alpha=-group["lr"])
-        _torch._foreach_copy_(params, weights)
+        foreach_add_(weights, updates, alpha=-group["lr"])
+        foreach_copy_(params, weights)
 
     def _wide(self, params: list[Tensor]) -> list[Tensor]:
         """The weights in fp32, to be changed in place."""

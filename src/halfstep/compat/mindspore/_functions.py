@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep import checkpoint
 from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, plain_tensor
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.torch_private import pytree
 
 Position = int | tuple[int, ...] | None
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from halfstep.casting.context import autocast
 from halfstep.compat.mindspore import nn, ops
@@ -41,6 +40,7 @@ from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
+from halfstep.torch_private import pytree
 from halfstep.trees import all_finite as finite_tree
 
 __all__ = [
