@@ -16,8 +16,8 @@ import halfstep as hs
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.stats import clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
+from halfstep.optim.backends import Table
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.cpu import Table
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -73,20 +73,22 @@ class WorkItems:
 
     def __init__(self, elements: tuple[int, ...], widths: tuple[int, ...] | None = None) -> None:
         self.items, self.sizes = _items(elements, widths)
-        self.found = np.empty(len(self.sizes)), np.empty(len(self.sizes), np.float32)
+        self.found = np.empty((3, len(self.sizes)))
 
-    def totals(self, grad: int, addresses: Any) -> tuple[float, float]:
+    def totals(self, grad: int, table: Any) -> tuple[float, float]:
         """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
         total, peak = self._sums()
         if 0 < peak < TINY or HUGE < peak < math.inf:
-            run_ranges(
-                kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, addresses, *self.found
-            )
-            total, _ = self._sums()
+            total, _ = self.measure(grad, table)
         return total, peak
 
+    def measure(self, grad: int, table: Any) -> tuple[float, float]:
+        """Sum of squares, in float64, and largest magnitude of gradients that lie where the table says."""
+        run_ranges(kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, table, self.found)
+        return self._sums()
+
     def _sums(self) -> tuple[float, float]:
-        squares, peaks = self.found
+        squares, peaks, _ = self.found
         if len(squares) > FEW:
             return squares.sum().item(), peaks.max(initial=0.0).item()
         total = sum(squares.tolist())
@@ -111,12 +113,10 @@ def wide_sums(grads: Sequence[Tensor]) -> tuple[float, float]:
 
 def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float]:
     same = [g for g in grads if g.dtype is dtype]
-    work = WorkItems(tuple(g.numel() for g in same))
-    addresses = np.zeros((len(same), 7), np.int64)
-    addresses[:, 2] = [g.data_ptr() for g in same]
-    kernel = kernels().measurer(GRADS[dtype], kernels().WIDE)
-    run_ranges(kernel, work.sizes, work.items, addresses, *work.found)
-    return work.totals(GRADS[dtype], addresses)
+    work = WorkItems(tuple(map(Tensor.numel, same)))
+    table = np.zeros((3, len(same)), np.int64)
+    table[2] = list(map(Tensor.data_ptr, same))
+    return work.measure(GRADS[dtype], table)
 
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:

@@ -93,11 +93,11 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
     items, sizes = _items(tuple(t.numel() for t in tensors))
-    table = np.zeros((len(tensors), 7), np.int64)
-    table[:, 2] = [t.data_ptr() for t in tensors]
-    squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
-    run_ranges(kernels.measurer(GRADS[tensors[0].dtype]), sizes, items, table, squares, peaks)
-    found = np.zeros(len(tensors), np.float32)
+    table = np.zeros((3, len(tensors)), np.int64)
+    table[2] = [t.data_ptr() for t in tensors]
+    seen = np.empty((2, len(sizes)))
+    run_ranges(kernels.measurer(GRADS[tensors[0].dtype]), sizes, items, table, seen)
+    peaks, found = seen[1].astype(np.float32), np.zeros(len(tensors), np.float32)
     # As integers: magnitudes keep their order, and NaN lies above infinity.
     np.maximum.at(found.view(np.int32), items[:, 0], peaks.view(np.int32))
     return torch.from_numpy(found)

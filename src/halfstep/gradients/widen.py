@@ -46,10 +46,10 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
 
 def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     items, sizes = _items(tuple(w.numel() for _, w in pairs))
-    table = np.array([(g.data_ptr(), w.data_ptr()) for g, w in pairs], np.int64)
-    squares, peaks = np.empty(len(sizes)), np.empty(len(sizes), np.float32)
-    run_ranges(kernel, sizes, items, table, squares, peaks)
-    return float(squares.sum()), float(peaks.max(initial=0.0))
+    table = np.array([[t.data_ptr() for t in column] for column in zip(*pairs)], np.int64)
+    found = np.empty((2, len(sizes)))
+    run_ranges(kernel, sizes, items, table, found)
+    return float(found[0].sum()), float(found[1].max(initial=0.0))
 
 
 def _fit(grads: Sequence[Tensor]) -> bool:

@@ -1,17 +1,32 @@
-"""What a parameter group may hold: torch's keys, and numbers in any form that Python, numpy or torch has."""
+"""What a parameter group may hold: torch's keys, formats, and numbers as Python, numpy or torch has them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
+from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.gradients.stats import check_clip
+from halfstep.kernels import codes as L
 from halfstep.optim import storage
 
 HARMLESS: dict[str, Any] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """torch's arguments about how a step runs, with its defaults. Here each is fused and, on CUDA, capturable."""
+MASTERS = ("exact", "fp32", "stochastic", None)
+STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
+_KINDS: dict[tuple[torch.dtype, str | None], int] = {
+    (torch.bfloat16, "exact"): L.BF16_EXACT,
+    (torch.bfloat16, "fp32"): L.BF16_MASTER,
+    (torch.bfloat16, "stochastic"): L.BF16_STOCHASTIC,
+    (torch.bfloat16, None): L.BF16_NONE,
+    (torch.float16, "exact"): L.FP16_EXACT,
+    (torch.float16, "fp32"): L.FP16_MASTER,
+    (torch.float16, None): L.FP16_NONE,
+}
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
 _PLAIN = frozenset({float, int, bool, str, type(None), list, tuple})
 
@@ -41,11 +56,50 @@ def settle_group(group: dict[str, Any]) -> None:
 
 def check_storage(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for a master or state format that does not exist or does not go with the rest."""
-    storage.check_options(group["master"], group["state_dtype"])
+    for name, known in (("master", MASTERS), ("state_dtype", STATE_DTYPES)):
+        if group[name] not in known:
+            raise ConfigError(f"{name}={group[name]!r}: choose one of {', '.join(map(repr, known))}")
     if group.get("amsgrad") and group["state_dtype"] != "fp32":
         raise ConfigError(
             f"amsgrad=True keeps its states in fp32: leave state_dtype={group['state_dtype']!r} out"
         )
+
+
+def check_parameter(p: Tensor, master: str | None) -> None:
+    """Raise UnsupportedError for a parameter that no step here could update."""
+    if isinstance(p, UninitializedParameter):
+        return  # known when it has a shape
+    p = local_of(p)
+    kind_of(storage.local_tensor(p).dtype, master)
+    if p.layout is not torch.strided:
+        raise UnsupportedError(f"a parameter of shape {list(p.shape)} is {p.layout}: use torch.optim for it")
+    storage.check_dense(p)
+
+
+def kind_of(dtype: torch.dtype, master: str | None) -> int:
+    """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
+    if dtype == torch.float32:
+        return L.PLAIN
+    kind = _KINDS.get((dtype, master))
+    if kind is None:
+        raise UnsupportedError(
+            f"hs.optim updates bf16, fp16 and fp32 weights; {dtype} with master={master!r} is none of them "
+            "(stochastic rounding is for bf16; float64 and complex weights: use torch.optim)"
+        )
+    return kind
+
+
+def state_kind_of(p: Tensor, state_dtype: str) -> int:
+    """The format of p's states: as asked for, but bf16 in place of 8 bits in vectors and short rows.
+
+    There an exponent for every row would take as much; one for several rows would keep a tensor from being
+    cut between them.
+    """
+    kind = STATE_DTYPES[state_dtype]
+    if kind != L.STATE_8BIT:
+        return kind
+    short = p.numel() < L.LONG_VECTOR if p.dim() < 2 else storage.width_of(p) < L.SHORT_ROW
+    return L.STATE_BF16 if short else kind
 
 
 def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:

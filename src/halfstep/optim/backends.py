@@ -4,9 +4,10 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,12 @@ from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
+from halfstep.kernels import codes as L
+from halfstep.kernels.pool import run_ranges
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
-from halfstep.optim.bundles import Bundle
+from halfstep.optim.bundles import KEY, Bundle
 
 Scalar = float | Tensor | None
 foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
@@ -44,6 +47,8 @@ class LateErrors:
 
         While a graph is captured it does nothing.
         """
+        if not self._now and not self._sent:
+            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         due, self._sent = self._sent, [send_to_host(flag) for flag in self._now.values()]
@@ -63,14 +68,55 @@ def as_fp32(row: tuple[Number, ...]) -> Scalars:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def factor_of(inv_scale: Scalar, clip_coef: Scalar) -> float:
+def _factor_of(factors: tuple[Scalar, Scalar], hyper: Mapping[str, Any]) -> float:
     """What gradients are multiplied by, as a Python number."""
-    return number(inv_scale) * number(clip_coef)
+    factor = number(factors[0]) * number(factors[1])
+    return -factor if hyper["maximize"] else factor
 
 
-def on_host(bundle: Bundle, factor: float, seed: int) -> bool:
+class Table:
+    """What the kernels of a CPU are called with for one bundle: one call a thread for all of its weights."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self._grad = cpus_.GRADS[bundle.grad_dtype]
+        self._table = bundle.table()
+        self._work = cpus_.WorkItems(bundle.elements, bundle.widths)
+
+    def measure(self) -> tuple[Any, float, float]:
+        """Measure the gradients: their set, the sum of squares and the largest magnitude."""
+        return (self.bundle.set_of_groups, *self._work.measure(self._grad, self._table))
+
+    def totals(self) -> tuple[Any, float, float]:
+        """The same, from what an update with a look has found."""
+        return (self.bundle.set_of_groups, *self._work.totals(self._grad, self._table))
+
+    def update(self, factors: tuple[Scalar, Scalar], seed: int, look: bool) -> bool:
+        """Update every parameter, with `look` measuring on the way; true where one left its master's range.
+
+        `factors` multiply the gradients.
+        """
+        bundle, work = self.bundle, self._work
+        algorithm, hyper = bundle.algorithm, numbers_of(bundle.group)
+        factor = _factor_of(factors, hyper)
+        steps = np.empty(len(bundle.params))
+        same = cpus_.kernels().step_counter()(self._table, steps)
+        counts = [steps.item(0)] if same else steps.tolist()  # one row serves all
+        rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
+        scalars = np.array([rows[step] for step in counts], np.float32)
+        if bundle.rounds_randomly:
+            bases, shifts = (np.array(own, np.int64) for own in (bundle.base_keys(seed), bundle.key_shifts()))
+            keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
+            self._table[KEY] = keys & rounding.WORD
+        kernel = cpus_.kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
+        run_ranges(kernel, work.sizes, work.items, self._table, scalars, work.found)
+        bundle.count_versions()
+        return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
+
+
+def on_host(bundle: Bundle, factors: tuple[Scalar, Scalar], seed: int) -> bool:
     """Update CPU parameters by plain torch; true where one left its master's range."""
-    hyper, steps = numbers_of(bundle.group), bundle.columns["step"]
+    hyper, steps = numbers_of(bundle.group), bundle.columns["step"].tensors
     foreach_add_(steps, 1)
     counts = [float(step) for step in steps]
     rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
@@ -80,10 +126,9 @@ def on_host(bundle: Bundle, factor: float, seed: int) -> bool:
     ]
     work = [
         (slot, storage.flat(grad), rows[step], key)
-        for slot, grad, step, key in zip(bundle.slots(), bundle.grads, counts, keys)
+        for slot, grad, step, key in zip(bundle.slots(), bundle.grads.tensors, counts, keys)
     ]
-    factor = -factor if hyper["maximize"] else factor
-    flag = reference.update(bundle.algorithm, work, as_fp32((factor,))[0], None)
+    flag = reference.update(bundle.algorithm, work, as_fp32((_factor_of(factors, hyper),))[0], None)
     return flag is not None and bool(flag)
 
 
@@ -141,7 +186,7 @@ def on_device(
 def _by_reference(
     bundle: Bundle, scalars: tuple[Scalar, Scalar], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
-    device, steps = bundle.device, bundle.columns["step"]
+    device, steps = bundle.device, bundle.columns["step"].tensors
     skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
@@ -163,7 +208,7 @@ def _by_reference(
         ]
     work = [
         (slot, storage.flat(grad), row, key)
-        for slot, grad, row, key in zip(bundle.slots(), bundle.grads, rows, keys)
+        for slot, grad, row, key in zip(bundle.slots(), bundle.grads.tensors, rows, keys)
     ]
     return reference.update(bundle.algorithm, work, factor, skip)
 

@@ -36,7 +36,6 @@ from halfstep.optim import (
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Scalar
 from halfstep.optim.bundles import Bundle, Group, Members, Place
-from halfstep.optim.cpu import Table
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.step_hooks import is_watched
@@ -104,7 +103,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         try:
             arguments.settle_group(group)
             for p in group["params"]:
-                storage.check_parameter(p, group["master"])
+                arguments.check_parameter(p, group["master"])
             shards.check_blocks(group, group["params"])
             self._check_shards(group["params"])
         except BaseException:
@@ -155,7 +154,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if shards.any_shard(params):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
-        grads = [grad for members in bundles.members_of(self.param_groups) for grad in members.grads]
+        grads = [grad for members in bundles.members_of(self.param_groups) for grad in members.grads.tensors]
         seen = None if self.release is None else self.release.stats(None)
         if seen is None:
             return self._measure(grads, inv_scale)
@@ -166,19 +165,15 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
-        params = self._params()
-        sharded = shards.any_shard(params)
-        if sharded:
-            shards.add_partial_sums(params)
         if self.release is not None:
             return None
-        members = bundles.members_of(self.param_groups)
-        if not sharded:
-            return self._by_kernels([grad for own in members for grad in own.grads], inv_scale)
+        params, members = self._params(), bundles.members_of(self.param_groups)
+        if not shards.any_shard(params):
+            return self._by_kernels([grad for own in members for grad in own.grads.tensors], inv_scale)
         if not all(p.is_cpu for p in params) or self._runner(torch.device("cpu")) != "numba":
             return None
         sets: dict[Any, list[Tensor]] = {}
-        for p, grad in ((p, grad) for own in members for p, grad in zip(own.params, own.grads)):
+        for p, grad in ((p, grad) for own in members for p, grad in zip(own.params, own.grads.tensors)):
             sets.setdefault(shard_groups(p), []).append(grad)
         found = [(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
         return shards.combined(found, _sets_of(params), backends.number(inv_scale))
@@ -232,6 +227,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         measured first, over all ranks that hold parts of them. ConfigError for one below 0, or both;
         UnsupportedError for one where gradients were released.
         """
+        compiled = torch.compiler.is_dynamo_compiling()
+        if not (compiled or is_watched(self)):
+            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look, clip_norm)
         options = {
             "inv_scale": inv_scale,
             "clip_coef": clip_coef,
@@ -239,10 +237,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             "look": look,
             "clip_norm": clip_norm,
         }
-        if torch.compiler.is_dynamo_compiling():
+        if compiled:
             return _step_outside(self, closure, options)
-        if not is_watched(self):
-            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look, clip_norm)
         given = {name: value for name, value in options.items() if value is not None}
         return _hooked_step(self, *(() if closure is None else (closure,)), **given)
 
@@ -265,17 +261,15 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             arguments.check_clipping(clip_norm, clip_coef, self.release is not None)
         self._late.check()
         with torch.no_grad():
-            params = self._params()
-            if shards.any_shard(params):
-                shards.add_partial_sums(params)
             found = self._bundles(bundles.members_of(self.param_groups), found_inf)
+            tables = [backends.Table(bundle) for bundle in found if self._runner_of(bundle) == "numba"]
             if clip_norm is not None and found_inf is not True:
-                stats = self._measured(found, inv_scale)
+                stats = self._measured(found, tables, inv_scale)
                 clip_coef = clip_coefficient(stats.norm, clip_norm)
                 if look is not None:
                     look.append(stats)
                 look = None
-            self._update(found, inv_scale, clip_coef, found_inf, look)
+            self._update(found, tables, (inv_scale, clip_coef), found_inf, look)
         if self.release is not None:
             self.release.finish()
         return loss
@@ -292,10 +286,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             bundle.complete(self.state)
         return found
 
-    def _measured(self, found: Sequence[Bundle], inv_scale: Scalar) -> AnyStats:
-        if not found or any(self._runner_of(bundle) != "numba" for bundle in found):
+    def _measured(
+        self, found: Sequence[Bundle], tables: Sequence[backends.Table], inv_scale: Scalar
+    ) -> AnyStats:
+        if not found or len(tables) < len(found):
             return self.measure_on_host(inv_scale) or self.measure(inv_scale)
-        return self._combined([Table(bundle).measure() for bundle in found], inv_scale)
+        return self._combined([table.measure() for table in tables], inv_scale)
 
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
         return shards.combined(found, _sets_of(self._params()), backends.number(inv_scale))
@@ -303,39 +299,29 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _update(
         self,
         found: Sequence[Bundle],
-        inv_scale: Scalar,
-        clip_coef: Scalar,
+        tables: Sequence[backends.Table],
+        scalars: tuple[Scalar, Scalar],
         found_inf: bool | Tensor | None,
         look: list[AnyStats] | None = None,
     ) -> None:
-        """Update all; the kernels of a CPU look on the way."""
-        runners = list(map(self._runner_of, found))
-        in_one_pass = look is not None and self.release is None and set(runners) == {"numba"}
+        """Update all; the kernels of a CPU, which the tables are for, look on the way."""
+        in_one_pass = look is not None and self.release is None and 0 < len(tables) == len(found)
         if look is not None and not in_one_pass:
-            look.append(self.measure_on_host(inv_scale) or self.measure(inv_scale))
-        on_host = [
-            r == "numba" or (r == "reference" and b.device.type == "cpu") for b, r in zip(found, runners)
-        ]
-        factor = backends.factor_of(inv_scale, clip_coef) if any(on_host) else 1.0
-        over, seen = False, list[tuple[Any, float, float]]()
+            look.append(self.measure_on_host(scalars[0]) or self.measure(scalars[0]))
+        over = [table.update(scalars, self.seed, in_one_pass) for table in tables]
         away: dict[tuple[int, torch.device, str], list[Bundle]] = {}
-        for bundle, runner, here in zip(found, runners, on_host):
-            if runner == "numba":
-                table = Table(bundle)
-                over |= table.update(factor, self.seed, in_one_pass)
-                if in_one_pass:
-                    seen.append(table.totals())
-            elif here:
-                over |= backends.on_host(bundle, factor, self.seed)
-            else:
+        for bundle in found if len(tables) < len(found) else ():
+            runner = self._runner_of(bundle)
+            if runner == "reference" and bundle.device.type == "cpu":
+                over.append(backends.on_host(bundle, scalars, self.seed))
+            elif runner != "numba":
                 away.setdefault((bundle.members.number, bundle.device, runner), []).append(bundle)
         for (_, _, runner), own in away.items():
             plans = self._plans if runner == "triton" else None
-            flag = backends.on_device(own, (inv_scale, clip_coef), found_inf, self.seed, plans)
-            self._late.add(flag)
+            self._late.add(backends.on_device(own, scalars, found_inf, self.seed, plans))
         if look is not None and in_one_pass:
-            look.append(self._combined(seen, inv_scale))
-        backends.check_range(over)
+            look.append(self._combined([table.totals() for table in tables], scalars[0]))
+        backends.check_range(any(over))
 
     def _runner_of(self, bundle: Bundle) -> str:
         no_kernel = bundle.algorithm.code == L.NO_KERNEL
@@ -344,7 +330,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     @torch.no_grad()
     def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
         """`measure` for one parameter; None where it has no gradient."""
-        grads = [grad for members in bundles.member(p, self.param_groups) for grad in members.grads]
+        grads = [grad for members in bundles.member(p, self.param_groups) for grad in members.grads.tensors]
         return self._measure(grads, inv_scale) if grads else None
 
     @torch.no_grad()
@@ -353,7 +339,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     ) -> None:
         """`step` for one parameter."""
         found = self._bundles(bundles.member(p, self.param_groups), found_inf)
-        self._update(found, inv_scale, clip_coef, found_inf)
+        tables = [backends.Table(bundle) for bundle in found if self._runner_of(bundle) == "numba"]
+        self._update(found, tables, (inv_scale, clip_coef), found_inf)
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
         """Complete the entry of one parameter; `value` (of this rank's part) sets its master and weight.
@@ -380,8 +367,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
         """The algorithm of a group, and in which formats it keeps this weight and its states."""
-        kind = storage.kind_of(p.dtype, group["master"])
-        return self.algorithm(group), kind, storage.state_kind_of(p, group["state_dtype"])
+        kind = arguments.kind_of(p.dtype, group["master"])
+        return self.algorithm(group), kind, arguments.state_kind_of(p, group["state_dtype"])
 
     # ---- masters ------------------------------------------------------------------------------------
 
@@ -408,7 +395,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _master(self, p: Tensor, group: Group) -> Tensor:
         weight, entry = local_of(p).detach(), cast("Group", self.state.get(p, {}))
-        kind = storage.kind_of(weight.dtype, group["master"])
+        kind = arguments.kind_of(weight.dtype, group["master"])
         value = None
         if kind in (*storage.EXACT, *storage.WITH_MASTER):
             own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}

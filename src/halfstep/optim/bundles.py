@@ -1,15 +1,17 @@
 """What a step uses, looked at anew in every step and put together by how it is kept.
 
-Looks go column by column (`map` over all weights, then over all gradients ...), which takes a fraction of the
-time of a loop over parameters. Whatever does not fit the kernels is made to fit first, or refused by name.
+Looks go column by column (`map` over all weights, gradients or moments), which takes a fraction of the time
+of a loop over parameters. Whatever does not fit the kernels is made to fit first, or refused by name.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not
+from itertools import chain
+from operator import attrgetter, itemgetter
 from types import NoneType
 from typing import Any, cast
 
@@ -22,19 +24,77 @@ from halfstep.distributed import first_element, local_of, shard_groups
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import codes as L
-from halfstep.optim import entries, hand_edits, rounding, shards, storage
+from halfstep.optim import arguments, entries, hand_edits, rounding, shards, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.shards import PLAIN
 
 Group = dict[str, Any]
 Place = tuple[int, int]
 _grads, _dtypes = attrgetter("grad"), attrgetter("dtype")
+WEIGHT, EXTRA, GRAD, STATES, EXPONENTS, WIDTH, STEP, KEY, LINES = 0, 1, 2, 3, 5, 7, 8, 9, 10
+"""Lines of a table: addresses (of two states and their exponents too), length of a row, random key."""
+ABSENT = 16  # in place of an address: aligned, and not 0
 
 
 def name_of(group: Mapping[str, Any], place: Place) -> str:
     """How errors call a parameter."""
     names = group.get("param_names")
     return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
+
+
+@dataclass
+class Column:
+    """Tensors side by side, and what a step needs to know of them, read one after another."""
+
+    tensors: list[Tensor]
+    addresses: list[int]
+    elements: list[int]
+    dtypes: list[torch.dtype]
+    devices: list[int]
+    strides: list[tuple[int, ...] | None] | None
+    """Of those that are not contiguous; None where all are."""
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Column:
+        """Look at dense tensors; RuntimeError where one is not."""
+        strides = None
+        if not all(map(Tensor.is_contiguous, tensors)):
+            strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+        return cls(
+            tensors,
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.numel, tensors)),
+            list(map(_dtypes, tensors)),
+            list(map(Tensor.get_device, tensors)),
+            strides,
+        )
+
+    def pick(self, indices: Sequence[int]) -> Column:
+        """Some of them."""
+        return Column(
+            [self.tensors[i] for i in indices],
+            [self.addresses[i] for i in indices],
+            [self.elements[i] for i in indices],
+            [self.dtypes[i] for i in indices],
+            [self.devices[i] for i in indices],
+            self.strides and [self.strides[i] for i in indices],
+        )
+
+    def lies_as(self, other: Column) -> bool:
+        """Whether all have as many elements as the other's, on the same devices, laid out alike."""
+        return (
+            self.elements == other.elements
+            and self.devices == other.devices
+            and self.strides == other.strides
+        )
+
+
+def _column(tensors: list[Any]) -> Column | None:
+    """A column of tensors that a user gave; None where one is not plain or not dense."""
+    try:
+        return Column.of(tensors) if PLAIN.issuperset(map(type, tensors)) else None
+    except RuntimeError:
+        return None
 
 
 @dataclass
@@ -45,62 +105,19 @@ class Members:
     group: Group
     params: list[Tensor]
     places: Sequence[int]
-    weights: list[Tensor]
-    grads: list[Tensor]
+    weights: Column
+    grads: Column
     """In the memory order of the weights, of dtypes that the kernels read."""
-    looks: Looks
 
     def pick(self, indices: Sequence[int]) -> Members:
         """Some of them."""
-        params, weights, grads = (
-            [column[i] for i in indices] for column in (self.params, self.weights, self.grads)
-        )
-        places, looks = [self.places[i] for i in indices], self.looks.pick(indices)
-        return Members(self.number, self.group, params, places, weights, grads, looks)
-
-
-class Looks:
-    """Sizes, strides and devices of a column of weights, which those of other columns are compared with."""
-
-    def __init__(
-        self, sizes: list[torch.Size], strides: list[tuple[Any, bool]] | None, devices: list[int]
-    ) -> None:
-        self.sizes, self.strides, self.devices = sizes, strides, devices
-
-    @classmethod
-    def of(cls, weights: Sequence[Tensor]) -> Looks:
-        """Look at the weights; UnsupportedError where one does not fill its memory."""
-        strides = None
-        if not all(map(Tensor.is_contiguous, weights)):
-            for weight in weights:
-                storage.check_dense(weight)
-            strides = [(weight.stride(), weight.is_contiguous()) for weight in weights]
-        return cls(list(map(Tensor.size, weights)), strides, list(map(Tensor.get_device, weights)))
-
-    def pick(self, indices: Sequence[int]) -> Looks:
-        """Those of some of the weights."""
-        strides = None if self.strides is None else [self.strides[i] for i in indices]
-        return Looks([self.sizes[i] for i in indices], strides, [self.devices[i] for i in indices])
-
-    def fit(self, column: Sequence[Any]) -> bool:
-        """Whether a column of plain tensors has the weights' sizes, laid out and placed as they are."""
-        if list(map(Tensor.size, column)) != self.sizes:
-            return False
-        if list(map(Tensor.get_device, column)) != self.devices:
-            return False
-        try:
-            if self.strides is None:
-                return all(map(Tensor.is_contiguous, column))
-            return all(
-                t.stride() == stride or (contiguous and t.is_contiguous())
-                for t, (stride, contiguous) in zip(column, self.strides)
-            )
-        except RuntimeError:  # layouts without strides
-            return False
+        params, places = [self.params[i] for i in indices], [self.places[i] for i in indices]
+        columns = self.weights.pick(indices), self.grads.pick(indices)
+        return Members(self.number, self.group, params, places, *columns)
 
 
 def members_of(groups: Sequence[Group]) -> list[Members]:
-    """The parameters that have a gradient, by group.
+    """The parameters that have a gradient, by group; partial gradients of DTensors are added up first.
 
     Raises:
         UnsupportedError: a parameter or gradient that is not dense or not of floating numbers. ConfigError:
@@ -130,36 +147,32 @@ def find(p: Tensor, groups: Sequence[Group]) -> Place:
 
 def _members(number: int, group: Group, among: Sequence[Tensor]) -> Members:
     params, places = list(among), cast("Sequence[int]", range(len(among)))
-    grads: list[Any] = list(map(_grads, params))
-    kinds = set(map(type, grads))
-    if NoneType in kinds:
-        places = [i for i, grad in enumerate(grads) if grad is not None]
-        params, grads = [params[i] for i in places], [grads[i] for i in places]
-    weights = _locals(params)
-    looks = Looks.of(weights)
-    grads = _locals(grads)
-    if not _are_read(grads, looks):
-        grads = [
-            dense_grad(weight, grad, name_of(group, (number, place)))
-            for weight, grad, place in zip(weights, grads, places)
-        ]
-    return Members(number, group, params, places, weights, grads, looks)
+    plain = PLAIN.issuperset(map(type, params))
+    if not plain:
+        shards.add_partial_sums(params)
+    given: list[Any] = list(map(_grads, params))
+    if NoneType in set(map(type, given)):
+        places = [i for i, grad in enumerate(given) if grad is not None]
+        params, given = [params[i] for i in places], [given[i] for i in places]
+    weights = Column.of(params if plain else _locals(params))
+    if weights.strides is not None:
+        for weight in weights.tensors:
+            storage.check_dense(weight)
+    grads = _column(given if plain else _locals(given))
+    if grads is None or not grads.lies_as(weights) or not _are_read(grads):
+        named = (name_of(group, (number, place)) for place in places)
+        grads = Column.of(list(map(dense_grad, weights.tensors, _locals(given), named)))
+    return Members(number, group, params, places, weights, grads)
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    if PLAIN.issuperset(map(type, tensors)):
-        return tensors
-    return [storage.local_tensor(local_of(t)) for t in tensors]
+    """This rank's parts."""
+    return [t if type(t) in PLAIN else storage.local_tensor(local_of(t)) for t in tensors]
 
 
-def _are_read(grads: Sequence[Tensor], looks: Looks) -> bool:
-    """Whether the kernels can read the gradients where they are."""
-    return (
-        PLAIN.issuperset(map(type, grads))
-        and looks.fit(grads)
-        and cpus_.GRADS.keys() >= set(map(_dtypes, grads))
-        and not any(map(Tensor.is_neg, grads))
-    )
+def _are_read(grads: Column) -> bool:
+    """Whether the kernels read their dtypes, and as they are."""
+    return cpus_.GRADS.keys() >= set(grads.dtypes) and not any(map(Tensor.is_neg, grads.tensors))
 
 
 def dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -193,22 +206,25 @@ class Bundle:
     A kernel updates them in one call. It lives for one step and keeps what it looked at alive.
     """
 
-    def __init__(self, members: Members, algorithm: Algorithm, state_kind: int, set_of_groups: Any) -> None:
+    def __init__(self, members: Members, algorithm: Algorithm) -> None:
         self.members, self.algorithm, self.group = members, algorithm, members.group
         self.params, self.weights, self.grads = members.params, members.weights, members.grads
-        self.device = self.weights[0].device
-        self.grad_dtype = self.grads[0].dtype
-        self.kind = storage.kind_of(self.weights[0].dtype, self.group["master"])
-        self.state_kind = state_kind if algorithm.states else L.STATE_FP32
-        self.set_of_groups = set_of_groups
+        weight = self.weights.tensors[0]
+        self.device, self.grad_dtype = weight.device, self.grads.dtypes[0]
+        self.kind = arguments.kind_of(weight.dtype, self.group["master"])
+        self.state_kind = L.STATE_FP32
+        if algorithm.states:
+            self.state_kind = arguments.state_kind_of(weight, self.group["state_dtype"])
+        self.sharded = not PLAIN.issuperset(map(type, self.params))
+        self.set_of_groups: Any = shard_groups(self.params[0]) if self.sharded else ()
         """The process groups over which the parameters are split."""
+        self.elements = tuple(self.weights.elements)
         blocks = self.state_kind == L.STATE_8BIT
-        self.widths = tuple(map(storage.width_of, self.weights)) if blocks else None
+        self.widths = tuple(map(storage.width_of, self.weights.tensors)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
-        self.columns: dict[str, list[Tensor]] = {}
+        self.columns: dict[str, Column] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
         self._lacking: list[Tensor] = []
-        self.sharded = self.weights is not self.params and any(map(is_not, self.weights, self.params))
 
     @property
     def extra_key(self) -> str | None:
@@ -230,7 +246,8 @@ class Bundle:
             held = [state.setdefault(p, {}) for p in self.params]
         if not self._found(held):
             with torch.inference_mode(False), torch.no_grad():
-                for p, weight, entry, place in zip(self.params, self.weights, held, self.members.places):
+                rows = zip(self.params, self.weights.tensors, held, self.members.places)
+                for p, weight, entry, place in rows:
                     name = name_of(self.group, (self.members.number, place))
                     with shards.local_entry(entry, p) as own:
                         entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
@@ -240,90 +257,63 @@ class Bundle:
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
         if self.kind in storage.EXACT:
-            self._lacking = [entry["lacking"] for entry in held]
+            self._lacking = list(map(itemgetter("lacking"), held))
             hand_edits.take(self.params, self._lacking, held, self.device)
 
     def _found(self, held: Sequence[Mapping[str, Any]]) -> bool:
         """Look at the states; false where one is missing or does not fit."""
-        extra, looks = self.extra_key, self.members.looks
-        stored = storage.STORED[self.state_kind]
-        wanted = [(key, stored) for key in self.algorithm.states]
-        if extra is not None:
-            wanted.append((extra, torch.float32 if extra == "master" else torch.int16))
-        elif any("lacking" in entry or "master" in entry for entry in held):
+        if self.extra_key is None and any("lacking" in entry or "master" in entry for entry in held):
             return False
-        self.columns = {}
-        for key, dtype in wanted:
-            column = self._column(key, held)
-            if column is None or not looks.fit(column) or set(map(_dtypes, column)) != {dtype}:
+        placements = [getattr(p, "placements", None) for p in self.params] if self.sharded else []
+        for key, (dtype, elements, strides) in self._wanted().items():
+            try:
+                shown = list(map(itemgetter(key), held))
+            except KeyError:
                 return False
-        return self._found_exponents(held) and self._found_steps(held)
-
-    def _column(self, key: str, held: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
-        shown = [entry.get(key) for entry in held]
-        found = cast("list[Tensor]", shown)
-        if self.sharded:
-            if not all(isinstance(t, Tensor) for t in shown) or not all(
-                map(shards.placed_alike, shown, self.params)
-            ):
-                return None
-            found = list(map(local_of, found))
-        if not PLAIN.issuperset(map(type, found)):
-            return None
-        self.columns[key] = found
-        return found
-
-    def _found_exponents(self, held: Sequence[Mapping[str, Any]]) -> bool:
-        if self.widths is None:
-            return True
-        shapes = [storage.exponents_shape(weight) for weight in self.weights]
-        devices = self.members.looks.devices
-        for key in self.algorithm.states:
-            column = self._column(key + "_exponents", held)
-            if column is None:
+            if self.sharded and key != "step":
+                if [getattr(t, "placements", None) for t in shown] != placements:
+                    return False
+                shown = list(map(local_of, shown))
+            column = _column(shown)
+            if column is None or column.dtypes.count(dtype) < len(held) or column.elements != elements:
                 return False
-            if set(map(_dtypes, column)) != {torch.uint8} or not all(map(Tensor.is_contiguous, column)):
+            if column.devices != self.weights.devices or column.strides != strides:
                 return False
-            if list(map(Tensor.size, column)) != shapes or list(map(Tensor.get_device, column)) != devices:
-                return False
+            self.columns[key] = column
         return True
 
-    def _found_steps(self, held: Sequence[Mapping[str, Any]]) -> bool:
-        steps = [entry.get("step") for entry in held]
-        if not PLAIN.issuperset(map(type, steps)):
-            return False
-        found = cast("list[Tensor]", steps)
-        if set(map(_dtypes, found)) != {torch.float32} or set(map(Tensor.dim, found)) != {0}:
-            return False
-        self.columns["step"] = found
-        return list(map(Tensor.get_device, found)) == self.members.looks.devices
+    def _wanted(self) -> dict[str, tuple[torch.dtype, Any, Any]]:
+        """What the state of each parameter holds: dtype, how many elements and strides by name."""
+        states, lie = self.algorithm.states, (self.weights.elements, self.weights.strides)
+        wanted = dict.fromkeys(states, (storage.STORED[self.state_kind], *lie))
+        if self.extra_key is not None:
+            wanted[self.extra_key] = (torch.float32 if self.extra_key == "master" else torch.int16, *lie)
+        if self.widths:
+            shapes = [math.prod(storage.exponents_shape(weight)) for weight in self.weights.tensors]
+            wanted |= {key + "_exponents": (torch.uint8, shapes, None) for key in states}
+        return wanted | {"step": (torch.float32, [1] * len(self.params), None)}
 
     # ---- for kernels ------------------------------------------------------------------------------------
 
-    @property
-    def elements(self) -> tuple[int, ...]:
-        """How many each weight has."""
-        return tuple(map(Tensor.numel, self.weights))
-
-    def addresses(self) -> Any:
-        """Where everything lies, an int64 array with a line for each parameter.
-
-        Columns: weight, master or lacking bits, gradient, two states, their exponents, the length of a row.
-        """
-        states, extra, count = self.algorithm.states, self.extra_key, len(self.weights)
-        exponents = [key + "_exponents" for key in states] if self.widths else []
-        named = [self.columns[key] for key in (*states, *exponents)]
-        places = [*range(3, 3 + len(states)), *range(5, 5 + len(exponents))]
-        lines: list[Any] = [[0] * count] * 8
-        lines[0], lines[2] = (list(map(Tensor.data_ptr, own)) for own in (self.weights, self.grads))
-        lines[1] = lines[1] if extra is None else list(map(Tensor.data_ptr, self.columns[extra]))
-        for place, column in zip(places, named):
-            lines[place] = list(map(Tensor.data_ptr, column))
-        lines[7] = self.widths or [1] * count
-        for place in (0, 2, *places, *([] if extra is None else [1])):
-            if 0 in lines[place]:
-                self._check_memory(lines[place])
-        return np.ascontiguousarray(np.array(lines, np.int64).T)
+    def table(self) -> Any:
+        """Where everything lies: int64 numbers, a column for each parameter, with the lines named above."""
+        count = len(self.params)
+        absent: Sequence[int] = [ABSENT] * count
+        lines: list[Sequence[int]] = [absent] * LINES
+        lines[WEIGHT], lines[GRAD] = self.weights.addresses, self.grads.addresses
+        lines[STEP] = self.columns["step"].addresses
+        if self.extra_key is not None:
+            lines[EXTRA] = self.columns[self.extra_key].addresses
+        for i, key in enumerate(self.algorithm.states):
+            lines[STATES + i] = self.columns[key].addresses
+            if self.widths:
+                lines[EXPONENTS + i] = self.columns[key + "_exponents"].addresses
+        if self.widths:
+            lines[WIDTH] = self.widths
+        table = np.fromiter(chain.from_iterable(lines), np.int64, LINES * count).reshape(LINES, count)
+        if not table.all():
+            self._check_memory(table.min(0).tolist())
+        return table
 
     def _check_memory(self, addresses: Sequence[int]) -> None:
         for address, count, place in zip(addresses, self.elements, self.members.places):
@@ -334,10 +324,6 @@ class Bundle:
                     "freed): give it values before the step"
                 )
 
-    def step_addresses(self) -> Any:
-        """Where the step counts lie, an int64 array."""
-        return np.array(list(map(Tensor.data_ptr, self.columns["step"])), np.int64)
-
     def base_keys(self, seed: int) -> list[int]:
         """What keys the random bits of each parameter, by its name or place."""
         names = self.group.get("param_names")
@@ -347,15 +333,15 @@ class Bundle:
 
     def key_shifts(self) -> list[int]:
         """What is added to the random keys of shards: bits count from the start of the whole tensor."""
-        return [
-            0 if p is weight else ((first_element(p) or 0) * rounding.WEYL) & rounding.WORD
-            for p, weight in zip(self.params, self.weights)
-        ]
+        if not self.sharded:
+            return [0] * len(self.params)
+        return [((first_element(p) or 0) * rounding.WEYL) & rounding.WORD for p in self.params]
 
     def slots(self) -> list[storage.Slot]:
         """Each parameter by itself, for plain torch."""
-        states = [self.columns[key] for key in self.algorithm.states]
-        exponents = [self.columns[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
+        states = [self.columns[key].tensors for key in self.algorithm.states]
+        keys = [key + "_exponents" for key in self.algorithm.states] if self.widths else []
+        exponents = [self.columns[key].tensors for key in keys]
         extra = self.extra_key
         return [
             storage.Slot(
@@ -363,11 +349,11 @@ class Bundle:
                 state_kind=self.state_kind,
                 width=storage.width_of(weight),
                 weight=storage.flat(weight),
-                extra=None if extra is None else storage.flat(self.columns[extra][i]),
+                extra=None if extra is None else storage.flat(self.columns[extra].tensors[i]),
                 states=[storage.flat(column[i]) for column in states],
                 exponents=[column[i] for column in exponents],
             )
-            for i, weight in enumerate(self.weights)
+            for i, weight in enumerate(self.weights.tensors)
         ]
 
     def count_versions(self) -> None:
@@ -382,35 +368,15 @@ def bundles_of(
     """The members, those that are kept alike together, in the order of groups and of their first."""
     found: list[Bundle] = []
     for one in members:
-        asked = one.group["state_dtype"]
-        kinds: list[int] | None = None
-        if asked == "8bit":
-            kinds = [storage.state_kind_of(weight, asked) for weight in one.weights]
-        sets = None
-        if one.weights is not one.params:
+        columns: list[list[Any]] = [one.weights.dtypes, one.grads.dtypes, one.weights.devices]
+        if one.group["state_dtype"] == "8bit":
+            columns.append([arguments.state_kind_of(weight, "8bit") for weight in one.weights.tensors])
+        if one.weights.tensors is not one.params:
             shards.check_blocks(one.group, one.params)
-            sets = list(map(shard_groups, one.params))
-        algorithm = algorithm_of(one.group)
-        first = storage.STATE_DTYPES[asked] if kinds is None else kinds[0]
-        if (
-            _is_alike(one)
-            and (kinds is None or len(set(kinds)) == 1)
-            and (sets is None or len(set(sets)) == 1)
-        ):
-            found.append(Bundle(one, algorithm, first, () if sets is None else sets[0]))
-            continue
-        columns = [map(_dtypes, one.weights), map(_dtypes, one.grads), one.looks.devices]
-        keys = list(zip(*columns, *(column for column in (kinds, sets) if column is not None)))
-        for key in dict.fromkeys(keys):
-            chosen = [i for i, own in enumerate(keys) if own == key]
-            state_kind = first if kinds is None else kinds[chosen[0]]
-            found.append(
-                Bundle(one.pick(chosen), algorithm, state_kind, () if sets is None else sets[chosen[0]])
-            )
+            columns.append(list(map(shard_groups, one.params)))
+        parts = [one]
+        if any(column.count(column[0]) < len(column) for column in columns):
+            keys = list(zip(*columns))
+            parts = [one.pick([i for i, own in enumerate(keys) if own == key]) for key in dict.fromkeys(keys)]
+        found += [Bundle(part, algorithm_of(one.group)) for part in parts]
     return found
-
-
-def _is_alike(members: Members) -> bool:
-    """Whether weights are of one dtype and on one device, and gradients of one dtype."""
-    dtypes = (set(map(_dtypes, column)) for column in (members.weights, members.grads))
-    return all(len(kinds) == 1 for kinds in (*dtypes, set(members.looks.devices)))

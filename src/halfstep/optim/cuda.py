@@ -8,15 +8,15 @@ Python floats (learning rate, scale) are fixed in it, while device tensors are r
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +25,13 @@ from halfstep.gradients.cpu import GRADS
 from halfstep.gradients.stats import GradStats
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
-
-if TYPE_CHECKING:
-    from halfstep.optim.bundles import Bundle
+from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WEIGHT, WIDTH, Bundle, Column
 
 ITEM = 32768  # elements of a program: a multiple of the tile
 TILE = 1024  # elements at a time: a multiple of the 8-bit block
 LANES = 128
 KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
+ROW = [WEIGHT, EXTRA, STATES, STATES + 1, EXPONENTS, EXPONENTS + 1, STEP, KEY, WIDTH]  # of the table there
 OLDEST = (7, 0)  # the compute capability Triton's code needs
 Number = float | Tensor | None
 
@@ -98,14 +97,14 @@ class DeviceTable:
 
     def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._values: tuple[Any, ...] | None = None
+        self._values: Any = None
         self._tensor: Tensor | None = None
         # Not every torch gives pinned memory while a graph is captured, so some is had before.
         self._spare: Tensor | None = _pinned(count, dtype, device)
 
-    def get(self, values: tuple[Any, ...], captured: list[Any] | None) -> Tensor:
-        """The device tensor of `values`; `captured` is where a graph under capture keeps what it uses."""
-        if values == self._values and self._tensor is not None:
+    def get(self, values: Any, captured: list[Any] | None) -> Tensor:
+        """The device tensor of an array; `captured` is where a graph under capture keeps what it uses."""
+        if self._tensor is not None and np.array_equal(values, self._values):
             there = self._tensor
             if captured is not None:
                 captured.append(there)
@@ -130,8 +129,8 @@ class UpdatePlan:
     def __init__(self, bundles: Sequence[Bundle], facts: UpdateFacts, device: torch.device) -> None:
         self.facts, self.size = facts, len(facts.aligned)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
-        weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights]
-        for i, ((bundle, weight), aligned) in enumerate(zip(weights, facts.aligned)):
+        weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights.tensors]
+        for i, ((bundle, weight), aligned) in enumerate(zip(weights, facts.aligned.tolist())):
             size, width = weight.numel(), storage.width_of(weight)
             ragged = bundle.widths is not None and size > width and width % L.BLOCK != 0
             own = items.setdefault(
@@ -139,7 +138,7 @@ class UpdatePlan:
             )
             blocks = math.prod(storage.exponents_shape(weight)) if ragged else 0
             own += _items_of(i, blocks, ITEM // L.BLOCK) if ragged else _items_of(i, size)
-        self.table = _upload(facts.rows, torch.int64, device)
+        self.table = _upload(facts.rows.ravel(), torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
         self.grads = DeviceTable(torch.int64, self.size, device)
         self.hyper = DeviceTable(torch.float64, 6, device)
@@ -149,46 +148,49 @@ class UpdatePlan:
         self.over = torch.zeros((), dtype=torch.int32, device=device) if held else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateFacts:
     """The numbers an update plan is made of; one that was made of the same still holds."""
 
-    rows: list[int]
+    rows: Any
     """Of each parameter: weight, extra, states, exponents, step count, base key, length of a row."""
-    aligned: list[bool]
+    aligned: Any
     kinds: list[Any]
 
     @classmethod
-    def of(cls, bundles: Sequence[Bundle], seed: int) -> tuple[UpdateFacts, tuple[int, ...]]:
+    def of(cls, bundles: Sequence[Bundle], seed: int) -> tuple[UpdateFacts, Any]:
         """The facts of some bundles, and where their gradients lie."""
-        rows: list[int] = []
-        aligned: list[bool] = []
-        places: list[int] = []
-        for bundle in bundles:
-            table = bundle.addresses()
-            steps = bundle.step_addresses().tolist()
-            keys = bundle.base_keys(seed) if bundle.rounds_randomly else [0] * len(steps)
-            for row, step, key in zip(table.tolist(), steps, keys):
-                rows += [*row[:2], *row[3:7], step, key, row[7]]
-            aligned += (table[:, :5] % 16 == 0).all(1).tolist()
-            places += table[:, 2].tolist()
+        tables = [bundle.table() for bundle in bundles]
+        for bundle, table in zip(bundles, tables):
+            if bundle.rounds_randomly:
+                table[KEY] = bundle.base_keys(seed)
+        whole = np.concatenate(tables, 1)
+        aligned = (whole[:EXPONENTS] % 16 == 0).all(0)
         kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
-        return cls(rows, aligned, kinds), tuple(places)
+        return cls(whole[ROW].T.copy(), aligned, kinds), whole[GRAD]
+
+    def hold(self, other: UpdateFacts) -> bool:
+        """Whether the other's are the same."""
+        return (
+            self.kinds == other.kinds
+            and np.array_equal(self.rows, other.rows)
+            and np.array_equal(self.aligned, other.aligned)
+        )
 
 
 class MeasurePlan:
     """Work items over gradients of given sizes, dtypes and alignments, and room for what each item finds."""
 
-    def __init__(self, kinds: Sequence[tuple[int, torch.dtype, bool]], device: torch.device) -> None:
+    def __init__(self, grads: Column, alignments: Sequence[bool], device: torch.device) -> None:
         items: dict[tuple[int, bool], list[int]] = {}
-        self.size, self.count = len(kinds), 0
-        for i, (size, dtype, aligned) in enumerate(kinds):
+        self.size, self.count = len(grads.tensors), 0
+        for i, (size, dtype, aligned) in enumerate(zip(grads.elements, grads.dtypes, alignments)):
             own = items.setdefault((GRADS[dtype], aligned), [])
             for start in range(0, size, ITEM):
                 own += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 4) for key, own in items.items()}
-        self.grads = DeviceTable(torch.int64, len(kinds), device)
+        self.grads = DeviceTable(torch.int64, self.size, device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
 
@@ -250,14 +252,14 @@ class Plans:
         """
         code = bundles[0].algorithm.code
         facts, places = UpdateFacts.of(bundles, seed)
-        key = ("update", facts.rows[0], len(places))
+        key = ("update", int(facts.rows[0, 0]), len(places))
         plan: UpdatePlan = self._find(
-            key, device, lambda p: p.facts == facts, lambda: UpdatePlan(bundles, facts, device)
+            key, device, lambda p: p.facts.hold(facts), lambda: UpdatePlan(bundles, facts, device)
         )
         keep = self._keeper(device)
         if keep is not None:
             keep.append(bundles)
-        grads, settings = plan.grads.get(places, keep), plan.hyper.get(hyper, keep)
+        grads, settings = plan.grads.get(places, keep), plan.hyper.get(np.array(hyper), keep)
         factor, tensors = _factors(factors, sign, device)
         count = plan.size
         _launch(
@@ -283,10 +285,13 @@ class Plans:
         and in float64 over items, always in the same order: the same gradients give the same bits.
         """
         device = grads[0].device
-        places = tuple(grad.data_ptr() for grad in grads)
-        kinds = tuple((g.numel(), g.dtype, at % 16 == 0) for g, at in zip(grads, places))
-        key = ("measure", kinds)
-        plan: MeasurePlan = self._find(key, device, lambda p: True, lambda: MeasurePlan(kinds, device))
+        column = Column.of(list(grads))
+        places = np.array(column.addresses, np.int64)
+        aligned: Any = places % 16 == 0
+        key = ("measure", tuple(column.elements), tuple(column.dtypes), aligned.tobytes())
+        plan: MeasurePlan = self._find(
+            key, device, lambda p: True, lambda: MeasurePlan(column, aligned.tolist(), device)
+        )
         table = plan.grads.get(places, self._keeper(device))
         finite = torch.empty((), dtype=torch.bool, device=device)
         stats = torch.empty(2, dtype=torch.float32, device=device)
@@ -324,12 +329,5 @@ def _launch(kernel: Any, device: torch.device, programs: int, *args: Any, **cons
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=False)
         return
-    with _quiet():
+    with np.errstate(all="ignore"):  # in the interpreter numpy computes, and warns of infinities
         kernel[(programs,)](*args, **constants)
-
-
-def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """In the interpreter numpy computes, and warns of infinities that a GPU passes over."""
-    import numpy as np
-
-    return np.errstate(all="ignore")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import ConfigError
 from halfstep.kernels import codes as L
-from halfstep.optim import rounding, split, storage
+from halfstep.optim import arguments, rounding, split, storage
 from halfstep.optim.algorithms import Algorithm
 
 Entry = dict[str, Any]
@@ -182,7 +182,7 @@ def known_value(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
     master, lacking = entry.get("master"), entry.get("lacking")
     if isinstance(master, Tensor) and master.shape == p.shape and master.is_floating_point():
         wide = torch.empty_like(p, dtype=torch.float32).copy_(master)
-        return storage.read_weight(storage.kind_of(p.dtype, "fp32"), p.detach(), wide)
+        return storage.read_weight(arguments.kind_of(p.dtype, "fp32"), p.detach(), wide)
     if isinstance(lacking, Tensor) and lacking.shape == p.shape and lacking.dtype == torch.int16:
         return split.join(p.detach(), lacking.to(p.device))
     return None

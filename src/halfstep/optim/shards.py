@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import checkpoints, storage
+from halfstep.optim import arguments, checkpoints, storage
 from halfstep.optim.checkpoints import EXPONENTS
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -39,8 +39,8 @@ def check_blocks(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         return
     for p in params:
         local = local_of(p)
-        kind = storage.state_kind_of(p, "8bit")
-        if local is p or kind == storage.state_kind_of(local, "8bit") != L.STATE_8BIT:
+        kind = arguments.state_kind_of(p, "8bit")
+        if local is p or kind == arguments.state_kind_of(local, "8bit") != L.STATE_8BIT:
             continue
         placements = getattr(p, "placements", ())
         by_rows = all(one.is_replicate() or one.is_shard(0) for one in placements)

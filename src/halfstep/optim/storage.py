@@ -9,44 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from halfstep.distributed import local_of
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import UnsupportedError
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, split
 
-MASTERS = ("exact", "fp32", "stochastic", None)
-STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
 STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
-_KINDS: dict[tuple[torch.dtype, str | None], int] = {
-    (torch.bfloat16, "exact"): L.BF16_EXACT,
-    (torch.bfloat16, "fp32"): L.BF16_MASTER,
-    (torch.bfloat16, "stochastic"): L.BF16_STOCHASTIC,
-    (torch.bfloat16, None): L.BF16_NONE,
-    (torch.float16, "exact"): L.FP16_EXACT,
-    (torch.float16, "fp32"): L.FP16_MASTER,
-    (torch.float16, None): L.FP16_NONE,
-}
 LOW_DTYPES = split.LOW_DTYPES
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
 MASTER_KEYS = ("master", "lacking")
 """Under which an entry of the state holds what a weight has besides its 16 bits."""
-
-
-def kind_of(dtype: torch.dtype, master: str | None) -> int:
-    """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
-    if dtype == torch.float32:
-        return L.PLAIN
-    kind = _KINDS.get((dtype, master))
-    if kind is None:
-        raise UnsupportedError(
-            f"hs.optim updates bf16, fp16 and fp32 weights; {dtype} with master={master!r} is none of them "
-            "(stochastic rounding is for bf16; float64 and complex weights: use torch.optim)"
-        )
-    return kind
 
 
 def local_tensor(t: Tensor) -> Tensor:
@@ -69,17 +43,6 @@ def flat(t: Tensor) -> Tensor:
         return t.view(-1)
     check_dense(t)
     return t.as_strided((t.numel(),), (1,))
-
-
-def check_parameter(p: Tensor, master: str | None) -> None:
-    """Raise UnsupportedError for a parameter that no step here could update."""
-    if isinstance(p, UninitializedParameter):
-        return  # known when it has a shape
-    p = local_of(p)
-    kind_of(local_tensor(p).dtype, master)
-    if p.layout is not torch.strided:
-        raise UnsupportedError(f"a parameter of shape {list(p.shape)} is {p.layout}: use torch.optim for it")
-    check_dense(p)
 
 
 def check_dense(t: Tensor) -> None:
@@ -122,19 +85,6 @@ def exponents_shape(t: Tensor) -> tuple[int, int]:
     """Rows and blocks a row of the exponents that belong to 8-bit states of `t`'s shape and layout."""
     width = width_of(t)
     return -(-t.numel() // width), rounding.blocks_of(width)
-
-
-def state_kind_of(p: Tensor, state_dtype: str) -> int:
-    """The format of p's states: as asked for, but bf16 in place of 8 bits in vectors and short rows.
-
-    There an exponent for every row would take as much; one for several rows would keep a tensor from being
-    cut between them.
-    """
-    kind = STATE_DTYPES[state_dtype]
-    if kind != L.STATE_8BIT:
-        return kind
-    short = p.numel() < L.LONG_VECTOR if p.dim() < 2 else width_of(p) < L.SHORT_ROW
-    return L.STATE_BF16 if short else kind
 
 
 @dataclass(slots=True, eq=False)
@@ -218,11 +168,3 @@ def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bo
     exponents = rounding.exponents_for(bounds)
     stored.copy_(rounding.encode(value, exponents, random, signed=index == 0, width=slot.width))
     slot.exponents[index].copy_(exponents)
-
-
-def check_options(master: str | None, state_dtype: str) -> None:
-    """Raise ConfigError for a master or state format that does not exist."""
-    if master not in MASTERS:
-        raise ConfigError(f"master={master!r}: choose one of {', '.join(map(repr, MASTERS))}")
-    if state_dtype not in STATE_DTYPES:
-        raise ConfigError(f"state_dtype={state_dtype!r}: choose one of {', '.join(map(repr, STATE_DTYPES))}")

@@ -35,6 +35,7 @@ from halfstep.kernels.cpu.bits import (
     peek_f32,
     peek_i16,
     poke_f32,
+    u32,
     widest_vectors,
 )
 from halfstep.kernels.cpu.streams import widths
@@ -119,16 +120,12 @@ def looker(grad: int, how: int) -> Any:
     return compiled(name=f"look_{grad}_{how}", fastmath={"reassoc"})(look)
 
 
-def _update(
-    algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
-):
+def _update(algorithm, weight, grad, state, look, first, last, items, table, scalars, found):
     raise TypeError("only compiled code may call this")
 
 
 @overload(_update, prefer_literal=True, jit_options=OPTIONS)
-def _update_of(
-    algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
-):
+def _update_of(algorithm, weight, grad, state, look, first, last, items, table, scalars, found):
     kind = tuple(code.literal_value for code in (algorithm, weight, grad, state))
     looks, blocks = bool(look.literal_value), kind[3] == L.STATE_8BIT
     update, seen = core(*kind), looker(kind[2], NARROW)
@@ -136,15 +133,13 @@ def _update_of(
     largest, exponents_of = peak(*kind[:3]), block_exponents(kind[0])
     stride = L.BLOCK if blocks else FLUSH if looks else 1 << 30
 
-    def run(
-        algorithm, weight, grad, state, look, first, last, items, table, scalars, keys, status, squares, peaks
-    ):
+    def run(algorithm, weight, grad, state, look, first, last, items, table, scalars, found):
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            c = scalars[p]
+            c = scalars[min(p, len(scalars) - 1)]
             s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
-            row = table[p]
-            total, top = 0.0, i32(0)
+            row = table[:, p]
+            total, top, bad = 0.0, i32(0), i32(0)
             width = row[7] if blocks else 1
             column, block = start % width, start // width * (-(-width // L.BLOCK)) + start % width // L.BLOCK
             j = start
@@ -163,11 +158,9 @@ def _update_of(
                     squared, bits = seen(g, g, n)
                     total += squared
                     top = max(top, bits)
-                update(n, w, x, g, m, v, s, exponents, keys[p], j, status)
+                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(row[9]), j))
                 j += n
-            if looks:
-                squares[k] = total
-                peaks[k] = float_of(top)
+            found[0, k], found[1, k], found[2, k] = total, float_of(top), bad
 
     run.__qualname__ = "items_" + "_".join(map(str, (*kind, looks)))
     return run
@@ -175,49 +168,44 @@ def _update_of(
 
 @cache
 def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
-    """The update of work items first..last: items (parameter, start, count), one address row a parameter.
+    """The update of work items first..last: items (parameter, start, count), one address column a parameter.
 
-    Columns of the address table: weight, master or lacking bits, gradient, first and second state, the block
-    exponents of these two, and the length of a row, which no block crosses. With `look` it fills `squares`
-    and `peaks` as `measurer` does, by turns with the update, which has asked for those gradients already.
+    Lines of the address table: weight, master or lacking bits, gradient, first and second state, the block
+    exponents of these two, the length of a row, which no block crosses, the step count and the random key.
+    `scalars` has a row for each parameter, or one for all. Each item's column of `found` gets what `measurer`
+    finds (with `look`, by turns with the update, which has asked for those gradients already; else zeros) and
+    whether a weight left the range of its master.
     """
     looks, sources = int(look), SOURCES
 
-    def run(first, last, items, table, scalars, keys, status, squares, peaks):
+    def run(first, last, items, table, scalars, found):
         _ = sources
-        _update(
-            algorithm, weight, grad, state, looks,
-            first, last, items, table, scalars, keys, status, squares, peaks,
-        )  # fmt: skip
+        _update(algorithm, weight, grad, state, looks, first, last, items, table, scalars, found)
 
-    signature = (
-        "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],uint32[::1],int64[::1],"
-        "float64[::1],float32[::1])"
-    )
+    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float32[:,::1],float64[:,::1])"
     return compiled(signature, f"update_{algorithm}_{weight}_{grad}_{state}_{looks}")(run)
 
 
-def _measure(grad, how, first, last, items, table, squares, peaks):
+def _measure(grad, how, first, last, items, table, found):
     raise TypeError("only compiled code may call this")
 
 
 @overload(_measure, prefer_literal=True, jit_options=OPTIONS)
-def _measure_of(grad, how, first, last, items, table, squares, peaks):
+def _measure_of(grad, how, first, last, items, table, found):
     seen = looker(grad.literal_value, how.literal_value)
     size = 4 if grad.literal_value == L.FP32 else 2
     source, target = (0, 1) if how.literal_value == WIDEN else (2, 2)
 
-    def run(grad, how, first, last, items, table, squares, peaks):
+    def run(grad, how, first, last, items, table, found):
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
             total, top = 0.0, i32(0)
             for j in range(start, start + count, FLUSH):
                 n = min(FLUSH, start + count - j)
-                squared, bits = seen(table[p, source] + size * j, table[p, target] + 4 * j, n)
+                squared, bits = seen(table[source, p] + size * j, table[target, p] + 4 * j, n)
                 total += squared
                 top = max(top, bits)
-            squares[k] = total
-            peaks[k] = float_of(top)
+            found[0, k], found[1, k] = total, float_of(top)
 
     run.__qualname__ = f"measure_items_{grad.literal_value}_{how.literal_value}"
     return run
@@ -225,17 +213,18 @@ def _measure_of(grad, how, first, last, items, table, squares, peaks):
 
 @cache
 def measurer(grad: int, how: int = NARROW) -> Any:
-    """Sum of squares and largest magnitude of each work item; NaN and inf show in the latter.
+    """Sum of squares and largest magnitude of each work item, in its column of `found`.
 
-    `how` is NARROW, WIDE or WIDEN; the table of WIDEN has rows (16-bit source, fp32 target).
+    NaN and inf show in the latter. `how` is NARROW, WIDE or WIDEN; the lines of WIDEN's table are the 16-bit
+    sources and the fp32 targets.
     """
     sources = SOURCES
 
-    def run(first, last, items, table, squares, peaks):
+    def run(first, last, items, table, found):
         _ = sources
-        _measure(grad, how, first, last, items, table, squares, peaks)
+        _measure(grad, how, first, last, items, table, found)
 
-    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[::1],float32[::1])"
+    signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[:,::1])"
     return compiled(signature, f"measure_{grad}_{how}")(run)
 
 
@@ -265,13 +254,13 @@ def comparer(weight: int) -> Any:
 
 @cache
 def step_counter() -> Any:
-    """Add 1 to the fp32 number at each address and note what it is then; true where all are the same."""
+    """Add 1 to each fp32 step count and note what it is then; true where all are alike."""
 
-    def count(addresses, steps):
-        for i in range(len(addresses)):
-            step = peek_f32(addresses[i], 0) + np.float32(1)
-            poke_f32(addresses[i], 0, step)
+    def count(table, steps):
+        for i in range(len(steps)):
+            step = peek_f32(table[8, i], 0) + np.float32(1)
+            poke_f32(table[8, i], 0, step)
             steps[i] = step
         return bool((steps == steps[0]).all())
 
-    return compiled("boolean(int64[::1],float64[::1])", "count_steps")(count)
+    return compiled("boolean(int64[:,::1],float64[::1])", "count_steps")(count)

@@ -177,7 +177,8 @@ def asker(*wide: int) -> Any:
 def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     """The update of `n` elements that start at the five addresses: panels of pairs, then the rest singly.
 
-    8-bit states are read under the blocks' exponents[0:2] and written under exponents[2:4].
+    8-bit states are read under the blocks' exponents[0:2] and written under exponents[2:4]. Returns whether a
+    weight left its master's range.
     """
     name = f"core_{algorithm}_{weight}_{grad}_{state}"
     one = element(algorithm, weight, grad, state)
@@ -190,7 +191,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, exponents, key, start, status):
+    def run(n, w, x, g, m, v, s, exponents, key, start):
         widest_vectors()
         bad = i32(0)
         counter = u32(u32(u32(start) * u32(WEYL)) + key)
@@ -222,8 +223,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
             set_x(x, i, x0)
             set_m(m, i, m0)
             set_v(v, i, v0)
-        if bad != i32(0):
-            status[0] = 1
+        return bad
 
     return compiled(name=name)(run)
 
@@ -233,7 +233,7 @@ def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, exponents, key, start, status):
+    def run(n, w, x, g, m, v, s, exponents, key, start):
         for i in range(n):
             h, x0, m0, v0, _ = one(
                 get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, exponents, u32(0), key
@@ -242,6 +242,7 @@ def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
             set_x(x, i, x0)
             set_m(m, i, m0)
             set_v(v, i, v0)
+        return i32(0)
 
     return compiled(name=name)(run)
 
