@@ -22,12 +22,13 @@ from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any
 from halfstep.gradients.stats import HostStats
-from halfstep.gradients.widen import foreach_copy_, widen
+from halfstep.gradients.widen import widen
 from halfstep.kernels.pool import run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
+from halfstep.torch_private import foreach_copy_
 
 foreach_sub_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_sub_"])
 foreach_norm = cast(Callable[[Sequence[Tensor], float], list[Tensor]], vars(torch)["_foreach_norm"])
