@@ -25,7 +25,7 @@ from halfstep.numerics.nodes import Node
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
-from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -271,7 +271,7 @@ def _optimizer_epsilon(parts: StepParticipants) -> Iterable[Finding]:
 def _ulps(parts: StepParticipants) -> Iterable[Finding]:
     """Weights without masters whose spacing is more than twice the update that is to reach them."""
     for optimizer in parts.optimizers:
-        if isinstance(optimizer, OnePassOptimizer):
+        if holder_of(optimizer) is not None:
             continue
         for number, group in enumerate(optimizer.param_groups):
             low = [p for p in group["params"] if p.dtype in LOW_DTYPES]

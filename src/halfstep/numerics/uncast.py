@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import dtype_name
-from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES, Level
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
@@ -50,7 +50,7 @@ def weights_fault(
     """
     if not casts_weights(level, policy):
         return None
-    torchs = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
+    torchs = [o for o in optimizers if holder_of(o) is None]
     updated = [p for o in torchs for group in o.param_groups for p in group["params"]]
     low = [p for p in updated if p.requires_grad and p.dtype in LOW_DTYPES]
     if low:

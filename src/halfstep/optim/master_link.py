@@ -221,7 +221,6 @@ class Link(HasMasters):
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: list[Tensor | None] | None = None
-        self._stepping = False
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
         self.adopt(initial)
@@ -413,17 +412,10 @@ class Link(HasMasters):
             )
         self.sync()
         self.widen()
-        self._stepping = True
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook."""
-        self.end_step()
-
-    def end_step(self) -> None:
-        """Round what a step has changed into the weights, where it was broken off before it could."""
-        if self._stepping:
-            self.write_back()
-        self._stepping = False
+        """Step post-hook; where a step is broken off before it, `push` does the same."""
+        self.write_back()
 
     def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Add the masters by name."""
@@ -492,8 +484,8 @@ def _frozen_among(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[Any, Any]
 ) -> dict[Tensor, Tensor]:
     """Frozen 16-bit weights without a master of which the checkpoint has one."""
-    params = (p for group in optimizer.param_groups for p in group["params"] if p.dtype in LOW)
-    return {p: p.detach() for p in params if not p.requires_grad and names.get(p) in saved}
+    frozen = [p for p in saved_masters.params_of(optimizer) if p.dtype in LOW and not p.requires_grad]
+    return {p: p.detach() for p in frozen if names.get(p) in saved}
 
 
 def _is_place(name: str) -> bool:

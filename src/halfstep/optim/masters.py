@@ -5,7 +5,7 @@ There is one gradient, that of the model's weight: the first reader on the optim
 clipping) widens it to fp32 where it lies, so unscaling and clipping never happen in 16 bits, on either side.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.names import fqn
 from halfstep.optim import storage
-from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, foreach_mul_, weight_of
-from halfstep.optim.saved_masters import SavedMasters
+from halfstep.optim.saved_masters import SavedMasters, params_of
 
 __all__ = ["MasterWeights", "weight_of"]
 
@@ -132,10 +131,7 @@ class MasterWeights:
     def params(self) -> list[Tensor]:
         """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
         self.link.sync()
-        return self._params()
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return params_of(self.optimizer)
 
     def copy_grads(self, inv_scale: float | Tensor | None = None) -> list[Tensor]:
         """Widen the gradients to fp32, then multiply them by `inv_scale`; return those that exist.
@@ -145,7 +141,7 @@ class MasterWeights:
         """
         self.link.adopt()
         self.link.widen()
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = [p.grad for p in params_of(self.optimizer) if p.grad is not None]
         if inv_scale is not None:
             _multiply(grads, inv_scale)
         return grads
@@ -199,19 +195,8 @@ class MasterWeights:
         the casts of a `Conversion` are for `Conversion.suspended()` to widen:
         `with masters.swap(), conversion.suspended(): ...`.
         """
-        if not self._models:
-            raise ConfigError("swap() was called on MasterWeights(optimizer) without a model: pass model=...")
-        self.link.sync()
-        places = self.link.places(self._models)
-        stand_ins = {m: nn.Parameter(m.detach(), requires_grad=w.requires_grad) for _, _, w, m in places}
-        try:
-            for module, key, _, master in places:
-                _put(module, key, stand_ins[master])
+        with self._in_place(lambda w, m: nn.Parameter(m.detach(), requires_grad=w.requires_grad)):
             yield
-        finally:
-            for module, key, weight, _ in places:
-                _put(module, key, weight)
-            self.link.write_back()
 
     @contextmanager
     def checkpointing(self) -> Generator[None]:
@@ -222,15 +207,19 @@ class MasterWeights:
         what is saved are fp32 masters and states by name, what is loaded goes into masters and, at the end,
         into the weights. Nothing else may run within. ConfigError without a model.
         """
+        with self._in_place(lambda w, m: m.requires_grad_(m.requires_grad or w.requires_grad)):
+            yield
+
+    @contextmanager
+    def _in_place(self, stand_in: Callable[[Tensor, Tensor], Tensor]) -> Generator[None]:
         if not self._models:
-            raise ConfigError("checkpointing() of MasterWeights without a model: pass model=...")
+            raise ConfigError("swap() and checkpointing() need a model: MasterWeights(optimizer, model=...)")
         self.link.sync()
         places = self.link.places(self._models)
+        stand_ins = {m: stand_in(w, m) for _, _, w, m in places}
         try:
-            for module, key, weight, master in places:
-                if weight.requires_grad:
-                    master.requires_grad_(True)  # one that was frozen when it got its master
-                _put(module, key, master)
+            for module, key, _, master in places:
+                _put(module, key, stand_ins[master])
             yield
         finally:
             for module, key, weight, _ in places:
@@ -317,7 +306,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
             raise UnsupportedError(
                 f"{kind} cannot have master weights: {_OWN_REFERENCES[base.__name__]}. Use O1 (fp32 weights)"
             )
-    if isinstance(optimizer, OnePassOptimizer) and not getattr(optimizer, "takes_masters", False):
+    if isinstance(optimizer, HasMasters) and not getattr(optimizer, "takes_masters", False):
         raise ConfigError(
             f"{kind} keeps masters of its own (its argument master=...); use it without MasterWeights"
         )
@@ -325,8 +314,9 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedError(
             f"{kind}(differentiable=True) cannot have master weights; use O1 (fp32 weights)"
         )
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(type(p) is Master for group in optimizer.param_groups for p in group["params"]):
+    params = params_of(optimizer)
+    mine = set(map(id, params))
+    if any(type(p) is Master for p in params):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
     for key, value in vars(optimizer).items():
         shared = getattr(value, "param_groups", None) is optimizer.param_groups  # a wrapper's inner optimizer
@@ -386,7 +376,6 @@ def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[HasMasters]:
 
 def holder_of(optimizer: torch.optim.Optimizer) -> HasMasters | None:
     """`holders_of` one optimizer."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    owners = (p._owner() for p in params if isinstance(p, Master))
+    owners = (p._owner() for p in params_of(optimizer) if isinstance(p, Master))
     own = optimizer if isinstance(optimizer, HasMasters) else None
     return next((owner for owner in owners if owner is not None), own)

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
 from halfstep.optim.masters import holder_of, holders_of, weight_of
+from halfstep.optim.saved_masters import params_of
 from halfstep.policy.levels import LOW_DTYPES
 
 
@@ -64,7 +65,7 @@ class Replica:
         }
         optimizers = [o for t in trainings for o in t.optimizers]
         self._holders = holders_of(optimizers)
-        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in _params(o)}
+        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in params_of(o)}
         self.weights = [p for p in module.parameters() if p in low and p in trained]
         """In the module's order, which is that of all ranks."""
 
@@ -89,10 +90,6 @@ class Replica:
                 torch.distributed.broadcast(value, group=self._group, group_src=rank)
             for holder in self._holders:
                 holder.seed_masters(values)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _like(p: Tensor) -> Tensor:

@@ -31,11 +31,12 @@ State = Mapping[str, Any]
 
 def places(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> list[int]:
     """The place of each master among the optimizer's parameters."""
-    known = {id(p): place for place, p in enumerate(_params(optimizer))}
+    known = {id(p): place for place, p in enumerate(params_of(optimizer))}
     return [known[id(master)] for master in masters if id(master) in known]
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters in all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -138,7 +139,7 @@ class SavedMasters:
         spread = into_entries(state)
         kept = dict(spread["state"])
         numbers = [number for group in groups for number in group["params"]]
-        mine = [(n, p) for n, p in zip(numbers, _params(optimizer)) if _is_own(kept.get(n))]
+        mine = [(n, p) for n, p in zip(numbers, params_of(optimizer)) if _is_own(kept.get(n))]
         if not mine:
             return spread
         if self._settle is not None:

@@ -366,13 +366,11 @@ class Session(OfSetup):
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
 
     def _broken_off(self, index: int, error: BaseException) -> None:
-        """After an error or a signal in a step: weights are their masters rounded, and gradients not ours.
+        """After an error or a signal in a step: the gradients are not ours.
 
         A signal may come while gradients are changed in place, so that they are dropped.
         """
         self.state, self.found_inf = self.state.carrying(index, EMPTY), None
-        if index in self._setup.masters:
-            self._setup.masters[index].link.end_step()
         if not isinstance(error, Exception):
             self._steppers[index].clear()
 

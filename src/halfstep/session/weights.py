@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from halfstep.convert.conversion import Conversion
 from halfstep.distributed import local_of
-from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.master_link import narrow_state
-from halfstep.optim.masters import MasterWeights
+from halfstep.optim.masters import MasterWeights, holder_of
 from halfstep.policy.levels import Level
 
 
@@ -21,7 +20,7 @@ def fit_states(level: Level, optimizers: Sequence[torch.optim.Optimizer]) -> Non
     """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
     if level.masters or level.param_role == "full":
         return
-    for optimizer in (o for o in optimizers if not isinstance(o, OnePassOptimizer)):
+    for optimizer in (o for o in optimizers if holder_of(o) is None):
         for p, state in optimizer.state.items():
             if isinstance(p, Tensor) and p.is_floating_point():
                 optimizer.state[p] = narrow_state(state, p.dtype)
