@@ -280,6 +280,16 @@ def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def update_at_once(kind: type) -> None:
+    """Let torch's optimizers update many parameters of this class at once, as they do DTensors."""
+    from torch.utils import _foreach_utils
+
+    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
+        kinds = getattr(module, "_foreach_supported_types", None)
+        if isinstance(kinds, list) and kind not in kinds:
+            cast("list[type]", kinds).append(kind)
+
+
 # --- fully_shard -------------------------------------------------------------------------------------------
 
 _SHARDS = "to prepare a model that fully_shard has cut up"

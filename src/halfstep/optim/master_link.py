@@ -4,7 +4,6 @@ At rest each weight is its master, rounded. Where it is not, one of the two was 
 makes them agree. A link keeps no optimizer alive, so that an optimizer's hooks may own it without a cycle.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils import _foreach_utils
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.distributed import local_of
@@ -28,11 +26,8 @@ from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
-from halfstep.torch_private import foreach_copy_
+from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm, update_at_once
 
-foreach_sub_ = cast(Callable[[Sequence[Tensor], Sequence[Tensor]], None], vars(torch)["_foreach_sub_"])
-foreach_norm = cast(Callable[[Sequence[Tensor], float], list[Tensor]], vars(torch)["_foreach_norm"])
-foreach_mul_ = cast(Callable[[Sequence[Tensor], float | Tensor], None], vars(torch)["_foreach_mul_"])
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
 
@@ -96,15 +91,7 @@ def weight_of(parameter: Tensor) -> Tensor:
     return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
-def _choose_foreach_for(kind: type) -> None:
-    # torch picks its foreach kernels by the exact type of a parameter; DTensor enters itself the same way.
-    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
-        kinds = getattr(module, "_foreach_supported_types", None)
-        if isinstance(kinds, list) and kind not in kinds:
-            cast(list[type], kinds).append(kind)
-
-
-_choose_foreach_for(Master)
+update_at_once(Master)
 
 
 def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
@@ -198,7 +185,7 @@ def _differ_away(pairs: Sequence[Pair]) -> bool:
         return False
     distances = list(map(torch.empty_like, weights))
     foreach_copy_(distances, [pair.master for pair in pairs])
-    foreach_sub_(distances, weights)
+    foreach_add_(distances, weights, alpha=-1)
     largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
     return bool(torch.stack(largest).any())
 

@@ -17,8 +17,9 @@ from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.loading import HasMasters, LoadedMasters
-from halfstep.optim.master_link import Link, Master, ModelHooks, foreach_mul_, weight_of
+from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters, params_of
+from halfstep.torch_private import foreach_mul_
 
 __all__ = ["MasterWeights", "weight_of"]
 
