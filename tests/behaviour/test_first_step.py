@@ -44,6 +44,17 @@ def test_a_loop_that_forgets_the_region_is_told_once():
         plain(amp)
 
 
+def test_a_region_around_the_loss_alone_is_told():
+    """It used to count as a region, though the model was called outside of it."""
+    amp = prepared(small())
+    out = amp.model(X)
+    with amp.autocast():
+        loss = out.square().mean()
+    amp.backward(loss)
+    with pytest.warns(hs.HalfstepWarning, match=NO_OP):
+        amp.step()
+
+
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.Conv1d])
 def test_every_kind_of_layer_is_seen(cell):
     torch.manual_seed(0)

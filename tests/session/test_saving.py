@@ -356,7 +356,9 @@ def test_a_save_in_the_background_is_of_the_moment_of_the_call(tmp_path):
 def test_what_fails_in_the_background_is_told_at_the_next_call(tmp_path, capfd):
     run = build()
     run[3].save(tmp_path / "a", extra=1)
-    with pytest.raises(CheckpointError, match="keep_last=2 for a: expected 1 or more, and a name"):
+    with pytest.raises(
+        CheckpointError, match="keep_last=2 for a: expected a whole number, 1 or more, and a name"
+    ):
         run[3].save(tmp_path / "a", keep_last=2, background=True)
     for ask in (
         lambda: run[3].save(tmp_path / "b"),

@@ -27,14 +27,14 @@ def forward(model, amp, at):
     amp.backward(loss)
 
 
-def interrupted(step, lines):
-    """Run `step` with a KeyboardInterrupt at so manieth event of halfstep or torch.optim; whether it came."""
+def interrupted(step, lines, of=("halfstep", "torch/optim"), spared=lambda frame, event: False):
+    """Run `step` with a KeyboardInterrupt at so manieth event in files `of` these names; whether it came."""
     left = lines
 
     def trace(frame, event, arg):
         nonlocal left
         code = frame.f_code
-        ours = "halfstep" in code.co_filename or "torch/optim" in code.co_filename
+        ours = any(name in code.co_filename for name in of) and not spared(frame, event)
         if ours and code.co_name != "<genexpr>":  # one that is closed tells nobody of an error
             left -= 1
             if left == 0:
@@ -109,3 +109,39 @@ def test_gradients_of_a_step_that_was_interrupted_are_gone():
         amp.step()
     forward(model, amp, 1)
     assert amp.step().taken
+
+
+def no_signal_comes(frame, event):
+    """Where Python handles none: returns, the start of `__exit__`, and a `finally` right after a call."""
+    code, line = frame.f_code, frame.f_lineno - frame.f_code.co_firstlineno
+    start = {"__exit__": 3, "nesting": 9}.get(code.co_name, -1)
+    return event == "return" or line <= start
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_region_that_is_entered_or_left_under_a_signal_is_not_left_open(around):
+    """It used to stay open, or shut the one around it, and its log went out of step with itself."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def regions():
+        with hs.autocast("cpu", "bf16", kernels="native"), hs.autocast("cpu", "fp16", kernels="native"):
+            pass
+
+    def one_more(lines):
+        came = interrupted(regions, lines, ("halfstep/casting",), no_signal_comes)
+        assert (weight @ weight).dtype == (torch.bfloat16 if around else torch.float32)
+        with hs.autocast("cpu", "fp16", kernels="native"):
+            out = weight @ weight
+        assert out.dtype == torch.float16
+        assert torch.autograd.grad(out.float().sum(), [weight])[0].isfinite().all()
+        return came
+
+    regions()
+    lines, outer = 1, hs.autocast("cpu", "bf16", enabled=around, kernels="native")
+    with outer:
+        while one_more(lines):
+            lines += 1
+    assert 100 < lines < 1000
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
@@ -53,9 +52,9 @@ install_measured(kernel_probes.measured_table())
 
 def _kernels_around() -> KernelTable:
     """The kernels of the region around this one, else the default."""
-    for setting in reversed(state.thread().entered):
-        if setting.kernels is not None:
-            return setting.kernels
+    for entered in reversed(state.thread().entered):
+        if entered.setting.kernels is not None:
+            return entered.setting.kernels
     return table_of()
 
 
@@ -107,8 +106,7 @@ class autocast:
         if isinstance(device_type, torch.device):
             device_type = device_type.type
         self._arguments = (device_type, dtype, enabled, regions.readable(policy), kernels)
-        self._states: dict[int, list[tuple[Any, ...]]] = {}
-        self._traced: list[tuple[str, tuple[Any, ...]]] = []
+        self._traced: list[tuple[str, state.Standing]] = []
         self._setting: Setting | None = None
         if not torch.compiler.is_compiling():
             self._setting = _setting(*self._arguments)
@@ -116,22 +114,41 @@ class autocast:
     @not_compiled
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling() and not _dynamo_traces_autocast():
-                torch_private.graph_break("this torch cannot compile a halfstep region: newer ones can")
-            switch = _switch(*self._arguments)
-            self._traced = [*self._traced, (switch[0], state.turn(switch))]
-        else:
-            setting = self._setting or _setting(*self._arguments)
-            self._states.setdefault(threading.get_ident(), []).append(regions.enter(setting))
-        return self
+            return self._enter_traced()
+        found = regions.found_by(self, self._setting or _setting(*self._arguments))
+        try:
+            regions.enter(found)
+            return self
+        except BaseException:  # a signal may come between any two lines
+            regions.leave(found)
+            raise
 
     @not_compiled
     def __exit__(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
-            state.turn_back(*self._traced[-1])
-            self._traced = self._traced[:-1]
-        else:
-            regions.leave(self._states[threading.get_ident()].pop())
+        found = None
+        try:
+            if torch.compiler.is_compiling():
+                return self._exit_traced()
+            found = regions.entered_by(self)
+            regions.leave(found)
+        except BaseException:
+            regions.leave(found or regions.entered_by(self))
+            raise
+
+    def _enter_traced(self) -> Self:
+        if torch.compiler.is_dynamo_compiling() and not _dynamo_traces_autocast():
+            torch_private.graph_break("this torch cannot compile a halfstep region: newer ones can")
+        switch = _switch(*self._arguments)
+        self._traced = [*self._traced, (switch[0], state.standing(switch[0]))]
+        state.turn(switch)
+        torch.autocast_increment_nesting()
+        return self
+
+    def _exit_traced(self) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        state.stand(*self._traced[-1])
+        self._traced = self._traced[:-1]
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, generator function, coroutine function or asynchronous generator function."""
@@ -240,7 +257,7 @@ def active_policy(device_type: str | None = None) -> Policy | None:
     off."""
     if torch.compiler.is_compiling():
         return traced_policy(device_type)
-    for setting in reversed(state.thread().entered):
+    for setting in (entered.setting for entered in reversed(state.thread().entered)):
         if device_type is None or setting.device_type == device_type:
             return setting.policy if setting.switch[1] else None
     return None

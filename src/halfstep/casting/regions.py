@@ -26,6 +26,7 @@ from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.state import (
     Code,
+    Entered,
     Setting,
     Thread,
     _local,
@@ -33,8 +34,10 @@ from halfstep.casting.state import (
     _shown,
     _threads,
     caller,
+    nesting,
+    stand,
+    standing,
     turn,
-    turn_back,
 )
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
@@ -259,8 +262,10 @@ def _kernel(site: OpOnDevice) -> Callable[..., Any]:
         args: casts.Args = given
         here = local.thread
         setting = here.active.get(device_type)
-        depth = deeper()
-        back()
+        try:
+            depth = deeper()
+        finally:
+            back()
         if setting is None or depth != here.depth or task() != -1:
             setting = _elsewhere(device_type)
             if setting is _STRAIGHT:
@@ -301,21 +306,15 @@ def _in_backward(device_type: str) -> Setting | None:
     who = caller()
     inside = who.active.get(device_type)
     if inside is not None:
-        depth, task = who.entry[device_type] or (0, -1)
+        depth, task = who.place[device_type] or (0, -1)
         if task == graph_task():
             return inside
-        if _nesting() == (depth if who.ident == threading.get_ident() else 0):
+        if nesting() == (depth if who.ident == threading.get_ident() else 0):
             # Not forward run again, which would be inside one more region, of checkpoint's making.
             return inside if isinstance(running_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
         return None
     return _made_under(_first_node(), device_type, who)
-
-
-def _nesting() -> int:
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth
 
 
 _PythonNode = torch.autograd.function.BackwardCFunction
@@ -402,30 +401,40 @@ def _is_switched_to(setting: Setting) -> bool:
 # --- entering and leaving ----------------------------------------------------------------------------------
 
 
-def enter(setting: Setting) -> tuple[Any, ...]:
-    """Begin a region of this thread; returns what `leave` needs."""
+def found_by(owner: object, setting: Setting) -> Entered:
+    """What a region finds that is about to be entered; nothing is changed but kernels registered."""
     here, device_type = _local.thread, setting.switch[0]
     if setting not in _ready:
         ready(setting)
     if _shown.get(None) is not here:
         here.show()
-    before, entry = here.active.get(device_type), (here.entry.get(device_type), here.depth)
-    saved = turn(setting.switch)
-    here.entered.append(setting)
-    here.depth = saved[-1] + 1
-    here.entry[device_type] = (saved[-1], graph_task())
+    active, place = here.active.get(device_type), here.place.get(device_type)
+    return Entered(owner, setting, active, place, here.depth, standing(device_type))
+
+
+def enter(found: Entered) -> None:
+    """Begin the region of this thread that found this."""
+    here, setting, device_type = _local.thread, found.setting, found.setting.switch[0]
+    depth = nesting()
+    here.entered = *here.entered, found
+    here.depth = depth + 1
+    here.place[device_type] = depth, graph_task()
     _put(here, device_type, setting if setting.runs else None)
-    return before, entry, saved, setting
+    turn(setting.switch)
 
 
-def leave(state: tuple[Any, ...]) -> None:
-    """End the region that `enter` began; regions may end in any order."""
-    before, entry, saved, setting = state
-    here, device_type = _local.thread, setting.switch[0]
-    here.entered.remove(setting)
-    here.entry[device_type], here.depth = entry
-    _put(here, device_type, before)
-    turn_back(device_type, saved)
+def leave(found: Entered) -> None:
+    """End that region; regions may end in any order. It may be done again where a signal broke it off."""
+    here, device_type = _local.thread, found.setting.switch[0]
+    stand(device_type, found.torchs)
+    _put(here, device_type, found.active)
+    here.place[device_type], here.depth = found.place, found.depth
+    here.entered = tuple(one for one in here.entered if one is not found)
+
+
+def entered_by(owner: object) -> Entered:
+    """The innermost region of this thread that is the owner's."""
+    return next(one for one in reversed(_local.thread.entered) if one.owner is owner)
 
 
 def _put(here: Thread, device_type: str, setting: Setting | None) -> None:

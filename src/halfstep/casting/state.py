@@ -10,7 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,8 @@ from halfstep.torch_private import OpOverload, graph_task, has_thread_state, seq
 Code = tuple[torch.dtype, torch.dtype]
 # What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
 Switch = tuple[str, bool, torch.dtype, Code | None]
+# Torch's autocast state of one device type and of the two that carry codes: on, dtype; the weight cache.
+Standing = tuple[bool, torch.dtype, bool, bool, torch.dtype, bool, torch.dtype]
 _HISTORY = 16384
 _clock = itertools.count(1).__next__
 
@@ -54,23 +57,32 @@ class _SettingLog:
     """Which setting was in force at each autograd sequence number of one thread and device type."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.settings: list[Setting | None] = []
+        self.entries: list[tuple[int, Setting | None]] = []
         self.latest = 0
 
     def record(self, setting: Setting | None) -> None:
         number, self.latest = sequence_number(), _clock()
-        if self.numbers and self.numbers[-1] == number:
-            self.settings[-1] = setting
+        if self.entries and self.entries[-1][0] == number:
+            self.entries[-1] = number, setting
             return
-        self.numbers.append(number)
-        self.settings.append(setting)
-        if len(self.numbers) > _HISTORY:
-            del self.numbers[: _HISTORY // 2], self.settings[: _HISTORY // 2]
+        self.entries.append((number, setting))
+        if len(self.entries) > _HISTORY:
+            del self.entries[: _HISTORY // 2]
 
     def at(self, number: int) -> Setting | None:
-        place = bisect.bisect_right(self.numbers, number) - 1
-        return self.settings[place] if place >= 0 else None
+        place = bisect.bisect_right(self.entries, number, key=itemgetter(0)) - 1
+        return self.entries[place][1] if place >= 0 else None
+
+
+class Entered(NamedTuple):
+    """A region that a thread is in, and what it found: leaving sets that again, however often it is done."""
+
+    owner: object
+    setting: Setting
+    active: Setting | None
+    place: tuple[int, int] | None
+    depth: int
+    torchs: Standing
 
 
 class Thread:
@@ -79,9 +91,9 @@ class Thread:
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.active: dict[str, Setting] = {}
-        self.entered: list[Setting] = []
+        self.entered: tuple[Entered, ...] = ()
         # Torch's nesting depth and the running graph task when the region began.
-        self.entry: dict[str, tuple[int, int] | None] = {}
+        self.place: dict[str, tuple[int, int] | None] = {}
         self.histories: dict[str, _SettingLog] = {}
         self.frozen: casts.Frozen = {}
         # One more than torch's nesting depth when the innermost region began: deeper ones are not of here.
@@ -131,13 +143,17 @@ def caller() -> Thread:
     return here.caller or here
 
 
-def turn(switch: Switch) -> tuple[Any, ...]:
-    """Set torch's autocast state; returns what `turn_back` needs. Dynamo traces both.
+def nesting() -> int:
+    """Torch's nesting depth, which it tells only as it changes it."""
+    try:
+        return torch.autocast_increment_nesting() - 1
+    finally:
+        torch.autocast_decrement_nesting()
 
-    The weight cache is off: a weight changed in place is seen by the next op (law 7, ARCHITECTURE.md).
-    """
-    device_type, on, dtype, code = switch
-    saved = (
+
+def standing(device_type: str) -> Standing:
+    """How torch's autocast state stands, as `stand` sets it again. Dynamo traces it, as all that follow."""
+    return (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
@@ -146,6 +162,25 @@ def turn(switch: Switch) -> tuple[Any, ...]:
         torch.is_autocast_enabled("ipu"),
         torch.get_autocast_dtype("ipu"),
     )
+
+
+def stand(device_type: str, before: Standing) -> None:
+    """Set torch's autocast state to what `standing` gave."""
+    torch.set_autocast_enabled(device_type, before[0])
+    torch.set_autocast_dtype(device_type, before[1])
+    torch.set_autocast_cache_enabled(before[2])
+    torch.set_autocast_enabled("maia", before[3])
+    torch.set_autocast_dtype("maia", before[4])
+    torch.set_autocast_enabled("ipu", before[5])
+    torch.set_autocast_dtype("ipu", before[6])
+
+
+def turn(switch: Switch) -> None:
+    """Set torch's autocast state to a region's.
+
+    The weight cache is off: a weight changed in place is seen by the next op (law 7, ARCHITECTURE.md).
+    """
+    device_type, on, dtype, code = switch
     torch.set_autocast_enabled(device_type, on)
     if on:
         torch.set_autocast_dtype(device_type, dtype)
@@ -155,17 +190,3 @@ def turn(switch: Switch) -> tuple[Any, ...]:
         torch.set_autocast_dtype("maia", code[0])
         torch.set_autocast_enabled("ipu", True)
         torch.set_autocast_dtype("ipu", code[1])
-    return (*saved, torch.autocast_increment_nesting())
-
-
-def turn_back(device_type: str, saved: tuple[Any, ...]) -> None:
-    """Undo `turn`."""
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    torch.set_autocast_enabled(device_type, saved[0])
-    torch.set_autocast_dtype(device_type, saved[1])
-    torch.set_autocast_cache_enabled(saved[2])
-    torch.set_autocast_enabled("maia", saved[3])
-    torch.set_autocast_dtype("maia", saved[4])
-    torch.set_autocast_enabled("ipu", saved[5])
-    torch.set_autocast_dtype("ipu", saved[6])

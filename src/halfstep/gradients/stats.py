@@ -64,10 +64,12 @@ AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
 
 def check_clip(clip_norm: float | None) -> None:
     """Raise ConfigError unless it is None or a number above 0."""
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
+    if clip_norm is None:
+        return
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real) or not float(clip_norm) > 0:
         raise ConfigError(
-            f"clip_norm={show(clip_norm)}: expected a number above 0 (a norm of 0 leaves no update), or None "
-            "to clip nothing"
+            f"clip_norm={show(clip_norm)}: expected a number above 0, such as 1.0 (a norm of 0 leaves "
+            "no update; of a tensor give its item()), or None to clip nothing"
         )
 
 

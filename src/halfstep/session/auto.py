@@ -5,6 +5,7 @@ Measuring itself is `tuning`'s affair. Here arguments are read, and the way back
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +90,15 @@ def choose(
             f"batch is a {type(batch).__name__}: expected what step(amp, *batch) is called with, as a tuple; "
             "for one argument batch=(x,)"
         )
+    try:
+        inspect.signature(step).bind(None, *batch)
+    except TypeError as error:
+        raise ConfigError(
+            f"step(amp, *batch) cannot be called with this batch of {len(batch)}: {error}. Give prepare() "
+            "batch=(x, y), what your step takes after the session"
+        ) from None
+    except ValueError:  # a callable of C tells nothing of its arguments
+        pass
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
     row, word = (None, None) if level == "auto" else level_of(level)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -11,6 +11,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from halfstep.errors import CheckpointError, ConfigError, show
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
+
+
+def refuse_arguments(more: Sequence[Any], unknown: Mapping[str, Any]) -> Never:
+    """Raise ConfigError for what `step` was given and does not take."""
+    given = f"{show(more[0])} after the optimizer" if more else ""
+    given = given or " and ".join(f"{name}={show(value)}" for name, value in unknown.items())
+    raise ConfigError(
+        f"step() got {given}: expected an optimizer and, by name, clip_norm=, scheduler= or zero_grad=. To "
+        "clip gradients to a norm of 1 write step(clip_norm=1.0)"
+    )
 
 
 def check_scheduler(scheduler: Any) -> None:

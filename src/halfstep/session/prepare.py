@@ -71,6 +71,21 @@ def check_words(unknown: Mapping[str, Any]) -> None:
         raise ConfigError(f"prepare has no argument {word}={show(unknown[word])}: {hint}")
 
 
+def check_unused(step: Any, batch: Any, seconds: Any) -> None:
+    """Raise ConfigError for arguments of "auto" where nothing is measured."""
+    given = {
+        "step": step is not None,
+        "batch": not (isinstance(batch, tuple) and not batch),
+        "seconds": seconds != 60.0,
+    }
+    used = [f"{name}=" for name, here in given.items() if here]
+    if used:
+        raise ConfigError(
+            f"prepare got {' and '.join(used)}, which only level='auto' and layout='auto' use: drop it, or "
+            "ask for one of the two"
+        )
+
+
 def as_models(model: Any) -> list[nn.Module]:
     """Return the models as a list; ConfigError for anything that is none."""
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
@@ -173,6 +188,16 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
                 f"not the model's, the first of shape {tuple(strangers[0].shape)}: "
                 "build it from the model given to prepare"
             )
+
+
+def check_width(level: Level, models: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for fp64 weights at a level whose masters would be fp32."""
+    wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
+    if wide and level.masters:
+        raise ConfigError(
+            f"{wide} parameters are fp64, of which {level.name} would keep fp32 masters: call model.float() "
+            "before prepare(), or prepare at level O0"
+        )
 
 
 def check_accumulation(
@@ -399,11 +424,13 @@ def prepare(
         session.tuning = found
         tell(found)
         return session
+    check_unused(step, batch, seconds)
     row, word_dtype = level_of(level)
     device = device_of(models)
     chosen = policy_of(row, dtype, word_dtype, policy, device)
     row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
     check_ownership(models, optimizers)
+    check_width(row, models)
     check_group(group)
     check_norm_group(norm_group, optimizers)
     check_accumulation(accumulate, row, optimizers)

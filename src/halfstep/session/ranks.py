@@ -105,6 +105,10 @@ class RankGuard:
 
     def check(self, shares_flag: bool) -> None:
         """Raise ConfigError or UnsupportedError; `shares_flag`: steps tell each other what they found."""
+        if self._setup.reverted:
+            raise ConfigError(
+                "this session was reverted and takes no more steps: use the session of a new prepare()"
+            )
         if not self._checked:
             self._check_parameters()
             for ddp in self._around():

@@ -31,7 +31,7 @@ from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import losses, registry, saving
 from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
-from halfstep.session.checks import check_scheduler, check_state, index_of, indices_of
+from halfstep.session.checks import check_scheduler, check_state, index_of, indices_of, refuse_arguments
 from halfstep.session.describe import in_words, one_line
 from halfstep.session.gradient_state import EMPTY, Kept, Scaled, Share, StepState, Unscaled, scale_of
 from halfstep.session.guards import (
@@ -289,10 +289,11 @@ class Session(OfSetup):
     def step(
         self,
         optimizer: torch.optim.Optimizer | None = None,
-        *,
+        *more: Never,
         clip_norm: float | None = None,
         scheduler: Any = None,
         zero_grad: bool = True,
+        **unknown: Never,
     ) -> Outcome:
         """Unscale, check, clip, update, write back and zero; returns what happened.
 
@@ -310,6 +311,8 @@ class Session(OfSetup):
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
+        if more or unknown:
+            refuse_arguments(more, unknown)
         index = index_of(self._setup.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
@@ -349,7 +352,7 @@ class Session(OfSetup):
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
         again = self.state.awaits_step
-        self._wide = (self._wide or not again) and not self._setup.entered and ran_wide(loss, self.policy)
+        self._wide = (self._wide or not again) and not self._setup.off and ran_wide(loss, self.policy)
         if not self.optimizers:
             self._first = False
             if said := no_optimizer(self.level, self.loss_scale):
@@ -360,7 +363,7 @@ class Session(OfSetup):
         setup, self._first = self._setup, False
         weights = (p for model in setup.models for p in model.parameters())
         fault = weights_fault(setup.level, setup.policy, setup.optimizers, weights)
-        if fault is None and self._wide and not setup.entered and casts_weights(setup.level, setup.policy):
+        if fault is None and self._wide and not setup.off and casts_weights(setup.level, setup.policy):
             fault = no_region(setup.policy)
         if fault is not None:
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)

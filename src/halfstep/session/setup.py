@@ -15,6 +15,7 @@ from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
+from halfstep.errors import ConfigError, show
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.optim.replicas import Replica, follow_wraps
@@ -44,17 +45,21 @@ class Setup:
         self.conversions: list[Conversion] = []
         self.masters: dict[int, MasterWeights] = {}
         self.tuning: Tuning | None = None
-        self.entered = False
-        """Whether a region of this was asked for."""
+        self.off = self.reverted = False
+        """Whether a region that casts nothing was asked for, and whether all was undone."""
         self.evaluates = False
         """Whether stand-ins are in the place of 16-bit weights."""
         self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
 
     def region(self, enabled: bool) -> autocast:
         """The region that ops run in."""
-        compiling = torch.compiler.is_compiling()
-        self.entered = self.entered or not compiling
-        if enabled and not compiling:
+        if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"amp.autocast({show(enabled)}): expected enabled=True or False. A session's region has its "
+                "device from the model and its dtype from prepare(dtype=...); hs.autocast takes both"
+            )
+        self.off = self.off or not enabled
+        if enabled and not torch.compiler.is_compiling():
             policy, kernels = self.policy, self.kernels  # a replay tries another policy
             if self._region[0] is not policy or self._region[1] is not kernels:
                 region = autocast(self.device.type, policy=policy, kernels=kernels)
@@ -116,6 +121,7 @@ class Setup:
             fit_states(self.level, self.optimizers)
         self.layout.revert()
         self.conversions, self.masters = [], {}
+        self.reverted = True
 
 
 class OfSetup:

@@ -97,7 +97,8 @@ class OnePassStepper:
         if self._released:
             raise ScalerStateError(
                 "backward() ran again before step(), but gradients were released and applied already: pass "
-                "more=True to every backward() of a step but the last"
+                "more=True to every backward() of a step but the last. Where an interrupt came between "
+                "backward() and step(), call step() once before you go on"
             )
         self._released = True
         self.optimizer.release.configure(inv_scale, self.optimizer.release.clip_norm)

@@ -23,7 +23,7 @@ from halfstep import checkpoint, shardfiles
 from halfstep.background import Background
 from halfstep.distributed import gather, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, show
 from halfstep.shardfiles import Piece
 
 MANIFEST = "manifest.json"
@@ -194,10 +194,17 @@ def checksum_of(manifest: Mapping[str, Any]) -> str:
 
 
 def check_keep(path: Path, keep: int | None) -> None:
-    """CheckpointError for a number to keep that cannot be, or a name that has no number."""
-    if keep is not None and (keep < 1 or not _NUMBERED.fullmatch(path.name)):
+    """CheckpointError for no name, and for a number to keep that cannot be or a name without a number."""
+    if not path.name:
         raise CheckpointError(
-            f"keep_last={keep} for {path.name}: expected 1 or more, and a name ending in a number"
+            f"save({str(path)!r}): expected the name of a folder to make, such as 'runs/step-1'; one that "
+            "holds other files is not replaced"
+        )
+    whole = isinstance(keep, int) and not isinstance(keep, bool)
+    if keep is not None and not (whole and keep >= 1 and _NUMBERED.fullmatch(path.name)):
+        raise CheckpointError(
+            f"keep_last={show(keep)} for {path.name}: expected a whole number, 1 or more, and a name ending "
+            "in a number, such as step-100"
         )
 
 
