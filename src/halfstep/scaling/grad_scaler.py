@@ -173,9 +173,14 @@ class GradScaler(torchs.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """Look for inf and NaN in the gradients as they are, for an optimizer that divides by itself."""
-        super()._check_inf_per_device(optimizer)
         row, grads = self._row(optimizer), gradients_of(optimizer)
-        self._note(row, self._look(grads, self._inverse(grads)))
+        stats = self._look(grads, self._inverse(grads))
+        if self._is_changed():
+            super()._check_inf_per_device(optimizer)
+        else:  # torch's would multiply every gradient by 1 to see the same
+            found = (~stats.finite).float()
+            row["found_inf_per_device"] = {d: found.to(d) for d in dict.fromkeys(g.device for g in grads)}
+        self._note(row, stats)
         return row["found_inf_per_device"]
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:

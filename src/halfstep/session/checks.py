@@ -1,16 +1,62 @@
-"""What a step and a saved state are checked for, before anything changes."""
+"""What a session refuses or warns of: wrong arguments, steps past it, gradients that are missing or foreign.
+
+Every function looks before anything changes; the words that users read stand here too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Never
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import CheckpointError, ConfigError, show
+from halfstep.distributed import local_of
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError, show
+from halfstep.formats import FP16
+from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.session.steppers import Stepper, parameters_of
+
+LEFT = (
+    "the gradients of this {} (optimizer {}) are the sum of its own loss's and of another optimizer's, whose "
+    "backward() left them here. Name the optimizer that a loss trains, amp.backward(loss, optimizer), or "
+    "call this optimizer's zero_grad() before its backward() (said once)"
+)
+
+SKIPPED_IN_A_ROW = 5
+SKIPPING = (
+    "{} steps in a row were skipped, up to step {}: their gradients hold inf or NaN{}. A loss scale that is "
+    "finding its value skips a few at the start; more come of NaN in the data or of an op that overflows: "
+    "`halfstep doctor` or `amp.replayable` name it (said once; {} in a row raise LossScaleCollapsed)"
+)
+
+UNSCALED = (
+    "{}.step() was called on gradients that did not come through the session, whose loss scale they lack: "
+    "small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); "
+    "optimizer.step(), or give prepare loss_scale='none' where a GradScaler has one (said once)"
+)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------
+
+
+def check_loss_id(loss_id: int, count: int) -> None:
+    """Raise ConfigError unless it is the number of one of `count` losses."""
+    whole = isinstance(loss_id, int) and not isinstance(loss_id, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (whole and 0 <= loss_id < count):
+        raise ConfigError(
+            f"loss_id={show(loss_id)}: this session has {count} loss scale{'s' * (count > 1)}, "
+            "numbered from 0; give prepare(loss_scale=[...]) one for each loss"
+        )
 
 
 def refuse_arguments(more: Sequence[Any], unknown: Mapping[str, Any]) -> Never:
@@ -86,3 +132,134 @@ def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int
             "arguments go by name: amp.step(clip_norm=1.0)"
         )
     raise ConfigError(f"this {type(optimizer).__name__} was not given to prepare()")
+
+
+# ---- gradients ------------------------------------------------------------------------------------------
+
+
+def refuse_direct_steps(
+    optimizers: Sequence[torch.optim.Optimizer], carried: Callable[[int], float | None]
+) -> list[RemovableHandle]:
+    """Make `optimizer.step()` an error while its gradients carry a loss scale; returns the hooks.
+
+    `carried(index)` gives the scale of an optimizer's gradients, 1 where they carry none, None where they did
+    not come through the session: the first such step is told, since nothing scales its losses. A method is
+    held weakly, so that an optimizer does not keep its session alive.
+    """
+    weak = weakref.WeakMethod(carried)
+    told: list[bool] = []
+
+    def hook_for(index: int) -> Callable[..., None]:
+        def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            scale_of = weak()
+            scale = 1.0 if scale_of is None else scale_of(index)
+            if scale is None:
+                if not told and any(weight_of(p).grad is not None for p in parameters_of(optimizer)):
+                    told.append(True)
+                    warnings.warn(UNSCALED.format(type(optimizer).__name__), HalfstepWarning, stacklevel=4)
+            elif scale != 1.0:
+                raise ScalerStateError(
+                    f"{type(optimizer).__name__}.step() was called on gradients that carry the session's "
+                    f"loss scale {scale:g}: call amp.step(), which divides it out (and amp.backward() "
+                    "without GradScaler)"
+                )
+
+        return refuse
+
+    return [o.register_step_pre_hook(hook_for(i)) for i, o in enumerate(optimizers)]
+
+
+def check_gradients(stepper: Stepper, after_backward: bool) -> None:
+    """Raise ScalerStateError where a step has nothing to work on; reads no values."""
+    if after_backward and stepper.releases:
+        return
+    for group in stepper.optimizer.param_groups:
+        for p in group["params"]:
+            if weight_of(p).grad is not None:
+                return
+    why = "call backward(loss) on this session first"
+    if after_backward:
+        kind = type(stepper.optimizer).__name__
+        why = (
+            f"the loss does not depend on the parameters of this {kind} (is it computed from this model?), "
+            "or they were cleared after backward(): zero_grad() belongs before it, or nowhere (step() clears)"
+        )
+    raise ScalerStateError(f"step() found no gradients: {why}")
+
+
+def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether an optimizer's gradients hold anything but zeros; None where there are none (reads)."""
+    grads = [w.grad for w in map(weight_of, parameters_of(optimizer)) if w.grad is not None]
+    return any(bool(local_of(g.detach()).any()) for g in grads) if grads else None
+
+
+def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
+    for optimizer in (o for o in optimizers if not isinstance(o, OnePassOptimizer)):
+        for group in optimizer.param_groups:
+            eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
+            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
+                return (
+                    f"{type(optimizer).__name__}'s eps {eps:g} is zero beside fp16 weights: it divides "
+                    "by zero where a gradient is zero: use level O2, halfstep.optim or eps=1e-4"
+                )
+    return "pass skip_nonfinite=True to prepare() to skip such steps"
+
+
+def no_optimizer(level: Level, scale: LossScale) -> str:
+    """What a backward of a session without optimizers leaves to its caller; nothing where that is little."""
+    scaled = "" if isinstance(scale, NoLossScale) else f"nothing divides the loss scale {scale.read():g} out"
+    low = f"{level.name}'s 16-bit weights have no fp32 masters" if level.masters else ""
+    what = " and ".join(filter(None, (scaled, low)))
+    return what and (
+        f"backward() on a session without an optimizer: {what}. Give prepare(model, optimizer) the one that "
+        "steps, or prepare at O1 with loss_scale='none'"
+    )
+
+
+@contextmanager
+def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collection[int]) -> Generator[None]:
+    """Within, backward changes no gradient that belongs to none of the optimizers with these indices."""
+    weights = [{weight_of(p) for p in parameters_of(o)} for o in optimizers]
+    mine = set[Tensor]().union(*(weights[i] for i in named))
+    others = set[Tensor]().union(*weights) - mine
+    before = [(w, w.grad) for w in others]
+    for w in others:
+        w.grad = None
+    try:
+        yield
+    finally:
+        for w, grad in before:
+            w.grad = grad
+
+
+def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
+    """A loss as it is, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
+    if isinstance(loss, list | tuple):
+        loss = _sum_of(loss)
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"backward got {loss!r:.60} of type {type(loss).__name__}, expected the loss as a tensor (not "
+            "its item()), or several in a list"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "backward got a loss that no parameter can learn from (requires_grad is False): "
+            "compute it with gradients enabled and without detach()"
+        )
+    if loss.numel() != 1 and "gradient" not in options:
+        raise ConfigError(
+            f"backward got a loss of shape {tuple(loss.shape)}, expected one number: "
+            "reduce it (loss.mean()) or pass gradient="
+        )
+    return loss
+
+
+def _sum_of(losses: Sequence[Any]) -> Tensor:
+    wrong = [i for i, one in enumerate(losses) if not isinstance(one, Tensor) or one.numel() != 1]
+    if wrong or not losses:
+        raise ConfigError(
+            f"backward got {len(losses)} losses, those at {wrong} are no scalar tensors: give at least one, "
+            "each reduced to one number"
+        )
+    return torch.stack([one.float().reshape(()) for one in losses]).sum()

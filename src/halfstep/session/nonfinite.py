@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from halfstep.errors import ConfigError, HalfstepWarning, NonFiniteError, show
 from halfstep.names import named_parameters
 from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
-from halfstep.session.gradient_state import Share
-from halfstep.session.guards import epsilon_hint
+from halfstep.session.checks import epsilon_hint
+from halfstep.session.round import Loss
 from halfstep.session.steppers import parameters_of
 
 CHOICES = ("raise", "skip", "continue")
@@ -46,12 +46,11 @@ def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool
 class Looked:
     """What is kept of a step until it is known whether its gradients were finite."""
 
-    edited: bool = False
-    """Whether they were changed past the session while they carried a scale."""
     where: str = ""
-    losses: tuple[Tensor, ...] = ()
-    shares: tuple[Share, ...] = ()
-    """What each loss brought, and the scale that it carried."""
+    values: tuple[Tensor, ...] = ()
+    """The losses themselves."""
+    losses: tuple[Loss, ...] = ()
+    """What each brought, and the scale that it carried."""
 
 
 NOTHING = Looked()
@@ -77,19 +76,13 @@ class NonFinite:
         if self._choice == "raise":
             self._losses.append(loss.detach())
 
-    def look(
-        self,
-        optimizer: torch.optim.Optimizer,
-        found: bool | Tensor,
-        shares: Mapping[int, Share],
-        edited: bool,
-    ) -> Looked:
+    def look(self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss]) -> Looked:
         """Note what somebody will be told if the step was bad; which gradients were while they are there."""
-        losses, self._losses = self._losses, []
+        values, self._losses = self._losses, []
         if found is False or self._said or self._choice in ("skip", "continue"):
-            return Looked(edited) if edited else NOTHING
+            return NOTHING
         where = self._where(optimizer) if found is True else ""
-        return Looked(edited, where, tuple(losses), tuple(shares.values()))
+        return Looked(where, tuple(values), tuple(losses))
 
     def _where(self, optimizer: torch.optim.Optimizer) -> str:
         names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
@@ -117,8 +110,8 @@ class NonFinite:
             )
 
     def _raise(self, step: int | None, looked: Looked) -> None:
-        bad = [loss for loss in looked.losses if not bool(loss.isfinite().all())]
-        lowest = [share.scale for share in looked.shares if bool(share.found) and share.scale.at_lowest]
+        bad = [loss for loss in looked.values if not bool(loss.isfinite().all())]
+        lowest = [loss.scale for loss in looked.losses if bool(loss.found) and loss.scale.at_lowest]
         if not bad and not lowest:
             return
         what = f"gradients {looked.where}hold inf or NaN"

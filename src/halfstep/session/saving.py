@@ -187,7 +187,7 @@ def save(
     stages: bool = False,
 ) -> Path:
     """`Session.save`; `stages`: each rank has other parameters, whatever their names."""
-    if session.state.awaits_step:
+    if session.state.losses:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
     _check_not_evaluating(session)
     wait_until_saved(session)

@@ -29,24 +29,40 @@ from halfstep.optim.replicas import tell_of_wraps
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import losses, registry, saving
-from halfstep.session.carrying import marked, opened, ours, unscaled, was_edited
-from halfstep.session.checks import check_scheduler, check_state, index_of, indices_of, refuse_arguments
-from halfstep.session.describe import in_words, one_line
-from halfstep.session.gradient_state import EMPTY, Kept, Scaled, Share, StepState, Unscaled, scale_of
-from halfstep.session.guards import (
-    CHANGED,
+from halfstep.session import registry, saving
+from halfstep.session.checks import (
+    LEFT,
     SKIPPED_IN_A_ROW,
     SKIPPING,
-    Leftovers,
+    check_loss_id,
+    check_scheduler,
+    check_state,
+    holds_values,
+    index_of,
+    indices_of,
     kept_gradients,
     no_optimizer,
     one_loss,
+    refuse_arguments,
     refuse_direct_steps,
 )
-from halfstep.session.losses import inverse
+from halfstep.session.describe import in_words, one_line
 from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
+from halfstep.session.round import (
+    Flag,
+    Loss,
+    StepState,
+    add_again,
+    carried_value,
+    inverse,
+    losses_to_step,
+    mixing,
+    opened,
+    set_aside,
+    settle,
+    unscaled,
+)
 from halfstep.session.setup import OfSetup, Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
 from halfstep.torch_private import never_compiled
@@ -61,12 +77,6 @@ PARTLY = (
     "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
     "were updated"
 )
-
-#: What gradients carry, for those who refuse direct steps, while their own step runs the optimizer's.
-UPDATING = Kept(NoLossScale())
-
-#: Steps in which a loop shows its habits: so long gradients are watched for changes made past the session.
-WATCHED_STEPS = 20
 
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
@@ -91,7 +101,7 @@ class Session(OfSetup):
     ) -> None:
         super().__init__(setup)
         optimizers = setup.optimizers
-        self.state = StepState(scales[0], skips, (EMPTY,) * len(optimizers), more_scales=tuple(scales[1:]))
+        self.state = StepState(tuple(scales), skips, (None,) * len(optimizers))
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -102,7 +112,6 @@ class Session(OfSetup):
         self._replay: Replayable | None = None
         self._first, self._wide = True, False
         """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
-        self._leftovers = Leftovers(optimizers)
         self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
         steppers = enumerate(self._steppers)
         self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
@@ -157,7 +166,7 @@ class Session(OfSetup):
     @property
     def loss_scale(self) -> LossScale:
         """The scale that the next backward multiplies by; of several losses, the first one's."""
-        return self.state.loss_scale
+        return self.state.loss_scales[0]
 
     @loss_scale.setter
     def loss_scale(self, scale: LossScale) -> None:
@@ -166,7 +175,7 @@ class Session(OfSetup):
                 f"amp.loss_scale = {show(scale)}: expected a LossScale, such as StaticLossScale(1024.0); "
                 "prepare(loss_scale=...) takes numbers and words"
             )
-        self.state = self.state._replace(loss_scale=scale)
+        self.state = self.state.rescaled(0, scale)
 
     @property
     def loss_scales(self) -> tuple[LossScale, ...]:
@@ -218,17 +227,17 @@ class Session(OfSetup):
                 loss_id that has no scale.
         """
         scales = self.state.loss_scales
-        losses.check_loss_id(loss_id, len(scales))
+        check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
         optimizers = self._setup.optimizers
         self._ranks.check(self._setup.skip_nonfinite)
         indices = indices_of(optimizers, optimizer)
         apart = len(indices) < len(optimizers)
-        mixed = losses.mixing(self.state, indices, loss_id)
+        mixed = mixing(self.state, indices, loss_id)
         if self._first:
             self._first_backward(loss)
-        if self.steps < WATCHED_STEPS:
-            self._leftovers.backward(indices, optimizer is not None)
+        if LEFT not in self.state.told:
+            self._note_leftovers(indices)
         with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
             if stack is not None and apart:
                 stack.enter_context(kept_gradients(optimizers, indices))
@@ -237,33 +246,42 @@ class Session(OfSetup):
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             if stack is not None and mixed:
-                stack.enter_context(self._apart(mixed, frozenset(indices), loss_id))
-            alone = [i for i in indices if i not in mixed] if mixed else indices
-            self.state = opened(self.state, self._steppers, alone, frozenset(indices), loss_id)
+                stack.enter_context(self._apart(mixed))
+            self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
             self._ranks.narrow_gradients()
             scale.scale(loss).backward(**kwargs)
-        if self._handles and self.steps < WATCHED_STEPS:
-            self.state = marked(self.state, optimizers, indices)
 
     @contextmanager
-    def _apart(self, mixed: Sequence[int], group: frozenset[int], loss_id: int) -> Generator[None]:
+    def _apart(self, mixed: Sequence[int]) -> Generator[None]:
         """A backward of one loss over optimizers that hold gradients of others: each is looked at alone."""
-        scale, steppers = self.loss_scales[loss_id], [self._steppers[i] for i in mixed]
-        for index in mixed:
-            self.state = unscaled(self.state, self._steppers, index, self.device)
-        with losses.set_aside(steppers) as aside:
-            yield
-            shares = [losses.look(stepper, scale, group, self.device) for stepper in steppers]
-        losses.add_again(aside)
-        for index, share in zip(mixed, shares):
-            before = self.state.carried[index]
-            assert isinstance(before, Unscaled)
-            self.state = self.state.carrying(index, losses.joined(before, loss_id, share))
+        self._unscale(mixed)
+        before = self.state
+        try:
+            with set_aside([self._steppers[index] for index in mixed]) as aside:
+                yield
+                self._unscale(mixed)
+        except BaseException:
+            self.state = before
+            raise
+        add_again(aside)
+
+    def _unscale(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.state = unscaled(self.state, self._steppers[index], index, self.device)
+
+    def _note_leftovers(self, indices: Sequence[int]) -> None:
+        """Before a backward: note whose gradients it adds to those of another loss, until one was cleared."""
+        for index in filter(self.state.may_add_to_foreign, indices):
+            held, mixed = holds_values(self.optimizers[index]), self.state.mixed
+            if held:
+                self.state = self.state._replace(mixed=mixed | {index})
+            elif held is False or index in mixed:
+                self.state = self.state._replace(mixed=mixed - {index}).said(LEFT)
 
     def scale(self, tree: Any, loss_id: int = 0) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
-        losses.check_loss_id(loss_id, len(self.loss_scales))
+        check_loss_id(loss_id, len(self.loss_scales))
         return self.loss_scales[loss_id].scale(tree)
 
     @never_compiled
@@ -275,14 +293,13 @@ class Session(OfSetup):
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
         index = index_of(self.optimizers, optimizer)
-        carried = ours(self.state, self._steppers, index)
-        self.state = self.state.carrying(index, carried)
-        if not isinstance(carried.scale, NoLossScale):
-            self.state = unscaled(self.state, self._steppers, index, self.device)
+        losses_to_step(self.state, self._steppers[index], index)
+        if not isinstance(self.state.carried[index], NoLossScale):
+            self._unscale([index])
 
     def _carried(self, index: int) -> float | None:
         """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
-        scale = scale_of(self.state.carried[index])
+        scale = self.state.carried[index]
         return None if scale is None else scale.read()
 
     @never_compiled
@@ -318,26 +335,24 @@ class Session(OfSetup):
         check_scheduler(scheduler)
         self._ranks.check_step(self._setup.skip_nonfinite, self._setup.optimizers[index])
         stepper = self._steppers[index]
-        pending = ours(self.state, self._steppers, index)
-        carried, enabled = scale_of(pending), torch.is_grad_enabled()
+        losses = losses_to_step(self.state, stepper, index)
+        carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
         try:
-            if self._handles:
-                self.state = self.state.carrying(index, UPDATING)
-            edited = was_edited(pending, stepper.optimizer)
+            if self._handles:  # its own step is none that they refuse
+                self.state = self.state.carrying(index, NoLossScale())
             if self._first:
                 self._first_step()
-            if self.steps < WATCHED_STEPS:
-                self._leftovers.step(index, kept=not zero_grad)
+            if index in self.state.mixed and LEFT not in self.state.told:
+                self.state = self.state.said(LEFT)
+                text = LEFT.format(type(stepper.optimizer).__name__, index)
+                warnings.warn(text, HalfstepWarning, stacklevel=3)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
-            inv_scale = None
-            if carried is not None and not isinstance(carried, NoLossScale):
-                inv_scale = carried.inverse(self.device)
-            measured, found, shares = self._update(index, pending, inv_scale, clip_norm)
-            looked = self._nonfinite.look(stepper.optimizer, found, shares, edited)
-            kept = NoLossScale() if stepper.unscaled or carried is None else carried
-            left = EMPTY if zero_grad else Kept(kept)
-            self.state = losses.adjusted(self.state, shares).stepped(index, left)
+            inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
+            measured, found, losses = self._update(index, losses, inv_scale, clip_norm)
+            looked = self._nonfinite.look(stepper.optimizer, found, losses)
+            kept = NoLossScale() if stepper.unscaled else carried
+            self.state = self.state.stepped(index, losses, None if zero_grad else kept)
             if zero_grad:
                 stepper.clear()
         except BaseException as error:
@@ -347,11 +362,11 @@ class Session(OfSetup):
         self._setup.look_at_buffers()
         partly = found is True and self._setup.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
-        return self._tell(losses.carried_value(pending), measured, found, reason, scheduler, looked)
+        return self._tell(carried_value(losses), measured, found, reason, scheduler, looked)
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
-        again = self.state.awaits_step
+        again = bool(self.state.losses)
         self._wide = (self._wide or not again) and not self._setup.off and ran_wide(loss, self.policy)
         if not self.optimizers:
             self._first = False
@@ -373,36 +388,31 @@ class Session(OfSetup):
 
         A signal may come while gradients are changed in place, so that they are dropped.
         """
-        self.state, self.found_inf = self.state.carrying(index, EMPTY), None
+        self.state, self.found_inf = self.state.without(index), None
         if not isinstance(error, Exception):
             self._steppers[index].clear()
 
     def _update(
-        self, index: int, pending: Scaled | Unscaled, inv_scale: Tensor | None, clip_norm: float | None
-    ) -> tuple[AnyStats, bool | Tensor, dict[int, Share]]:
+        self, index: int, losses: list[Loss], inv_scale: Tensor | None, clip_norm: float | None
+    ) -> tuple[AnyStats, Flag, list[Loss]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
         stepper, wants_max = self._steppers[index], self.state.needs_amax
         if not self._setup.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max, clip_norm)
-            return measured, *self._settle(index, pending, measured)
+            losses, found = self._settle(index, losses, measured)
+            return measured, found, losses
         measured = stepper.measure(inv_scale, wants_max)
-        found, shares = self._settle(index, pending, measured)
+        losses, found = self._settle(index, losses, measured)
         self.found_inf = found
         stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
         self.found_inf = None
-        return measured, found, shares
+        return measured, found, losses
 
-    def _settle(
-        self, index: int, pending: Scaled | Unscaled, measured: AnyStats
-    ) -> tuple[bool | Tensor, dict[int, Share]]:
+    def _settle(self, index: int, losses: list[Loss], measured: AnyStats) -> tuple[list[Loss], Flag]:
         """OR over this optimizer, those that share its losses, and the ranks of the session (law 3)."""
         skips, device = self._setup.skip_nonfinite, self._setup.device
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        mine = losses.shares_of(pending, measured)
-        state, shares, found = losses.settle(self.state, self._steppers, index, mine, device, over_ranks)
-        if state is not self.state:
-            self.state = state
-        return found, shares
+        return settle(losses, self._steppers, index, measured, device, over_ranks)
 
     def _tell(
         self,
@@ -441,7 +451,7 @@ class Session(OfSetup):
                 "a rank without batches cannot tell which of several losses the others stepped: use one "
                 "loss_scale with halfstep.distributed.join, or give every rank as many batches"
             )
-        self.state = self.state.counted()
+        self.state = self.state._replace(steps=self.steps + 1)
         if not self.skip_nonfinite:
             return
         flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device), self._ranks.group)
@@ -462,13 +472,10 @@ class Session(OfSetup):
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
             self.state = self.state._replace(skips=self.state.skips.counted(taken))
         self._nonfinite.tell(step, taken, finite, looked)
-        if looked.edited and finite and CHANGED not in self.state.told:
-            self.state = self.state._replace(told=self.state.told | {CHANGED})
-            warnings.warn(CHANGED, HalfstepWarning, stacklevel=4)
         self.state.skips.check(scale=None if taken else scale)
         in_row, limit = self.state.skips.in_row, self.state.skips.limit
         if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.told:
-            self.state = self.state._replace(told=self.state.told | {SKIPPING})
+            self.state = self.state.said(SKIPPING)
             at = "" if isinstance(self.loss_scale, NoLossScale) else f" at loss scales down to {scale:g}"
             warnings.warn(SKIPPING.format(in_row, step, at, limit), HalfstepWarning, stacklevel=4)
 

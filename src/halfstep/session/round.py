@@ -1,0 +1,322 @@
+"""What a session remembers between calls, as one frozen value, and what a call makes of it and of gradients.
+
+A round lasts from the first backward to the last step: the losses of which an optimizer holds gradients that
+it has not stepped on, and the scale that each optimizer's gradients carry.
+
+event             an optimizer's gradients afterwards
+backward(loss)    carry the loss's scale; those there already are brought to it
+unscale           carry none, and are known to be finite or not; an error where they are not of a backward
+step              are gone, or stay with zero_grad=False; under a scale an error without a backward
+optimizer.step()  as before; refused where gradients carry a scale
+load_state_dict, revert   nothing is known of them
+
+Where gradients of a second loss with a scale of its own would be added, those that are there are unscaled,
+set aside and added again afterwards, so that each loss is looked at alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed import local_of
+from halfstep.errors import CheckpointError, ScalerStateError
+from halfstep.gradients.stats import AnyStats
+from halfstep.optim.masters import weight_of
+from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.scaling.skips import SkipCount
+from halfstep.session.checks import check_gradients
+from halfstep.session.steppers import Stepper, parameters_of
+from halfstep.trees import all_finite
+
+Flag = bool | Tensor
+
+
+class Loss(NamedTuple):
+    """A loss of the round, or several of one scale that reach the same optimizers."""
+
+    number: int
+    """Which of the session's loss scales is its."""
+    scale: LossScale
+    waiting: frozenset[int]
+    """The optimizers that it trains and that have not stepped."""
+    unseen: frozenset[int]
+    """Those of them whose gradients of it nobody has looked at."""
+    found: Flag = False
+    """Whether inf or NaN was seen in its gradients."""
+    amax: float | Tensor | None = None
+    """The largest magnitude seen, without the scale; None where its scale does not ask."""
+    settled: bool = False
+    """Whether one of its optimizers has stepped: `found` holds for all of them, and its scale is adjusted."""
+
+
+class StepState(NamedTuple):
+    """All that a session remembers from one call to the next; each call replaces it."""
+
+    loss_scales: tuple[LossScale, ...]
+    """The scale of every loss, by its number."""
+    skips: SkipCount
+    carried: tuple[LossScale | None, ...]
+    """What each optimizer's gradients are multiplied by; None where none came through the session."""
+    losses: tuple[Loss, ...] = ()
+    """Those of the round."""
+    steps: int = 0
+    told: frozenset[str] = frozenset()
+    """What was said once."""
+    mixed: frozenset[int] = frozenset()
+    """Optimizers whose gradients are added to those that another one's loss left, as in a GAN."""
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether a scale asks for the gradients' largest magnitude."""
+        return any(scale.needs_amax for scale in self.loss_scales)
+
+    def losses_of(self, index: int) -> list[Loss]:
+        """The losses of which optimizer `index` holds gradients."""
+        return [loss for loss in self.losses if index in loss.waiting]
+
+    def may_add_to_foreign(self, index: int) -> bool:
+        """Whether gradients that optimizer `index` may hold are not of its own losses alone."""
+        return self.carried[index] is None or any(loss.settled for loss in self.losses_of(index))
+
+    def said(self, text: str) -> StepState:
+        """The state in which this is not said again."""
+        return self._replace(told=self.told | {text})
+
+    def rescaled(self, number: int, scale: LossScale) -> StepState:
+        """The state in which loss `number` has `scale`."""
+        scales = self.loss_scales
+        return self._replace(loss_scales=(*scales[:number], scale, *scales[number + 1 :]))
+
+    def carrying(self, index: int, scale: LossScale | None) -> StepState:
+        """The state in which optimizer `index` has gradients that carry `scale`."""
+        return self._replace(carried=(*self.carried[:index], scale, *self.carried[index + 1 :]))
+
+    def backward(self, indices: Collection[int], number: int) -> StepState:
+        """The state after a backward of loss `number` over these optimizers."""
+        scale, those = self.loss_scales[number], frozenset(indices)
+        loss, rest = Loss(number, scale, those, those), list[Loss]()
+        for one in self.losses:
+            if one.number != number or one.waiting.isdisjoint(those):
+                rest.append(one)
+                continue
+            unseen = loss.unseen | (one.waiting if one.settled else one.unseen)
+            loss = loss._replace(waiting=loss.waiting | one.waiting, unseen=unseen)
+            if not one.settled:
+                loss = loss._replace(found=loss.found | one.found, amax=_larger(loss.amax, one.amax))
+        carried = tuple(scale if i in those else old for i, old in enumerate(self.carried))
+        return self._replace(carried=carried, losses=(*rest, loss))
+
+    def stepped(self, index: int, losses: Sequence[Loss], left: LossScale | None) -> StepState:
+        """The state after a step on these losses; gradients of `index` that stay carry `left`."""
+        state = self
+        for loss in losses:
+            if not loss.settled:
+                scale = state.loss_scales[loss.number].adjust(inverse(loss.found), loss.amax)
+                state = state.rescaled(loss.number, scale)
+        known = [loss._replace(settled=True) for loss in losses]
+        others = [loss for loss in self.losses if index not in loss.waiting]
+        state = state._replace(losses=(*others, *known), steps=self.steps + 1)
+        return state.without(index).carrying(index, left)
+
+    def without(self, index: int) -> StepState:
+        """The state in which optimizer `index` has no gradients of ours."""
+        losses = [
+            loss._replace(waiting=loss.waiting - {index}, unseen=loss.unseen - {index})
+            for loss in self.losses
+            if loss.waiting - {index}
+        ]
+        return self._replace(losses=tuple(losses), mixed=self.mixed - {index}).carrying(index, None)
+
+    def emptied(self) -> StepState:
+        """The state in which no optimizer has gradients of ours."""
+        return self._replace(carried=(None,) * len(self.carried), losses=(), mixed=frozenset())
+
+    def saved(self) -> dict[str, Any]:
+        """As plain values; gradients are not part of it."""
+        first, *more = (scale.state_dict() for scale in self.loss_scales)
+        return {
+            "loss_scale": first,
+            **({"more_loss_scales": more} if more else {}),
+            "steps": self.steps,
+            "skips_in_row": self.skips.in_row,
+            "skips": self.skips.total,
+        }
+
+    def restored(self, state: Mapping[str, Any]) -> StepState:
+        """The state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
+        try:
+            saved = (state["loss_scale"], *state.get("more_loss_scales", ()))
+            scales = tuple(map(LossScale.from_state, saved))
+            steps, in_row, total = (int(state[key]) for key in ("steps", "skips_in_row", "skips"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"a session state that cannot be read ({error}): save it again") from error
+        if len(scales) != len(self.loss_scales):
+            raise CheckpointError(
+                f"this state was saved with {len(scales)} loss scales, the session has "
+                f"{len(self.loss_scales)}: prepare with as many to resume"
+            )
+        skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
+        return self.emptied()._replace(loss_scales=scales, skips=skips, steps=steps)
+
+
+# ---- backward -------------------------------------------------------------------------------------------
+
+
+def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[int], number: int) -> StepState:
+    """Before a backward of loss `number`: gradients that are there are brought to its scale."""
+    new = state.loss_scales[number]
+    for index in indices:
+        old = state.carried[index]
+        gradients = steppers[index].gradients() if old is not None and old is not new else []
+        if old is not None and gradients:
+            home = gradients[0].device
+            factor = new.tensor(home) * old.inverse(home)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    return state.backward(indices, number)
+
+
+def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]:
+    """Which of these optimizers hold gradients of another loss, to which this one's would be added."""
+    if len(state.loss_scales) == 1:
+        return []
+    others = [loss.waiting - (loss.unseen if loss.number == number else set()) for loss in state.losses]
+    return [index for index in indices if any(index in held for held in others)]
+
+
+@contextmanager
+def set_aside(steppers: Sequence[Stepper]) -> Generator[list[tuple[Tensor, Tensor]]]:
+    """Within, the optimizers' weights have no gradients; gives what they had. An error puts it back."""
+    weights = [weight_of(p) for stepper in steppers for p in parameters_of(stepper.optimizer)]
+    before = [(w, w.grad) for w in weights if w.grad is not None]
+    for w, _ in before:
+        w.grad = None
+    try:
+        yield before
+    except BaseException:
+        for w, grad in before:
+            w.grad = grad
+        raise
+
+
+@torch.no_grad()
+def add_again(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add what was set aside to the gradients of now."""
+    here = [(w, grad) for w, grad in before if w.grad is not None]
+    for w, grad in before:
+        if w.grad is None:
+            w.grad = grad
+    dense = [(w.grad, grad) for w, grad in here if _dense(w.grad) and _dense(grad)]
+    if dense:
+        torch._foreach_add_(*map(list, zip(*dense)))  # pyright: ignore
+    for w, grad in here:
+        if not (_dense(w.grad) and _dense(grad)):
+            w.grad = w.grad + grad  # pyright: ignore[reportOptionalOperand]
+
+
+# ---- unscale and step -----------------------------------------------------------------------------------
+
+
+def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]:
+    """The losses of an optimizer's gradients; ScalerStateError where there are none, or none of ours."""
+    losses = state.losses_of(index)
+    check_gradients(stepper, bool(losses))
+    if losses:
+        return losses
+    if not all(isinstance(scale, NoLossScale) for scale in state.loss_scales):
+        raise ScalerStateError(
+            "step() found gradients that were not scaled: use amp.backward(loss), not loss.backward()"
+        )
+    return [Loss(0, state.loss_scales[0], frozenset({index}), frozenset({index}))]
+
+
+def unscaled(state: StepState, stepper: Stepper, index: int, device: torch.device) -> StepState:
+    """Divide out the scale that an optimizer's gradients carry, in fp32; nothing where it was done."""
+    scale = state.carried[index]
+    if scale is None or not any(index in loss.unseen for loss in state.losses):
+        return state
+    found, amax = False, None
+    if stepper.releases or stepper.gradients():
+        inv_scale = scale.inverse(device)
+        amax = stepper.measure(inv_scale, True).amax if scale.needs_amax else None
+        found = stepper.unscale(inv_scale)
+        found = bool(found) if device.type == "cpu" else found
+    losses = [
+        one
+        if index not in one.unseen
+        else one._replace(unseen=one.unseen - {index}, found=one.found | found, amax=_larger(one.amax, amax))
+        for one in state.losses
+    ]
+    return state._replace(losses=tuple(losses)).carrying(index, NoLossScale())
+
+
+def settle(
+    losses: Sequence[Loss],
+    steppers: Sequence[Stepper],
+    index: int,
+    measured: AnyStats,
+    device: torch.device,
+    over_ranks: Callable[[Tensor], Tensor] | None,
+) -> tuple[list[Loss], Flag]:
+    """Each loss of a step with all that its gradients held, and whether the step is to be skipped.
+
+    A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
+    What none of several losses brought counts with all of them.
+    """
+    new = inverse(measured.finite) & inverse(_any([loss.found for loss in losses]))
+    known = [
+        loss._replace(found=loss.found | new, amax=measured.amax if index in loss.unseen else loss.amax)
+        for loss in losses
+    ]
+    asking = [at for at, loss in enumerate(known) if not loss.settled]
+    flags = [_with_others(known[at], steppers, index, device) for at in asking]
+    if over_ranks is not None and flags:
+        all_flags = over_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in flags]))
+        flags = [bool(flag) if isinstance(mine, bool) else flag for mine, flag in zip(flags, all_flags)]
+    for at, found in zip(asking, flags):
+        known[at] = known[at]._replace(found=found)
+    return known, _any([loss.found for loss in known])
+
+
+def _with_others(loss: Loss, steppers: Sequence[Stepper], index: int, device: torch.device) -> Flag:
+    """Whether a loss found inf, also in gradients of other optimizers that nobody has looked at."""
+    bad = [~all_finite(steppers[other].gradients()) for other in sorted(loss.unseen - {index})]
+    return _any([loss.found, *(bool(flag) if device.type == "cpu" else flag.to(device) for flag in bad)])
+
+
+def carried_value(losses: Sequence[Loss]) -> float | Tensor:
+    """The scale that a step's gradients carried; of several losses the lowest, read only on the host."""
+    values = [loss.scale.value for loss in losses]
+    on_device = [value for value in values if isinstance(value, Tensor)]
+    if len(values) == 1 or not on_device:
+        return values[0] if len(values) == 1 else min(map(float, values))
+    return torch.stack([loss.scale.tensor(on_device[0].device) for loss in losses]).amin()
+
+
+def inverse(flag: Flag) -> Flag:
+    """Not, of a bool or a tensor."""
+    return ~flag if isinstance(flag, Tensor) else not flag
+
+
+def _any(flags: Sequence[Flag]) -> Flag:
+    result: Flag = False
+    for flag in flags:
+        result = result | flag
+    return result
+
+
+def _dense(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout == torch.strided and local_of(grad) is grad
+
+
+def _larger(first: float | Tensor | None, second: float | Tensor | None) -> float | Tensor | None:
+    if first is None or second is None:
+        return first if second is None else second
+    if isinstance(first, Tensor):
+        return first.maximum(torch.as_tensor(second, device=first.device))
+    return max(first, float(second))
