@@ -54,11 +54,13 @@ def interrupted(step, lines, of=("halfstep", "torch/optim"), spared=lambda frame
 
 
 def apart(model, optimizer, amp):
-    """The 16-bit weights that are not their masters rounded."""
+    """The 16-bit weights that were not their masters rounded before anybody asked for these."""
+    held = {p: p.detach().clone() for p in model.parameters()}
     if isinstance(optimizer, hs.optim.AdamW):
-        pairs = [(w, m) for w, m in optimizer.masters().items() if w.dtype != torch.float32]
-        return [w for w, m in pairs if not torch.equal(m.to(w.dtype), w.detach())]
-    return [w for m in amp.masters.values() for w, v in m.pairs() if not torch.equal(v.to(w.dtype), w)]
+        pairs = [*optimizer.masters().items()]
+    else:
+        pairs = [pair for masters in amp.masters.values() for pair in masters.pairs()]
+    return [w for w, v in pairs if not torch.equal(v.to(w.dtype), held[w])]
 
 
 def goes_on(setting, lines):
