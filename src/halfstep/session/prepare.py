@@ -9,15 +9,12 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, Never
 
 import torch
 from torch import nn
 
-from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
@@ -26,14 +23,14 @@ from halfstep.formats import dtype_name
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
-from halfstep.policy.levels import Level, dtype_of, level_of
+from halfstep.policy.levels import Level
 from halfstep.policy.plan import Plan
-from halfstep.policy.policy import Policy, says_dtype
-from halfstep.scaling.headroom import HeadroomLossScale
-from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from halfstep.policy.policy import Policy
+from halfstep.scaling.loss_scale import LossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
+from halfstep.session.precision import Precision, lower
 from halfstep.session.ranks import check_group, check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import Setup
@@ -111,67 +108,6 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
 
 
-def policy_of(
-    level: Level,
-    dtype: str | torch.dtype | None,
-    word_dtype: torch.dtype | None,
-    policy: str | Policy | None,
-    device: torch.device,
-) -> Policy:
-    """Return what ops run under; its compute dtype comes from argument, level's word, policy or device.
-
-    Raises ConfigError where two of them disagree or the level has no such dtype, UnsupportedError where the
-    device has not.
-    """
-    given = None if dtype is None else dtype_of(dtype)
-    if given is not None and word_dtype is not None and given != word_dtype:
-        raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
-    asked = given or word_dtype
-    if level.compute_role == "full":
-        if policy is not None:
-            raise ConfigError(
-                f"level {level.name} is fp32 throughout, yet policy={policy!s} was given: drop it"
-            )
-        return level.policy(asked)
-    if policy is None:
-        chosen = level.policy(asked or devices.default_dtype(device))
-    else:
-        chosen = Policy.parse(policy)
-        if asked is None and not says_dtype(policy):
-            asked = devices.default_dtype(device)
-        chosen = chosen if asked is None else chosen.with_dtype(asked)
-        _check_roles(level, chosen)
-    devices.check_dtype(device, chosen.compute_dtype)
-    return chosen
-
-
-def _check_roles(level: Level, policy: Policy) -> None:
-    own = level.policy(policy.compute_dtype)
-    if policy.param_dtype not in (torch.float32, own.param_dtype):
-        raise ConfigError(
-            f"the policy stores parameters in {dtype_name(policy.param_dtype)}, level {level.name} in "
-            f"{dtype_name(own.param_dtype)}: drop p=, or choose level O2 or O3"
-        )
-    if policy.reduce_dtype != torch.float32:
-        raise ConfigError(
-            f"the policy reduces gradients in {dtype_name(policy.reduce_dtype)}, which ranks do, "
-            "not a session: drop r=, and give DDP hs.distributed.compress_hook(dtype) or fully_shard a "
-            "MixedPrecisionPolicy(reduce_dtype=...)"
-        )
-    if policy.output_dtype not in (None, torch.float32, policy.compute_dtype):
-        raise ConfigError(
-            f"the policy gives outputs in {dtype_name(policy.output_dtype)}: expected fp32 or the compute "
-            f"dtype {dtype_name(policy.compute_dtype)}"
-        )
-
-
-def with_outputs_of(level: Level, policy: Policy) -> Level:
-    """Return the level with model outputs in the policy's output dtype, where the policy names one."""
-    if policy.output_dtype is None:
-        return level
-    return replace(level, output_role="full" if policy.output_dtype == torch.float32 else "low")
-
-
 def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ConfigError where an optimizer holds parameters of another model."""
     mine = {id(p) for model in models for p in model.parameters()}
@@ -219,57 +155,14 @@ def check_accumulation(
         )
 
 
-def loss_scale_of(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
-    """Return the loss scale that an argument names, or the level's own."""
-    if isinstance(given, LossScale):
-        given.check_kept()
-        return given
-    if given is None:
-        return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
-    if isinstance(given, str):
-        named: dict[str, Callable[[], LossScale]] = {
-            "none": NoLossScale,
-            "dynamic": DynamicLossScale,
-            "headroom": HeadroomLossScale,
-        }
-        if given in named:
-            return named[given]()
-        try:
-            given = float(given)
-        except ValueError:
-            raise ConfigError(
-                f"unknown loss scale {show(given)}: expected a number, 'dynamic', 'headroom', 'none' "
-                "or a LossScale"
-            ) from None
-    if isinstance(given, bool) or not isinstance(given, Real | torch.Tensor):
-        raise ConfigError(
-            f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
-        )
-    return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
-
-
-def loss_scales_of(
-    given: LossScale | float | str | Sequence[LossScale | float | str | None] | None,
-    level: Level,
-    compute: torch.dtype,
-) -> list[LossScale]:
-    """Return a loss scale for each loss: one, or those of a list."""
-    if not isinstance(given, list | tuple):
-        return [loss_scale_of(given, level, compute)]  # pyright: ignore[reportArgumentType]
-    if not given:
-        raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
-    return [loss_scale_of(one, level, compute) for one in given]
-
-
-def apply_level(
-    level: Level,
+def apply_precision(
+    precision: Precision,
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    plan: Plan | None,
-    compute: torch.dtype,
     accumulate: str | None = None,
 ) -> tuple[list[Conversion], dict[int, MasterWeights]]:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
+    level, compute, plan = precision.level, precision.policy.compute_dtype, precision.plan
     conversions, masters = list[Conversion](), dict[int, MasterWeights]()
     held = {p for o in optimizers for p in parameters_of(o)}
     try:
@@ -306,17 +199,15 @@ def take_back(conversions: Sequence[Conversion], masters: Mapping[int, MasterWei
 
 
 def warn_of_lost_masters(
-    level: Level,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    compute: torch.dtype,
+    precision: Precision, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Warn where a checkpoint was loaded before `prepare`, which dropped the masters it held.
 
     An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
     """
+    compute = precision.policy.compute_dtype
     torchs = [o for o in optimizers if not isinstance(o, OnePassOptimizer) and len(o.state)]
-    if not level.masters or not torchs:
+    if not precision.level.masters or not torchs:
         return
     weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
     if sum(p.numel() for p in weights) >= 32 and all(
@@ -425,26 +316,22 @@ def prepare(
         tell(found)
         return session
     check_unused(step, batch, seconds)
-    row, word_dtype = level_of(level)
     device = device_of(models)
-    chosen = policy_of(row, dtype, word_dtype, policy, device)
-    row, compute = with_outputs_of(row, chosen), chosen.compute_dtype
+    precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_ownership(models, optimizers)
-    check_width(row, models)
+    check_width(precision.level, models)
     check_group(group)
     check_norm_group(norm_group, optimizers)
-    check_accumulation(accumulate, row, optimizers)
-    scales = loss_scales_of(loss_scale, row, compute)
-    scaled = any(not isinstance(one, NoLossScale) for one in scales)
-    skips = skips_of(on_nonfinite, skip_nonfinite, scaled)
+    check_accumulation(accumulate, precision.level, optimizers)
+    skips = skips_of(on_nonfinite, skip_nonfinite, precision.scaled)
     table = table_of(kernels)
     counts = SkipCount(limit=max_skips)
-    warn_of_lost_masters(row, models, optimizers, compute)
+    warn_of_lost_masters(precision, models, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
-    setup = Setup(models, optimizers, row, chosen, table, device, skips, relayout)
+    setup = Setup(models, optimizers, precision.level, precision.policy, table, device, skips, relayout)
     try:
-        setup.conversions, setup.masters = apply_level(row, models, optimizers, plan, compute, accumulate)
-        session = Session(setup, scales, counts, on_nonfinite, norm_group, group)
+        setup.conversions, setup.masters = apply_precision(precision, models, optimizers, accumulate)
+        session = Session(setup, precision.scales, counts, on_nonfinite, norm_group, group)
     except Exception:
         take_back(setup.conversions, setup.masters)
         relayout.revert()

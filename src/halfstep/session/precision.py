@@ -1,0 +1,165 @@
+"""What a level, a dtype, a policy and a device come to: one frozen `Precision`, with its refusals.
+
+`prepare` asks for it once, before anything is changed. It knows no models and no optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+
+from halfstep import devices
+from halfstep.errors import ConfigError, show
+from halfstep.formats import dtype_name
+from halfstep.policy.levels import Level, dtype_of, level_of
+from halfstep.policy.plan import Plan
+from halfstep.policy.policy import Policy, says_dtype
+from halfstep.scaling.headroom import HeadroomLossScale
+from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+
+LossScales = LossScale | float | str | Sequence[LossScale | float | str | None] | None
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a training computes in, and by which loss scales.
+
+    `level` is the row with the policy's outputs, `policy` what ops run under, `plan` the rules by module on
+    top of the level, `scales` the loss scale of each loss.
+    """
+
+    level: Level
+    policy: Policy
+    plan: Plan | None
+    scales: tuple[LossScale, ...]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients carry a scale."""
+        return not all(isinstance(one, NoLossScale) for one in self.scales)
+
+
+def lower(
+    level: str | Level,
+    dtype: str | torch.dtype | None,
+    policy: str | Policy | None,
+    plan: Plan | None,
+    device: torch.device,
+    loss_scale: LossScales = None,
+) -> Precision:
+    """Return what these come to; the dtype is that of argument, level's word, policy or device.
+
+    Raises:
+        ConfigError: two of them disagree, or the level has no such dtype, policy or loss scale.
+        UnsupportedError: the device cannot compute in the dtype.
+    """
+    row, word_dtype = level_of(level)
+    chosen = _policy_of(row, dtype, word_dtype, policy, device)
+    row = _with_outputs_of(row, chosen)
+    return Precision(row, chosen, plan, _loss_scales_of(loss_scale, row, chosen.compute_dtype))
+
+
+def _policy_of(
+    level: Level,
+    dtype: str | torch.dtype | None,
+    word_dtype: torch.dtype | None,
+    policy: str | Policy | None,
+    device: torch.device,
+) -> Policy:
+    """Return what ops run under; its compute dtype comes from argument, level's word, policy or device.
+
+    Raises ConfigError where two of them disagree or the level has no such dtype, UnsupportedError where the
+    device has not.
+    """
+    given = None if dtype is None else dtype_of(dtype)
+    if given is not None and word_dtype is not None and given != word_dtype:
+        raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
+    asked = given or word_dtype
+    if level.compute_role == "full":
+        if policy is not None:
+            raise ConfigError(
+                f"level {level.name} is fp32 throughout, yet policy={policy!s} was given: drop it"
+            )
+        return level.policy(asked)
+    if policy is None:
+        chosen = level.policy(asked or devices.default_dtype(device))
+    else:
+        chosen = Policy.parse(policy)
+        if asked is None and not says_dtype(policy):
+            asked = devices.default_dtype(device)
+        chosen = chosen if asked is None else chosen.with_dtype(asked)
+        _check_roles(level, chosen)
+    devices.check_dtype(device, chosen.compute_dtype)
+    return chosen
+
+
+def _check_roles(level: Level, policy: Policy) -> None:
+    own = level.policy(policy.compute_dtype)
+    if policy.param_dtype not in (torch.float32, own.param_dtype):
+        raise ConfigError(
+            f"the policy stores parameters in {dtype_name(policy.param_dtype)}, level {level.name} in "
+            f"{dtype_name(own.param_dtype)}: drop p=, or choose level O2 or O3"
+        )
+    if policy.reduce_dtype != torch.float32:
+        raise ConfigError(
+            f"the policy reduces gradients in {dtype_name(policy.reduce_dtype)}, which ranks do, "
+            "not a session: drop r=, and give DDP hs.distributed.compress_hook(dtype) or fully_shard a "
+            "MixedPrecisionPolicy(reduce_dtype=...)"
+        )
+    if policy.output_dtype not in (None, torch.float32, policy.compute_dtype):
+        raise ConfigError(
+            f"the policy gives outputs in {dtype_name(policy.output_dtype)}: expected fp32 or the compute "
+            f"dtype {dtype_name(policy.compute_dtype)}"
+        )
+
+
+def _with_outputs_of(level: Level, policy: Policy) -> Level:
+    """Return the level with model outputs in the policy's output dtype, where the policy names one."""
+    if policy.output_dtype is None:
+        return level
+    return replace(level, output_role="full" if policy.output_dtype == torch.float32 else "low")
+
+
+def _loss_scale_of(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
+    """Return the loss scale that an argument names, or the level's own."""
+    if isinstance(given, LossScale):
+        given.check_kept()
+        return given
+    if given is None:
+        return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
+    if isinstance(given, str):
+        named: dict[str, Callable[[], LossScale]] = {
+            "none": NoLossScale,
+            "dynamic": DynamicLossScale,
+            "headroom": HeadroomLossScale,
+        }
+        if given in named:
+            return named[given]()
+        try:
+            given = float(given)
+        except ValueError:
+            raise ConfigError(
+                f"unknown loss scale {show(given)}: expected a number, 'dynamic', 'headroom', 'none' "
+                "or a LossScale"
+            ) from None
+    if isinstance(given, bool) or not isinstance(given, Real | torch.Tensor):
+        raise ConfigError(
+            f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
+        )
+    return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
+
+
+def _loss_scales_of(
+    given: LossScales,
+    level: Level,
+    compute: torch.dtype,
+) -> tuple[LossScale, ...]:
+    """Return a loss scale for each loss: one, or those of a list."""
+    if not isinstance(given, list | tuple):
+        return (_loss_scale_of(given, level, compute),)  # pyright: ignore[reportArgumentType]
+    if not given:
+        raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
+    return tuple(_loss_scale_of(one, level, compute) for one in given)
