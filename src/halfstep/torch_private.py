@@ -12,7 +12,8 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -93,15 +94,16 @@ _NAMES = {
         "torch._C._autograd._pop_saved_tensors_default_hooks",
         "to save 16-bit tensors for backward",
     ),
-    "engine": ("torch.autograd._engine_run_backward", "to name the line of a script that called backward"),
     "profiling": ("torch.autograd._profiler_enabled", "to show an optimizer's step in a profile"),
     # --- lists of tensors in one call ---
+    "fused_attention_choice": ("torch._fused_sdp_choice", "to know which attention kernel torch runs"),
     "foreach_norm": ("torch._foreach_norm", "to measure many gradients at once"),
     "foreach_add_": ("torch._foreach_add_", "to update many tensors at once"),
     "foreach_addcmul_": ("torch._foreach_addcmul_", "to update many tensors at once"),
     "foreach_copy_": ("torch._foreach_copy_", "to widen many gradients at once"),
     "foreach_div": ("torch._foreach_div", "to update many tensors at once"),
     "foreach_mul_": ("torch._foreach_mul_", "to scale many gradients at once"),
+    "foreach_sub_": ("torch._foreach_sub_", "to update many tensors at once"),
     "foreach_sqrt": ("torch._foreach_sqrt", "to update many tensors at once"),
     "unscale_and_check": ("torch._amp_foreach_non_finite_check_and_unscale_", "to unscale and check at once"),
     # --- modules ---
@@ -198,6 +200,76 @@ def stored_values(sparse: Tensor) -> Tensor:
     return sparse._values()
 
 
+@contextmanager
+def engine_under(mode: Any) -> Generator[None]:
+    """Within, autograd's engine runs with `mode` on, which else misses recomputation and own Functions."""
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return engine(*args, **kwargs)
+
+    autograd._engine_run_backward = within
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = engine
+
+
+def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return a parameter's hooks after its gradient, in order: the tape must come before an optimizer."""
+    return cast(Any, parameter)._post_accumulate_grad_hooks
+
+
+def memory_of(t: Tensor) -> int:
+    """Return what tells one storage from another, fake ones too, which have no address."""
+    return t.untyped_storage()._cdata
+
+
+def delays_all_reduce(ddp: Any) -> bool:
+    """Return whether a DDP sends all gradients at the end, which a replay of one rank cannot stand in for."""
+    return bool(getattr(ddp, "_delay_all_reduce_all_params", False))
+
+
+def collective_that_is_over() -> Any:
+    """Return what a collective gives that is over, as the dispatcher wants it; None where torch has none."""
+    work: Any = getattr(torch._C._distributed_c10d, "FakeWork", None)  # pyright: ignore
+    return work().boxed() if hasattr(work, "boxed") else None
+
+
+def load_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return an optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
+    return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+
+
+def has_load_hooks(optimizer: Any) -> bool:
+    """Return whether `Optimizer.__init__` has run: a class that calls it late has no hooks before."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+
+
+def hooks_after_load(module: nn.Module) -> dict[int, Any]:
+    """Return a module's hooks after `load_state_dict`, among which a prepared model has its session."""
+    return cast(Any, module)._load_state_dict_post_hooks
+
+
+def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
+    """Ask, as DDP does first, whether all ranks have the same model; nothing where torch cannot."""
+    check: Any = getattr(torch.distributed, "_verify_param_shape_across_processes", None)
+    if check is not None:
+        check(group, tensors)
+
+
+def use_foreach_for(kind: type) -> None:
+    """Let torch's optimizers choose foreach kernels for a class of parameters, as DTensor does for itself."""
+    from torch.utils import _foreach_utils
+
+    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
+        kinds = getattr(module, "_foreach_supported_types", None)
+        if isinstance(kinds, list) and kind not in kinds:
+            cast("list[type]", kinds).append(kind)
+
+
 def in_forward_ad() -> bool:
     """Return whether forward-mode differentiation is on, which functions of autograd do not support."""
     from torch.autograd import forward_ad
@@ -278,16 +350,6 @@ def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
 def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return an optimizer's own hooks before and after its step, which our step calls as torch's does."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-
-
-def update_at_once(kind: type) -> None:
-    """Let torch's optimizers update many parameters of this class at once, as they do DTensors."""
-    from torch.utils import _foreach_utils
-
-    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
-        kinds = getattr(module, "_foreach_supported_types", None)
-        if isinstance(kinds, list) and kind not in kinds:
-            cast("list[type]", kinds).append(kind)
 
 
 # --- fully_shard -------------------------------------------------------------------------------------------

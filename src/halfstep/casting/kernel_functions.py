@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.casting.kernel_choice import Choice
-from halfstep.torch_private import DispatchKey, exclude_key, is_key_excluded, not_compiled
+from halfstep.torch_private import (
+    DispatchKey,
+    exclude_key,
+    fused_attention_choice,
+    is_key_excluded,
+    not_compiled,
+)
 
 _aten: Any = torch.ops.aten
 _F32 = torch.float32
@@ -300,5 +306,5 @@ def uses_flash(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causa
     """Whether torch itself would take its flash attention for these 16-bit tensors."""
     if not has_flash() or dropout or (mask is not None and mask.requires_grad):
         return False
-    choice: Callable[..., int] = vars(torch)["_fused_sdp_choice"]
+    choice: Callable[..., int] = fused_attention_choice
     return choice(q, k, v, mask, dropout, causal, scale=scale) == 1

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.casting.context import autocast
 from halfstep.doctor.document import Document, add_watched
@@ -27,6 +26,7 @@ from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.judge import Seen
 from halfstep.numerics.locations import users_names
+from halfstep.torch_private import disable_current_modes, graph_task
 
 
 class Hooks:
@@ -103,7 +103,7 @@ class Hooks:
     def _noted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             if loss.numel() == 1:
-                with _disable_current_modes():
+                with disable_current_modes():
                     self._examiner.on_loss(loss)
             backward(loss, *args, **kwargs)
             self._by_hand = self._examiner.roster.by_hand
@@ -121,7 +121,7 @@ class Hooks:
                 and self._examiner.roster.by_hand
                 and not (_in_backward() or kwargs.get("create_graph"))
             ):
-                with _disable_current_modes():
+                with disable_current_modes():
                     if isinstance(outputs, Tensor) and outputs.numel() == 1:
                         self._examiner.on_loss(outputs)
                     self._examiner.on_found(list(found))
@@ -133,7 +133,7 @@ class Hooks:
     def _end_by_hand(self) -> None:
         """A forward after a backward, where no optimizer is: the step before it was made by hand."""
         self._by_hand = False
-        with _disable_current_modes():
+        with disable_current_modes():
             self._examiner.on_gradients(list(self._examiner.roster.named().values()))
         self._examiner.on_step(self, skipped=False, finite=True)
 
@@ -167,7 +167,7 @@ class Hooks:
         if self._root is None and any(module is m for m in self._examiner.roster.models):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._examiner.on_inputs(_names_of_inputs(module, tensors))
 
     def _on_output(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -180,16 +180,16 @@ class Hooks:
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._examiner.on_output(module, float(amax(out.detach())))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with _disable_current_modes():
+        with disable_current_modes():
             self._examiner.on_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True
-        with _disable_current_modes():
+        with disable_current_modes():
             self._examiner.on_updated(optimizer)
         if self._depth == 0:
             self._examiner.on_step(optimizer, skipped=False, finite=True)
@@ -210,7 +210,7 @@ def _remove(listeners: list[Any], listener: Any) -> None:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def run_order(order: Order) -> Found | Seen | None:

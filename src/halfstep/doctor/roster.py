@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.doctor.doors import scale_of_a_door
 from halfstep.doctor.ledger import read_amaxes
 from halfstep.names import fqn
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import LOOPS, Terms, terms_of
+from halfstep.torch_private import disable_current_modes
 
 
 class Roster:
@@ -45,7 +45,7 @@ class Roster:
             inside = {id(m) for m in module.modules()}
             self.models = [m for m in self.models if id(m) not in inside] + [module]
             named = self.named()
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
         elif next(module.buffers(), None) is not None:
             self.helpers.append(module)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
@@ -21,6 +20,7 @@ from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.nodes import Node, is_finite, tensors_in
 from halfstep.numerics.tape import key_of, written_by
+from halfstep.torch_private import tree_flatten, tree_unflatten
 
 _DEPTH = 48
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.fault import Cause, Cure, Spec
@@ -25,6 +24,7 @@ from halfstep.numerics.nodes import Node, is_finite
 from halfstep.numerics.participants import StepParticipants
 from halfstep.numerics.terms import terms_of
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
+from halfstep.torch_private import tree_map
 
 Placed = AbstractContextManager[Any]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
@@ -27,6 +26,7 @@ from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
 from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import tree_flatten
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _MASKING = frozenset(

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from halfstep.names import fqn
 from halfstep.policy.op_names import canonical_op
+from halfstep.torch_private import engine_under
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
@@ -176,18 +177,8 @@ def starts_backward(function: Any) -> bool:
 def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function that runs the engine, from a mode's handler: torch switches the mode off in there, and
     what Python code backward calls (own Functions, recomputation) must see it again."""
-    autograd: Any = torch.autograd
-    engine = autograd._engine_run_backward
-
-    def within(*a: Any, **k: Any) -> Any:
-        with mode:
-            return engine(*a, **k)
-
-    autograd._engine_run_backward = within
-    try:
+    with engine_under(mode):
         return function(*args, **kwargs)
-    finally:
-        autograd._engine_run_backward = engine
 
 
 class ModuleStack:

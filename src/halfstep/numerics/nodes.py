@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.locations import OpLocation, op_label
+from halfstep.torch_private import schema_of, tree_flatten
 
 
 def is_finite(t: Tensor) -> bool:
@@ -57,7 +57,7 @@ class Node:
     @property
     def base(self) -> str:
         """The op's name without namespace and overload: `mm`."""
-        return self.func._schema.name.split("::")[-1]
+        return schema_of(self.func).name.split("::")[-1]
 
     @property
     def op(self) -> str:

@@ -33,6 +33,7 @@ from halfstep.numerics.series import Sample, Series
 from halfstep.numerics.snapshot import replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
+from halfstep.torch_private import graph_task
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TOGETHER = 64
@@ -238,7 +239,7 @@ class Watch:
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = graph_task() != -1
         for tensor in _floats(output):
             if not recomputed and module.training:
                 self._count("activation", name, tensor)

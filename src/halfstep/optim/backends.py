@@ -4,7 +4,7 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,9 +21,9 @@ from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import KEY, Bundle
+from halfstep.torch_private import foreach_add_
 
 Scalar = float | Tensor | None
-foreach_add_ = cast("Callable[[list[Tensor], float], None]", vars(torch)["_foreach_add_"])
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
 )

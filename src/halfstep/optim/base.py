@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from halfstep.distributed import local_of, shard_groups
@@ -39,6 +38,7 @@ from halfstep.optim.bundles import Bundle, Group, Members, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
 from halfstep.optim.step_hooks import is_watched
+from halfstep.torch_private import disable_dynamo, load_hooks
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -489,7 +489,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         changed then.
         """
         state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in load_hooks(self)[0].values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state_dict = saved_masters.into_entries(state_dict)
@@ -503,7 +503,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in load_hooks(self)[1].values():
             hook(self)
 
     def _load(self, loaded: state_dicts.LoadedState) -> None:
@@ -524,7 +524,7 @@ def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(map(shard_groups, params))) if shards.any_shard(params) else [()]
 
 
-@_disable_dynamo
+@disable_dynamo
 def _step_outside(optimizer: OnePassOptimizer, closure: Any, options: dict[str, Any]) -> Any:
     """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
     return optimizer.step(closure, **options)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import ConfigError
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, rounding, split, storage
 from halfstep.optim.algorithms import Algorithm
+from halfstep.torch_private import is_traceable_wrapper_subclass
 
 Entry = dict[str, Any]
 

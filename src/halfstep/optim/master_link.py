@@ -26,7 +26,7 @@ from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
-from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm, update_at_once
+from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm, use_foreach_for
 
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
@@ -91,7 +91,7 @@ def weight_of(parameter: Tensor) -> Tensor:
     return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
-update_at_once(Master)
+use_foreach_for(Master)
 
 
 def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:

@@ -21,6 +21,7 @@ from halfstep.distributed import local_of
 from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.optim.saved_masters import params_of
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import check_same_shapes
 
 
 class Training(Protocol):
@@ -136,9 +137,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     if sends:
         replica = Replica(parent, module, list(_TRAININGS))
         if replica.weights:
-            check_shapes = getattr(torch.distributed, "_verify_param_shape_across_processes", None)
-            if check_shapes is not None:  # DDP's own first question: other models on other ranks
-                check_shapes(parent.process_group, replica.weights)
+            check_same_shapes(parent.process_group, replica.weights)
             replica.take_from(0)
             replica.expect_broadcast()
 

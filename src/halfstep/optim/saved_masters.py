@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import CheckpointError
 from halfstep.kernels import codes as L
 from halfstep.optim import checkpoints, entries, split
 from halfstep.optim.split import LOW_DTYPES
+from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
 
 MASTERS = "masters"
 PLACES = "master_places"
@@ -123,7 +123,7 @@ class SavedMasters:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Register the hooks; none on a wrapper that is no whole torch optimizer."""
-        if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        if not has_load_hooks(optimizer):
             return []
         return [
             optimizer.register_load_state_dict_pre_hook(self.before),

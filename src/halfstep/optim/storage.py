@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import UnsupportedError
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, split
+from halfstep.torch_private import is_traceable_wrapper_subclass
 
 STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
 LOW_DTYPES = split.LOW_DTYPES

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import grad_scaler as torchs
-from torch.utils import _pytree as pytree
 
 from halfstep import devices, distributed
 from halfstep.errors import (
@@ -46,6 +45,7 @@ from halfstep.scaling.loss_scale import (
 )
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
+from halfstep.torch_private import pytree
 from halfstep.trees import gradients_of, home_device, multiply, parameters_of, reciprocal
 
 _OURS = "halfstep"

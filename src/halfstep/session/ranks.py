@@ -23,6 +23,7 @@ from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import parameters_of
+from halfstep.torch_private import comm_hooks
 
 _NUMBERS = itertools.count()
 
@@ -177,7 +178,7 @@ class RankGuard:
     def _check_wrapper(self, ddp: Any) -> None:
         for optimizer in self._optimizers:
             refuse_in_ddp(optimizer)
-        for hook, _ in getattr(ddp, "_comm_hooks", ()):
+        for hook, _ in comm_hooks(ddp):
             if (
                 getattr(hook, "dtype", None) is torch.float16
                 and self._setup.policy.compute_dtype == torch.bfloat16

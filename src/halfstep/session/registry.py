@@ -14,6 +14,7 @@ from halfstep.convert.conversion import is_converted
 from halfstep.convert.strays import undo_copy
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.names import unwrap
+from halfstep.torch_private import hooks_after_load
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
@@ -65,7 +66,7 @@ def remember(session: Session) -> list[Any]:
 def session_of(model: nn.Module) -> Session | None:
     """The session that prepared this model last, None where there is none or it is gone."""
     inner = unwrap(model)
-    held = [h.session for h in inner._load_state_dict_post_hooks.values() if isinstance(h, Prepared)]
+    held = [h.session for h in hooks_after_load(inner).values() if isinstance(h, Prepared)]
     found = next((session for session in reversed(held) if session is not None), None)
     known = _models.get(inner)
     return found or (None if known is None else known())

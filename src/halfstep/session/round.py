@@ -32,6 +32,7 @@ from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
 from halfstep.session.steppers import Stepper, parameters_of
+from halfstep.torch_private import foreach_add_, foreach_mul_
 from halfstep.trees import all_finite
 
 Flag = bool | Tensor
@@ -177,7 +178,7 @@ def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[in
         if old is not None and gradients:
             home = gradients[0].device
             factor = new.tensor(home) * old.inverse(home)
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_mul_(gradients, factor)
     return state.backward(indices, number)
 
 
@@ -213,7 +214,7 @@ def add_again(before: Sequence[tuple[Tensor, Tensor]]) -> None:
             w.grad = grad
     dense = [(w.grad, grad) for w, grad in here if _dense(w.grad) and _dense(grad)]
     if dense:
-        torch._foreach_add_(*map(list, zip(*dense)))  # pyright: ignore
+        foreach_add_(*map(list, zip(*dense)))
     for w, grad in here:
         if not (_dense(w.grad) and _dense(grad)):
             w.grad = w.grad + grad  # pyright: ignore[reportOptionalOperand]

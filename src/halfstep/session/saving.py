@@ -30,6 +30,7 @@ from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.session.steppers import parameters_of
 from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
+from halfstep.torch_private import is_strided_shard, place_of_shard
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
@@ -156,10 +157,8 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     if local_of(t) is t:
         mine = number % world_size(group) == rank(group)
         return Piece(t.detach(), (0,) * len(whole), whole) if mine else None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     placements, mesh = placed.placements, placed.device_mesh
-    if any(type(p).__name__ == "_StridedShard" or p.is_partial() for p in placements):
+    if any(is_strided_shard(p) or p.is_partial() for p in placements):
         raise UnsupportedError(
             f"a tensor placed {placements} has no plain pieces to save: fully_shard over tensor parallelism "
             "of the same dimension is saved with torch.distributed.checkpoint"
@@ -167,7 +166,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     copies = [mesh.get_local_rank(d) for d, p in enumerate(placements) if p.is_replicate()]
     if any(copies):
         return None
-    _, offsets = compute_local_shape_and_global_offset(t.shape, mesh, placements)
+    _, offsets = place_of_shard(t.shape, mesh, placements)
     local = local_of(t).detach()
     return Piece(local, tuple(offsets), whole) if local.numel() else None
 
@@ -383,10 +382,8 @@ def _box(found: shardfiles.Index, name: str, like: Tensor) -> Tensor:
     """This rank's part of a saved tensor, cut as `like` is."""
     if local_of(like) is like or found.wholes[name] != tuple(like.shape):
         return found.read(name)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     placed: Any = like
-    shape, offsets = compute_local_shape_and_global_offset(like.shape, placed.device_mesh, placed.placements)
+    shape, offsets = place_of_shard(like.shape, placed.device_mesh, placed.placements)
     return found.read(name, offsets, shape)
 
 

@@ -29,6 +29,7 @@ from halfstep.gradients.unscale import unscale_
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import foreach_norm
 
 
 class Stepper(Protocol):
@@ -316,7 +317,7 @@ def _is_plain(g: Tensor) -> bool:
 
 def _fp32_norm(gradients: list[Tensor]) -> float:
     """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
-    norms = torch._foreach_norm(gradients, 2)  # pyright: ignore[reportPrivateImportUsage]
+    norms = foreach_norm(gradients, 2)
     return math.hypot(*(float(norm) for norm in norms))
 
 
