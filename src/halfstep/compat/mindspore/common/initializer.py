@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
+from torch.nn import init
 
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.nn._initializer import Initializer, initialize
@@ -27,113 +28,50 @@ __all__ = [
 ]
 
 
-@dataclass
-class Normal(Initializer):
-    """A normal distribution."""
+def _row(name: str, says: str, fill: Callable[..., Any], **defaults: Any) -> Any:
+    """The class of initializers that fill a tensor in place, with their arguments in this order."""
 
-    sigma: float = 0.01
-    mean: float = 0.0
+    def filled(self: Initializer, t: torch.Tensor) -> None:
+        fill(t, *(getattr(self, argument) for argument in defaults))
 
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.normal_(t, self.mean, self.sigma)
-
-
-@dataclass
-class TruncatedNormal(Initializer):
-    """A normal distribution cut off `a` deviations below and `b` above its mean."""
-
-    sigma: float = 0.01
-    mean: float = 0.0
-    a: float = -2.0
-    b: float = 2.0
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        low, high = self.mean + self.a * self.sigma, self.mean + self.b * self.sigma
-        torch.nn.init.trunc_normal_(t, self.mean, self.sigma, low, high)
+    fields = [
+        (argument, Any, value) if value is not ... else (argument, Any)
+        for argument, value in defaults.items()
+    ]
+    return make_dataclass(
+        name,
+        fields,
+        bases=(Initializer,),
+        namespace={"fill": filled, "__doc__": says, "__module__": __name__},
+    )
 
 
-@dataclass
-class Uniform(Initializer):
-    """Uniform within plus and minus `scale`."""
-
-    scale: float = 0.07
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.uniform_(t, -self.scale, self.scale)
+def _normal(t: torch.Tensor, sigma: float, mean: float) -> None:
+    init.normal_(t, mean, sigma)
 
 
-@dataclass
-class XavierUniform(Initializer):
-    """Glorot and Bengio 2010, uniform."""
-
-    gain: float = 1
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.xavier_uniform_(t, self.gain)
+def _truncated(t: torch.Tensor, sigma: float, mean: float, a: float, b: float) -> None:
+    init.trunc_normal_(t, mean, sigma, mean + a * sigma, mean + b * sigma)
 
 
-@dataclass
-class XavierNormal(XavierUniform):
-    """Glorot and Bengio 2010, normal."""
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.xavier_normal_(t, self.gain)
+def _uniform(t: torch.Tensor, scale: float) -> None:
+    init.uniform_(t, -scale, scale)
 
 
-@dataclass
-class HeUniform(Initializer):
-    """He et al. 2015, uniform."""
-
-    negative_slope: float = 0
-    mode: Any = "fan_in"
-    nonlinearity: Any = "leaky_relu"
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.kaiming_uniform_(t, self.negative_slope, self.mode, self.nonlinearity)
-
-
-@dataclass
-class HeNormal(HeUniform):
-    """He et al. 2015, normal."""
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.kaiming_normal_(t, self.negative_slope, self.mode, self.nonlinearity)
-
-
-@dataclass
-class Constant(Initializer):
-    """One number everywhere."""
-
-    value: float
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.constant_(t, self.value)
-
-
-@dataclass
-class Zero(Initializer):
-    """0 everywhere."""
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.zeros_(t)
-
-
-@dataclass
-class One(Initializer):
-    """1 everywhere."""
-
-    def fill(self, t: torch.Tensor) -> None:
-        """In place."""
-        torch.nn.init.ones_(t)
+_HE: dict[str, Any] = {"negative_slope": 0, "mode": "fan_in", "nonlinearity": "leaky_relu"}
+Normal = _row("Normal", "A normal distribution.", _normal, sigma=0.01, mean=0.0)
+TruncatedNormal = _row(
+    "TruncatedNormal", "A normal distribution cut off `a` deviations below and `b` above its mean.",
+    _truncated, sigma=0.01, mean=0.0, a=-2.0, b=2.0,
+)  # fmt: skip
+Uniform = _row("Uniform", "Uniform within plus and minus `scale`.", _uniform, scale=0.07)
+XavierUniform = _row("XavierUniform", "Glorot and Bengio 2010, uniform.", init.xavier_uniform_, gain=1)
+XavierNormal = _row("XavierNormal", "Glorot and Bengio 2010, normal.", init.xavier_normal_, gain=1)
+HeUniform = _row("HeUniform", "He et al. 2015, uniform.", init.kaiming_uniform_, **_HE)
+HeNormal = _row("HeNormal", "He et al. 2015, normal.", init.kaiming_normal_, **_HE)
+Constant = _row("Constant", "One number everywhere.", init.constant_, value=...)
+Zero = _row("Zero", "0 everywhere.", init.zeros_)
+One = _row("One", "1 everywhere.", init.ones_)
 
 
 def initializer(

@@ -57,29 +57,6 @@ class PReLU(Cell):
         return self.prelu(x, self.w.to(x.dtype))
 
 
-class Sigmoid(torch.nn.Sigmoid, Cell):
-    """1 / (1 + exp(-x))."""
-
-
-class Tanh(torch.nn.Tanh, Cell):
-    """The hyperbolic tangent."""
-
-
-class Softmax(torch.nn.Softmax, Cell):
-    """exp(x) / sum exp(x) along an axis."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(dim=axis)
-
-
-class Flatten(torch.nn.Flatten, Cell):
-    """Joins all dimensions after the first."""
-
-
-class Dropout(torch.nn.Dropout, Cell):
-    """Zeroes a share p of the elements in training; does nothing before `set_train()`."""
-
-
 class GELU(Cell):
     """x times the normal distribution's function at x; by tanh unless `approximate` is False."""
 
@@ -99,8 +76,25 @@ class LeakyReLU(torch.nn.LeakyReLU, Cell):
         super().__init__(alpha)
 
 
-class SiLU(torch.nn.SiLU, Cell):
-    """x * sigmoid(x)."""
+def _row(layer: Any, says: str) -> Any:
+    """The class of cells that are a layer of torch's, with its arguments."""
+    return type(layer.__name__, (layer, Cell), {"__doc__": says, "__module__": __name__})
+
+
+Sigmoid = _row(torch.nn.Sigmoid, "1 / (1 + exp(-x)).")
+Tanh = _row(torch.nn.Tanh, "The hyperbolic tangent.")
+SiLU = _row(torch.nn.SiLU, "x * sigmoid(x).")
+Flatten = _row(torch.nn.Flatten, "Joins all dimensions after the first.")
+Dropout = _row(
+    torch.nn.Dropout, "Zeroes a share p of the elements in training; does nothing before `set_train()`."
+)
+
+
+class Softmax(torch.nn.Softmax, Cell):
+    """exp(x) / sum exp(x) along an axis."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(dim=axis)
 
 
 class LogSoftmax(torch.nn.LogSoftmax, Cell):

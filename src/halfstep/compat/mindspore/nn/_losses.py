@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -28,32 +31,6 @@ class LossBase(Cell):
         return (weighted if reduced is None else reduced()).to(x.dtype)
 
 
-class CrossEntropyLoss(LossBase):
-    """Softmax and negative log likelihood of classes, or of class probabilities."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__(reduction)
-        self.weight, self.ignore_index, self.label_smoothing = weight, ignore_index, label_smoothing
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[N, C, ...] and classes [N, ...] of any integer dtype, or probabilities [N, C, ...]."""
-        target = labels if labels.is_floating_point() else labels.long()
-        return F.cross_entropy(
-            logits,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-
 class SoftmaxCrossEntropyWithLogits(LossBase):
     """Softmax and cross entropy; `sparse=True` takes classes, otherwise probabilities (one-hot)."""
 
@@ -67,65 +44,49 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return F.cross_entropy(logits, target, reduction=self.reduction)
 
 
-class MSELoss(LossBase):
-    """Squared differences."""
+def _row(name: str, says: str, function: Any, *, classes: bool = False, **defaults: Any) -> Any:
+    """The class of losses that call a function with logits, labels and these arguments, in this order.
 
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape."""
-        return F.mse_loss(logits, labels, reduction=self.reduction)
+    Labels that are `classes` may have any integer dtype.
+    """
+    taken = inspect.Signature(
+        [
+            inspect.Parameter(key, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v)
+            for key, v in defaults.items()
+        ]
+    )
 
+    def made(self: LossBase, *args: Any, **kwargs: Any) -> None:
+        given = taken.bind(*args, **kwargs)
+        given.apply_defaults()
+        LossBase.__init__(self, given.arguments["reduction"])
+        vars(self).update(given.arguments)
 
-class L1Loss(LossBase):
-    """Absolute differences."""
+    def construct(self: LossBase, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = labels.long() if classes and not labels.is_floating_point() else labels
+        return function(logits, labels, **{key: getattr(self, key) for key in defaults})
 
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape."""
-        return F.l1_loss(logits, labels, reduction=self.reduction)
-
-
-class BCEWithLogitsLoss(LossBase):
-    """Sigmoid and binary cross entropy."""
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape."""
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction=self.reduction)
-
-
-class NLLLoss(LossBase):
-    """Negative log likelihood of classes, from log-probabilities."""
-
-    def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
-    ) -> None:
-        super().__init__(reduction)
-        self.weight, self.ignore_index = weight, ignore_index
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[N, C, ...] and classes [N, ...] of any integer dtype."""
-        return F.nll_loss(
-            logits, labels.long(), self.weight, ignore_index=self.ignore_index, reduction=self.reduction
-        )
+    body = {"__init__": made, "construct": construct, "__signature__": taken}
+    return type(name, (LossBase,), {**body, "__doc__": says, "__module__": __name__})
 
 
-class BCELoss(LossBase):
-    """Binary cross entropy of probabilities."""
-
-    def __init__(self, weight: torch.Tensor | None = None, reduction: str = "mean") -> None:
-        super().__init__(reduction)
-        self.weight = weight
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape."""
-        return F.binary_cross_entropy(logits, labels, self.weight, reduction=self.reduction)
-
-
-class SmoothL1Loss(LossBase):
-    """Squared below `beta`, absolute above."""
-
-    def __init__(self, beta: float = 1.0, reduction: str = "none") -> None:
-        super().__init__(reduction)
-        self.beta = beta
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape."""
-        return F.smooth_l1_loss(logits, labels, reduction=self.reduction, beta=self.beta)
+MSELoss = _row("MSELoss", "Squared differences.", F.mse_loss, reduction="mean")
+L1Loss = _row("L1Loss", "Absolute differences.", F.l1_loss, reduction="mean")
+BCEWithLogitsLoss = _row(
+    "BCEWithLogitsLoss", "Sigmoid and binary cross entropy.", F.binary_cross_entropy_with_logits,
+    reduction="mean",
+)  # fmt: skip
+CrossEntropyLoss = _row(
+    "CrossEntropyLoss", "Softmax and negative log likelihood of classes, or of class probabilities.",
+    F.cross_entropy, classes=True, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+)  # fmt: skip
+NLLLoss = _row(
+    "NLLLoss", "Negative log likelihood of classes, from log-probabilities.",
+    F.nll_loss, classes=True, weight=None, ignore_index=-100, reduction="mean",
+)  # fmt: skip
+BCELoss = _row(
+    "BCELoss", "Binary cross entropy of probabilities.", F.binary_cross_entropy, weight=None, reduction="mean"
+)
+SmoothL1Loss = _row(
+    "SmoothL1Loss", "Squared below `beta`, absolute above.", F.smooth_l1_loss, beta=1.0, reduction="none"
+)

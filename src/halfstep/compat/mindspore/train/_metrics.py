@@ -71,19 +71,18 @@ class Loss(_Mean):
 class MAE(_Mean):
     """Sum of absolute differences by number of samples."""
 
+    _of: Callable[..., Any] = np.abs
+
     def update(self, *inputs: Any) -> None:
         """(output, label) of one shape, samples first."""
         output, label = map(_array, inputs)
-        self._add(np.abs(output.reshape(label.shape) - label).sum(), len(label))
+        self._add(type(self)._of(output.reshape(label.shape) - label).sum(), len(label))
 
 
-class MSE(_Mean):
+class MSE(MAE):
     """Sum of squared differences by number of samples."""
 
-    def update(self, *inputs: Any) -> None:
-        """(output, label) of one shape, samples first."""
-        output, label = map(_array, inputs)
-        self._add(np.square(output.reshape(label.shape) - label).sum(), len(label))
+    _of = np.square
 
 
 def _classes(label: np.ndarray[Any, Any], output: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -179,26 +178,25 @@ class Precision(ConfusionMatrix):
 
     def eval(self, average: bool = False) -> Any:
         """[num_classes], or their mean."""
-        value = self._hits() / np.maximum(self._counts.sum(0), 1)
+        value = self._share(self._counts.sum(0), self._counts.sum(1))
         return float(value.mean()) if average else value
 
+    def _share(self, predicted: Any, there: Any) -> Any:
+        return self._hits() / np.maximum(predicted, 1)
 
-class Recall(ConfusionMatrix):
+
+class Recall(Precision):
     """By class, the share of its samples that are found."""
 
-    def eval(self, average: bool = False) -> Any:
-        """[num_classes], or their mean."""
-        value = self._hits() / np.maximum(self._counts.sum(1), 1)
-        return float(value.mean()) if average else value
+    def _share(self, predicted: Any, there: Any) -> Any:
+        return self._hits() / np.maximum(there, 1)
 
 
-class F1(ConfusionMatrix):
+class F1(Precision):
     """By class, the harmonic mean of precision and recall."""
 
-    def eval(self, average: bool = False) -> Any:
-        """[num_classes], or their mean."""
-        value = 2 * self._hits() / np.maximum(self._counts.sum(0) + self._counts.sum(1), 1)
-        return float(value.mean()) if average else value
+    def _share(self, predicted: Any, there: Any) -> Any:
+        return 2 * self._hits() / np.maximum(predicted + there, 1)
 
 
 _METRICS: Mapping[str, Callable[..., Metric]] = {
