@@ -82,7 +82,11 @@ def test_a_cure_works_where_only_the_start_of_the_loss_scale_is_left():
 
 def test_a_scale_that_stays_does_not_go_down_by_itself():
     document, _ = summed_in_half(scale=2.0**16)
-    assert {cure.status for cure in document.faults[0].cures} == {"does not help"}
+    cures = document.faults[0].cures
+    assert {cure.status for cure in cures if cure.kind != "bf16"} == {"does not help"}
+    assert {cure.status for cure in cures if cure.kind == "bf16"} <= {
+        "untried"
+    }  # one step does not refute it
 
 
 def test_the_document_is_json_and_a_page():

@@ -3,6 +3,8 @@
 And the same verdict by every way to run its steps again.
 """
 
+import os
+import pickle
 import warnings
 
 import pytest
@@ -10,14 +12,17 @@ import torch
 
 import halfstep as hs
 from halfstep.compat.apex import amp
+from halfstep.doctor import ranks as _ranks
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.order import Order
 from halfstep.doctor.quiet import all_faults
 from halfstep.doctor.script import examine_script
+from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.judge import Again
-from tests.doctor import zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
+from tests.doctor import zoo, zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
 from tests.doctor.edits import edited
+from tests.doctor.stepwise import first_in_place, training_loops
 
 ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits)
 FAULTS = [script for room in ROOMS for script in room.SCRIPTS]
@@ -117,26 +122,115 @@ SAME = sorted(s.name for s in (*FAULTS, *HEALTHY))
 SAME_DAILY = {"second_behind_the_first", "overflow_that_is_swallowed", "start_up_skips"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in SAME_DAILY else pytest.mark.exhaustive) for n in SAME],
-)
+def some_daily(names, often=frozenset(SAME_DAILY)):
+    return [pytest.param(n, marks=() if n in often else pytest.mark.exhaustive) for n in names]
+
+
+def of_two_ranks(monkeypatch):
+    """Every run as two ranks find it that do the same."""
+    for module in (_ranks, _script):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
+    monkeypatch.setattr(_ranks, "gather", lambda found: [pickle.loads(pickle.dumps(found)) for _ in range(2)])
+    monkeypatch.setattr(_script, "meeting_place", lambda: dict(os.environ))
+
+
+@pytest.mark.parametrize("name", some_daily(SAME))
 def test_every_way_to_run_again_gives_the_same_verdict(name, tmp_path, monkeypatch):
     script = named(name)
     by_copies = examine(script, tmp_path, monkeypatch, "copies")
     anew = examine(script, tmp_path, monkeypatch, "anew")
+    of_two_ranks(monkeypatch)
+    ranks = examine(script, tmp_path, monkeypatch, "ranks")
     assert told(anew) == told(by_copies)
     assert anew.verdict == by_copies.verdict
+    assert told(ranks) == told(by_copies)
+    assert ranks.verdict == by_copies.verdict
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gradients_that_vanish", "warm_up"])
-def test_a_fresh_process_for_each_run_gives_the_same_verdict(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "forked"),
+    [
+        *(pytest.param(n, True, marks=pytest.mark.exhaustive) for n in SAME),
+        *(pytest.param(n, False, marks=pytest.mark.long) for n in ("gradients_that_vanish", "warm_up")),
+    ],
+)
+def test_a_process_of_its_own_for_each_run_gives_the_same_verdict(name, forked, tmp_path, monkeypatch):
     script = named(name)
     by_copies = examine(script, tmp_path, monkeypatch)
     monkeypatch.undo()
     path = tmp_path / f"{name}.py"
-    assert told(examine_script(path, [], script.steps, 0, copies=False)) == told(by_copies)
+    found = examine_script(path, [], script.steps, 0, copies=False, forked=forked)
+    assert told(found) == told(by_copies)
+    assert found.verdict == by_copies.verdict
+
+
+BEFORE_THE_STEP = {"standardised_by_its_own_spread"}  # the loader makes what is not finite
+IN_PLACE = sorted({s.name for s in FAULTS if len(training_loops(s.text)) == 1} - BEFORE_THE_STEP)
+IN_PLACE_DAILY = {"overflow_that_is_swallowed", "polynomial_schedule_past_its_end", "squares_summed_in_half"}
+
+
+@pytest.mark.parametrize("name", some_daily(IN_PLACE, IN_PLACE_DAILY))
+def test_a_step_traced_in_place_shows_the_same_fault_and_no_other_verdict_on_a_cure(
+    name, tmp_path, monkeypatch
+):
+    """In place one step alone is judged: of what only a run from the start tells, it says nothing."""
+    document = examine(named(name), tmp_path, monkeypatch)
+    fault = document.faults[0]
+    if not fault.taped:
+        pytest.skip("this is told by the notes of a run")
+    monkeypatch.undo()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bad = first_in_place(tmp_path / f"{name}.py", fault.step)
+    finally:
+        amp.shutdown()
+    assert (bad.phase, bad.op, bad.where, bad.cause.kind) == (
+        fault.phase, fault.op, fault.where, fault.cause.kind,
+    )  # fmt: skip
+    said = {c.text: c.status for c in fault.cures}
+    wrong = [c for c in bad.cures if c.status == FAILS and said.get(c.text) == WORKS]
+    assert not wrong
+
+
+FIRST = """
+import torch, halfstep as hs
+from torch import nn
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = self.a(x)  # HERE
+        return self.b(h.float() / 1e4)
+
+torch.manual_seed(1)
+model = Deep()
+model.a.weight.data *= 1e4
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+amp = hs.prepare(model, opt, dtype="fp16", loss_scale=1024.0)
+for i in range(8):
+    x = torch.randn(6, 8)
+    if i == STEP:
+        x = x * 10
+    with amp.autocast():
+        loss = model(x).square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_policy_is_cured_before_the_region_reads_it_at_the_first_step_too(step, tmp_path, monkeypatch):
+    script = zoo.Script(
+        "first", FIRST.replace("STEP", str(step)), step, "forward", "a", ("linear",), ("range",)
+    )
+    document = examine(script, tmp_path, monkeypatch)
+    check(script, document)
+    assert document.faults[0].cures[0].status == WORKS
+    assert document.faults[0].cures[0].code == 'policy.with_rules(full=["linear"])'
 
 
 def test_there_are_enough_scripts():

@@ -7,8 +7,8 @@ right. What the ops inside compute in is `casting/`'s affair; a converted model 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +38,8 @@ from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+#: Each gives a context in which a model is converted, for who wants to see what that does to it.
+around: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
 
 
@@ -223,7 +225,10 @@ def convert(
     keep = keep_originals if told else level is not None and level.masters
     job = _Casting(inner, record, resolved, low, level, keep, keep_shards)
     job.held = set() if told or keep_originals is None else {*keep_originals}
-    job.run()
+    with ExitStack() as stack:
+        for listen in around:
+            stack.enter_context(listen(inner))
+        job.run()
     record._known = list(inner.parameters())
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from halfstep.convert import conversion
 from halfstep.formats import dtype_name, format_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import amax
@@ -64,54 +65,52 @@ class _Size:
     kind: str
 
 
-def _sizes(models: list[nn.Module]) -> dict[str, _Size]:
+def _sizes(model: nn.Module) -> dict[str, _Size]:
     found: dict[str, _Size] = {}
     with torch.no_grad():
-        for model in models:
-            modules = dict(model.named_modules())
-            for name, p in model.named_parameters():
-                if p.is_floating_point() and not p.is_meta:
-                    owner = name.rpartition(".")[0]
-                    kind = type(modules[owner]).__name__ if owner in modules else ""
-                    largest = float(amax(p)) if p.numel() else 0.0
-                    infinite = 0 if math.isfinite(largest) else int(torch.isinf(p).sum())
-                    found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, largest, owner, kind)
+        modules = dict(model.named_modules())
+        for name, p in model.named_parameters():
+            if p.is_floating_point() and not p.is_meta:
+                owner = name.rpartition(".")[0]
+                kind = type(modules[owner]).__name__ if owner in modules else ""
+                largest = float(amax(p)) if p.numel() else 0.0
+                infinite = 0 if math.isfinite(largest) else int(torch.isinf(p).sum())
+                found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, largest, owner, kind)
     return found
 
 
 class Conversions:
-    """Notes what `.half()`, `.to(dtype)`, `prepare` and `convert` flush, while its hooks are in place."""
+    """Notes what `.half()`, `.to(dtype)` and our own conversions flush, while it listens."""
 
     def __init__(self) -> None:
         self.flushes: list[Flush] = []
-        self._depth = 0
+        self._inside = False
 
     def install(self, stack: ExitStack) -> None:
-        """Puts the hooks in place until `stack` closes."""
-        import halfstep
+        """Listens until `stack` closes."""
+        conversion.around.append(self._watched)
+        stack.callback(conversion.around.remove, self._watched)
+        apply = nn.Module._apply
 
-        for owner, name in ((nn.Module, "_apply"), (halfstep, "prepare"), (halfstep, "convert")):
-            if hasattr(owner, name):
-                function = getattr(owner, name)
-                stack.callback(setattr, owner, name, function)
-                setattr(owner, name, self._around(function))
+        def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self._watched(module):
+                return apply(module, *args, **kwargs)
 
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def converted(first: Any, *args: Any, **kwargs: Any) -> Any:
-            given = first if isinstance(first, list | tuple) else [first]
-            models = [m for m in given if isinstance(m, nn.Module)]
-            if self._depth or not models:
-                return function(first, *args, **kwargs)
-            self._depth += 1
-            try:
-                before = _sizes(models)
-                result = function(first, *args, **kwargs)
-                self._compare(before, _sizes(models))
-            finally:
-                self._depth -= 1
-            return result
+        stack.callback(setattr, nn.Module, "_apply", apply)
+        nn.Module._apply = applied
 
-        return converted
+    @contextmanager
+    def _watched(self, model: nn.Module) -> Generator[None]:
+        """Compares a model's parameters after what happens within to those before, where it is the outermost."""
+        if self._inside:
+            yield
+            return
+        self._inside, before = True, _sizes(model)
+        try:
+            yield
+        finally:
+            self._inside = False
+        self._compare(before, _sizes(model))
 
     def _compare(self, before: dict[str, _Size], after: dict[str, _Size]) -> None:
         _, file, line = look()

@@ -82,8 +82,6 @@ class Moment:
 class Copies:
     """Holds the beginning of the latest step, and runs it again in copies of the process, where it can."""
 
-    starts_over = True
-
     def __init__(self, examiner: Examiner) -> None:
         self._examiner = examiner
         self._may = examiner.order.copies and examiner.order.again is None and can_fork()

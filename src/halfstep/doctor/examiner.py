@@ -25,7 +25,7 @@ from halfstep.doctor.inquiry import Inquiry
 from halfstep.doctor.ledger import Ledger, Note, knobs_of, length, read_amaxes, unmoved, update_length
 from halfstep.doctor.order import Order, Suspect
 from halfstep.doctor.process import Enough
-from halfstep.doctor.quiet import RunNotes, all_faults, rate_fault
+from halfstep.doctor.quiet import RunNotes, all_faults
 from halfstep.doctor.roster import Roster
 from halfstep.doctor.substitutes import FP16, put_in_place
 from halfstep.numerics.cures import lowest_scale
@@ -279,7 +279,8 @@ class Examiner:
         assert again is not None
         first = 0 if again.from_start and not self.ledger.settled() else again.at
         bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= first]
-        showed.bad_at = bad[0] if bad else again.at if showed.faults else None
+        bad += [] if again.taped is None or not showed.faults else [again.taped]
+        showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
         if again.from_start:
             showed.faults = all_faults(self.notes(), showed.faults)
@@ -341,10 +342,8 @@ class Examiner:
         self.showed.counts = counts_of(trace.counts)
         self.showed.lint = list(dict.fromkeys(lint))
         if trace.bad is not None:
-            fault = rate_fault(self.ledger.now) if trace.bad.phase == "optimizer" else None
-            fault = fault or trace.bad
-            fault.step = self.ledger.now.number
-            self.showed.faults.append(fault)
+            trace.bad.step = self.ledger.now.number
+            self.showed.faults.append(trace.bad)
 
     def failed(self, error: BaseException) -> None:
         """The script raised."""

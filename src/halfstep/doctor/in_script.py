@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.casting.context import autocast
 from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import Examiner
 from halfstep.doctor.ledger import Ledger
@@ -26,6 +25,7 @@ from halfstep.doctor.substitutes import FP16, ask_for_bf16
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.judge import Seen
 from halfstep.numerics.locations import users_names
+from halfstep.session import registry
 from halfstep.torch_private import disable_current_modes, graph_task
 
 
@@ -43,9 +43,6 @@ class Hooks:
 
     def install(self) -> None:
         """Puts all of them in place."""
-        from halfstep.scaling.grad_scaler import GradScaler
-        from halfstep.session import registry
-
         for handle in (
             register_module_forward_pre_hook(self._on_forward),
             register_module_forward_hook(self._on_output),
@@ -53,14 +50,13 @@ class Hooks:
             register_optimizer_step_post_hook(self._after_update),
         ):
             self._stack.callback(handle.remove)
-        registry.made.append(self._on_session)
-        self._stack.callback(registry.made.remove, self._on_session)
-        for owner in (GradScaler, torch.amp.GradScaler):
-            self._replace(owner, "step", self._bracketed)
+        for listeners, listener in ((registry.made, self._on_session), (registry.opened, self._on_region)):
+            listeners.append(listener)
+            self._stack.callback(listeners.remove, listener)
+        self._replace(torch.amp.GradScaler, "step", self._bracketed)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             self._replace(owner, "__init__", self._announced)
-        for owner in (torch.autocast, autocast):
-            self._replace(owner, "__enter__", self._entered)
+        self._replace(torch.autocast, "__enter__", self._entered)
         self._replace(torch.Tensor, "backward", self._noted)
         self._replace(torch.autograd, "grad", self._graded)
 
@@ -94,11 +90,14 @@ class Hooks:
 
     def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         def entered(region: Any) -> Any:
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
-                self._examiner.on_sign()
+            self._on_region(region)
             return enter(region)
 
         return entered
+
+    def _on_region(self, opened: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
+            self._examiner.on_sign()
 
     def _noted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfstep.doctor.order import Suspect
-from halfstep.numerics.fault import UNTRIED, Cure, Fault
-from halfstep.numerics.judge import FROM_START, Again, Rerun, Seen, try_cure
+from halfstep.numerics.fault import UNTRIED, Fault
+from halfstep.numerics.judge import FROM_START, Again, Rerun, Seen, try_cure, try_cures
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
@@ -50,9 +52,8 @@ class Inquiry:
         known.append(fault)
         taped = not suspect.bad or fault.underflow or bool(fault.hidden)
         more = max(0, min(self._steps - suspect.number - 1, 2 * _AFTER if suspect.spoiled else _AFTER))
-        for cure in fault.cures:
-            again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
-            self._try(cure, fault, again)
+        again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
+        self._add_behind(try_cures(fault, again, self._rerun))
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Tries the cures that need a run of their own; `whole`: to the end of the run."""
@@ -60,10 +61,10 @@ class Inquiry:
         more = 0 if taped is not None else self._steps if whole else _AFTER
         for cure in fault.cures:
             if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
-                self._try(cure, fault, Again(index, more=more, taped=taped, from_start=True))
+                try_cure(cure, fault, Again(index, more=more, taped=taped, from_start=True), self._rerun)
 
-    def _try(self, cure: Cure, fault: Fault, again: Again) -> None:
-        behind = try_cure(cure, fault, again, self._rerun)
-        if behind is not None and not any(behind.same_as(other) for other in self.seen.faults):
-            behind.behind = True
-            self.seen.faults.append(behind)
+    def _add_behind(self, faults: Sequence[Fault]) -> None:
+        for behind in faults:
+            if not any(behind.same_as(other) for other in self.seen.faults):
+                behind.behind = True
+                self.seen.faults.append(behind)

@@ -6,7 +6,6 @@ left it only what came of it.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,16 +99,6 @@ def _flushed(flushes: list[Flush], terms: Terms) -> Fault:
     fault = _fault(0, "prepare", cause, cures, (worst.file, worst.line), "cast")
     fault.location = replace(fault.location, module=worst.owner, module_class=worst.kind)
     return fault
-
-
-def rate_fault(note: Note) -> Fault | None:
-    """The fault of a step whose learning rate is not a number to learn with."""
-    wrong = [rate for rate in note.rates if not math.isfinite(rate)]
-    if not wrong:
-        return None
-    cause = Cause("learning rate", f"learning rate: it is {wrong[0]} at this step")
-    cures = [Cure("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")]
-    return _fault(note.number, "optimizer", cause, cures, note.where, "add")
 
 
 def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:

@@ -90,8 +90,6 @@ def _examined(order: Order) -> Document:
 class Anew:
     """Runs the script again from its start, on every rank in a process of its own."""
 
-    starts_over = True
-
     def __init__(self, order: Order) -> None:
         self._order = dataclasses.replace(order, copies=False)
 

@@ -237,21 +237,21 @@ class _NoFaster:
                 self.met = True
 
 
-class _AtTheLowestScale:
-    """Another cure, with the loss scale at the least that it may become."""
+class _Both:
+    """Two cures at once."""
 
-    def __init__(self, lowest: Placed, cure: Placed) -> None:
-        self._lowest, self._cure = lowest, cure
+    def __init__(self, *cures: Placed) -> None:
+        self._cures = cures
         self._around = ExitStack()
 
     @property
     def met(self) -> bool:
-        """Whether the cure has met what it changes."""
-        return getattr(self._cure, "met", True)
+        """Whether each has met what it changes."""
+        return all(getattr(cure, "met", True) for cure in self._cures)
 
-    def __enter__(self) -> _AtTheLowestScale:
-        self._around.enter_context(self._lowest)
-        self._around.enter_context(self._cure)
+    def __enter__(self) -> _Both:
+        for cure in self._cures:
+            self._around.enter_context(cure)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -269,13 +269,15 @@ def lowest_scale(parts: StepParticipants) -> Placed | None:
 def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
     """The context in which steps of these run with a dose of a cure; None where it cannot be put in place.
 
-    Its `met`, where it has one, says whether it met what it is to change. Of ("lowest scale", *spec) the rest
-    is put in place, with the loss scale at its lowest.
+    Its `met`, where it has one, says whether it met what it is to change. ("both", one, other) puts two in
+    place; ("lowest scale",) the loss scale at its lowest.
     """
     kind, *rest = spec
+    if kind == "both":
+        cures = [placed(one, parts) for one in rest]
+        return _Both(*(c for c in cures if c is not None)) if None not in cures else None
     if kind == "lowest scale":
-        lowest, cure = lowest_scale(parts), placed(tuple(rest), parts)
-        return None if lowest is None or cure is None else _AtTheLowestScale(lowest, cure)
+        return lowest_scale(parts)
     if kind in _ANYWHERE:
         return _ANYWHERE[kind](parts, *rest)
     if kind not in _AT_SITE:
@@ -529,6 +531,8 @@ def propose(
 
     `root`: the loss, scaled; `culprit`: the earlier op at fault, where it is not this one.
     """
+    if cause.kind == "learning rate":
+        return [Cure("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")]
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
         code = terms_of(parts).masters

@@ -13,6 +13,8 @@ from halfstep.numerics.fault import FAILS, WORKS, Cure, Fault, Spec
 
 #: Cures that may have to be in place from the start of the run.
 FROM_START = ("bf16", "masters", "rate")
+#: Cures that change one op where it stands.
+OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp")
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,23 @@ class Seen:
 
 
 class Rerun(Protocol):
-    """A way to run steps again; `starts_over`: whether a run from the start may follow, which tells more."""
-
-    starts_over: bool
+    """A way to run steps again."""
 
     def run(self, again: Again) -> Seen | None:
         """What that showed; None where it could not be run."""
         ...
+
+
+def try_cures(fault: Fault, again: Again, rerun: Rerun) -> list[Fault]:
+    """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
+
+    Where none works alone and another fault of the same step shows behind the first, both are cured together.
+    """
+    behind = [try_cure(cure, fault, again, rerun) for cure in fault.cures]
+    if not any(cure.status == WORKS for cure in fault.cures):
+        pair = _with_a_second(fault, again, rerun)
+        fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
+    return [found for found in behind if found is not None]
 
 
 def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | None:
@@ -67,9 +79,28 @@ def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | No
         if status == WORKS:
             cure.settle(spec)
             return behind
-        if spec[0] == "bf16" and rerun.starts_over and not again.from_start:
-            continue  # what was made before stays in fp16 here
+        if spec[0] in FROM_START and not again.from_start:
+            continue  # what was made before it stays as it was: only a run from the start refutes it
         cure.status = status or cure.status
+    return None
+
+
+def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
+    """A cure of one op, of which alone another op of the step leaves its range, together with one of that."""
+    first = next((c for c in fault.cures if c.status == FAILS and c.specs[-1][0] in OF_AN_OP), None)
+    if first is None:
+        return None
+    spec = first.specs[-1]
+    seen = rerun.run(replace(again, cure=spec, more=0, taped=again.at))
+    second = seen.faults[0] if seen is not None and seen.faults else None
+    if second is None or second.same_as(fault):
+        return None
+    for other in second.cures:
+        for more in (more for more in other.specs if more[0] in OF_AN_OP):
+            both = ("both", spec, more)
+            if judge(both, fault, again, rerun)[0] == WORKS:
+                text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
+                return Cure(first.kind, text, code, WORKS, [both])
     return None
 
 
@@ -90,7 +121,7 @@ def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, Fa
     if tried.bad_at == again.at:
         if fault.phase != "forward" or not tried.falls or spec[0] in FROM_START:
             return FAILS, None
-        lowest = rerun.run(replace(again, cure=("lowest scale", *spec)))
+        lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
         well = lowest is not None and lowest.applied and lowest.bad_at is None
         return (WORKS if well else FAILS), None
     traced = rerun.run(replace(again, cure=spec, more=tried.bad_at - again.at, taped=tried.bad_at))

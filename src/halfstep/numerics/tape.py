@@ -152,6 +152,7 @@ class Tape:
         self._lines: dict[str, OpLocation] = {}
         self._observers = tuple(observers)
         self._steps = 0
+        self.rates: list[float] = []
         self._busy = False
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._devices = ("cpu",) if here is None else ("cpu", here.type)
@@ -180,8 +181,9 @@ class Tape:
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
+        self.rates += [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
 
     def _after_step(self, *_: object) -> None:
         self._steps -= 1

@@ -6,6 +6,7 @@ training run. `first_bad_op` is its short form.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from halfstep.numerics.cause import counted, explain, ill_row, ill_values, outly
 from halfstep.numerics.cures import larger_scale, propose, to_bf16
 from halfstep.numerics.fault import Cause, Cure, Fault, Spoiled, TensorInfo
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.judge import Again, try_cure
+from halfstep.numerics.judge import Again, try_cures
 from halfstep.numerics.locations import OpLocation
 from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
 from halfstep.numerics.participants import StepParticipants, listed
@@ -267,6 +268,9 @@ def _bad_op(
 
 def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Node]:
     """Why the op's result is not finite, in the terms of what the user gave it: inputs, weights, the loss."""
+    rate = next((rate for rate in tape.rates if not math.isfinite(rate)), None)
+    if rate is not None and node.phase == "optimizer":
+        return Cause("learning rate", f"learning rate: it is {rate} at this step"), node
     cause, culprit = explain(node, tape.originals)
     if cause.kind != "range":
         return cause, culprit
@@ -345,8 +349,7 @@ def _try_cures(
     alone = InPlace(lambda: step(*batch), look, restore, parts)
     rerun = Together(everyone, alone) if together else alone
     for fault in (one.fault for one in everyone if one.fault is not None):
-        for cure in fault.cures:
-            try_cure(cure, fault, Again(taped=0), rerun)
+        try_cures(fault, Again(taped=0), rerun)
     if not together:
         return
     if bad is not None and bad.cause.kind == "rank":

@@ -54,8 +54,6 @@ class InPlace:
         parts: what takes part in the step.
     """
 
-    starts_over = False
-
     def __init__(
         self,
         step: Callable[[], Any],
@@ -139,8 +137,6 @@ class Together:
 
     A step is well if everything stays finite on every rank.
     """
-
-    starts_over = False
 
     def __init__(self, everyone: Sequence[ReplayReport], alone: InPlace) -> None:
         self._alone = alone

@@ -26,6 +26,8 @@ _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Sessio
 
 #: Called with every session that is made.
 made: list[Callable[[Session], None]] = []
+#: Called with each session whose region is asked for, before its policy is read.
+opened: list[Callable[[Any], None]] = []
 
 
 class Prepared:

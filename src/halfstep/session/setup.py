@@ -22,6 +22,7 @@ from halfstep.optim.replicas import Replica, follow_wraps
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
+from halfstep.session import registry
 from halfstep.session.weights import exact_weights, fit_states
 from halfstep.tuning.search import Tuning
 
@@ -208,6 +209,8 @@ class OfSetup:
 
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
+        for listener in registry.opened:
+            listener(self)
         return self._setup.region(enabled)
 
     def replica(self, ddp: Any) -> Replica:
