@@ -101,7 +101,7 @@ class Conversions:
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Generator[None]:
-        """Compares a model's parameters after what happens within to those before, where it is the outermost."""
+        """Compares the parameters after what happens within to those before; the outermost alone."""
         if self._inside:
             yield
             return
