@@ -5,10 +5,9 @@ import math
 import pytest
 
 from halfstep.doctor import CauseFound, Fault
-from halfstep.doctor.ledger import Knobs, Ledger, Note
-from halfstep.doctor.quiet import RunNotes, quiet_faults, with_roots
-from halfstep.numerics.locations import OpLocation
-from halfstep.numerics.terms import PLAIN
+from halfstep.doctor.ledger import Knobs, Ledger, Note, RunNotes, quiet_faults, with_roots
+from halfstep.numerics.cures import PLAIN
+from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.watch import LostUpdates
 
 

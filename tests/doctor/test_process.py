@@ -24,7 +24,7 @@ for i in range(4):
 
 BOTH = """
 import atexit, dataclasses, json, os, sys, tempfile
-from halfstep.doctor.order import Order
+from halfstep.doctor.process import Order
 from halfstep.doctor.process import can_copy, run_in_process
 script, told, own = sys.argv[1:]
 atexit.register(lambda: open(own, "a").write("once "))

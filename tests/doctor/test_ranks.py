@@ -2,10 +2,11 @@
 
 import pytest
 
-from halfstep.doctor import CauseFound, Document, Fault, ranks
+from halfstep.doctor import CauseFound, Document, Fault
+from halfstep.doctor import script as ranks
 from halfstep.errors import ConfigError
 from halfstep.numerics.judge import Seen
-from halfstep.numerics.locations import OpLocation
+from halfstep.numerics.tape import OpLocation
 
 
 def fault(step=3, phase="forward", op="linear", origin=True):

@@ -12,11 +12,10 @@ import torch
 
 import halfstep as hs
 from halfstep.compat.apex import amp
-from halfstep.doctor import ranks as _ranks
 from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
-from halfstep.doctor.order import Order
-from halfstep.doctor.quiet import all_faults
+from halfstep.doctor.ledger import all_faults
+from halfstep.doctor.process import Order
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.judge import Again
@@ -128,9 +127,10 @@ def some_daily(names, often=frozenset(SAME_DAILY)):
 
 def of_two_ranks(monkeypatch):
     """Every run as two ranks find it that do the same."""
-    for module in (_ranks, _script):
-        monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(_ranks, "gather", lambda found: [pickle.loads(pickle.dumps(found)) for _ in range(2)])
+    monkeypatch.setattr(_script, "world_size", lambda: 2)
+    monkeypatch.setattr(
+        _script, "gather", lambda found: [pickle.loads(pickle.dumps(found)) for _ in range(2)]
+    )
     monkeypatch.setattr(_script, "meeting_place", lambda: dict(os.environ))
 
 

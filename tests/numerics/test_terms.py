@@ -8,14 +8,11 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.compat.apex import amp as apex
-from halfstep.doctor.doors import scale_of_a_door
-from halfstep.numerics import terms
+from halfstep.doctor.examiner import scale_of_a_door
 from halfstep.numerics.cause import Cause
-from halfstep.numerics.cures import propose
-from halfstep.numerics.locations import OpLocation
-from halfstep.numerics.nodes import Node
-from halfstep.numerics.participants import StepParticipants
-from halfstep.numerics.terms import terms_of
+from halfstep.numerics.cures import LOOPS, propose, terms_of
+from halfstep.numerics.snapshot import StepParticipants
+from halfstep.numerics.tape import Node, OpLocation
 
 #: What only one door offers.
 OWN = {
@@ -110,5 +107,5 @@ def test_a_device_stands_where_the_cpu_would():
 def test_the_loops_that_are_known_exist_where_they_are_said_to():
     from halfstep.trainer import loop
 
-    known = [end for end in terms.LOOPS if loop.__file__.replace("\\", "/").endswith(end)]
+    known = [end for end in LOOPS if loop.__file__.replace("\\", "/").endswith(end)]
     assert known == ["/halfstep/trainer/loop.py"]

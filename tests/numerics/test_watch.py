@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
 from halfstep.gradients.per_parameter import EndsBuffer, amaxes, amaxes_of, ends_of
-from halfstep.numerics.headroom import forecast, headroom, trend
-from halfstep.numerics.sampling import spread
-from halfstep.numerics.watch import watch
+from halfstep.numerics.watch import forecast, headroom, spread, trend, watch
 from halfstep.optim import SGD, AdamW
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from halfstep.compat.torch_amp import autocast
 from halfstep.numerics.cures import placed
-from halfstep.numerics.participants import StepParticipants
+from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.trace import trace_step
 from tests.numerics.zoo import FAULTS
 

@@ -13,7 +13,7 @@ from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import clean, console, print_json, table
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.doctor.document import Document
-from halfstep.doctor.recipe import examine_recipe
+from halfstep.doctor.step import examine_recipe
 from halfstep.errors import ConfigError
 from halfstep.recipes import recipe_of
 

@@ -16,7 +16,7 @@ import torch
 from halfstep.formats import FORMATS, Format
 from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.lint import Finding
-from halfstep.numerics.locations import within
+from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 
 if TYPE_CHECKING:
@@ -118,11 +118,6 @@ def _told(fault: Fault) -> str:
     cures = "".join(f"\n  cure ({c.status}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
     second = "second fault, behind the first: " if fault.behind else ""
     return f"{second}{number}: {fault.story()}{cures}"
-
-
-def counts_of(counts: Any) -> list[dict[str, Any]]:
-    """How often each (phase, op, dtype) ran, as rows."""
-    return [{"phase": p, "op": o, "dtype": d, "count": n} for (p, o, d), n in counts.items()]
 
 
 def _narrowest(seen: Watch) -> Format:

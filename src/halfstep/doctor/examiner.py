@@ -4,38 +4,279 @@ A step begins where the one before it ended (or, with workers that load data, at
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
 is stepped. Where the process can be copied, each step's beginning is held, from which a copy runs the step
 again under the tape, and again with each cure. A run that is started to run a step again does the same from
-the moment at which that step begins.
+the moment at which that step begins. `Roster` knows who takes part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import _disable_current_modes
 
-from halfstep.doctor.conversions import Conversions
-from halfstep.doctor.copies import Copies, answer
-from halfstep.doctor.document import counts_of
-from halfstep.doctor.inquiry import Inquiry
-from halfstep.doctor.ledger import Ledger, Note, knobs_of, length, read_amaxes, unmoved, update_length
-from halfstep.doctor.order import Order, Suspect
-from halfstep.doctor.process import Enough
-from halfstep.doctor.quiet import RunNotes, all_faults
-from halfstep.doctor.roster import Roster
-from halfstep.doctor.substitutes import FP16, put_in_place
-from halfstep.numerics.cures import lowest_scale
-from halfstep.numerics.judge import Again, Seen
-from halfstep.numerics.locations import look
-from halfstep.numerics.snapshot import run_eagerly
-from halfstep.numerics.tape import Tape
+from halfstep.doctor.ledger import (
+    Conversions,
+    Ledger,
+    Note,
+    RunNotes,
+    all_faults,
+    knobs_of,
+    length,
+    read_amaxes,
+    unmoved,
+    update_length,
+)
+from halfstep.doctor.process import Copies, Enough, Order, answer
+from halfstep.names import fqn
+from halfstep.numerics.cause import UnderflowProbe
+from halfstep.numerics.cures import LOOPS, Terms, lowest_scale, placed, terms_of
+from halfstep.numerics.fault import Spec
+from halfstep.numerics.judge import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.snapshot import StepParticipants, run_eagerly
+from halfstep.numerics.tape import Tape, look
 from halfstep.numerics.trace import Trace, bad_names, finish
-from halfstep.numerics.underflow import UnderflowProbe
 from halfstep.numerics.watch import Watch, watch
+
+
+class ApexScale:
+    """The first loss scale of `halfstep.compat.apex.amp`, as a GradScaler shows its own."""
+
+    door = "apex"
+
+    def __init__(self, amp: Any) -> None:
+        self._amp = amp
+
+    def is_enabled(self) -> bool:
+        """Always, once amp.initialize has run."""
+        return True
+
+    def get_scale(self) -> float:
+        """The present scale."""
+        return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the present scale."""
+        return loss * self.get_scale()
+
+    def update(self, new_scale: float) -> None:
+        """Go on with another scale."""
+        state = self._amp.state_dict()
+        state["loss_scaler0"]["loss_scale"] = new_scale
+        self._amp.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What amp.state_dict() holds."""
+        return self._amp.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self._amp.load_state_dict(state)
+
+
+def scale_of_a_door() -> ApexScale | None:
+    """The scale of Apex's names, where the script has initialised them."""
+    amp = sys.modules.get("halfstep.compat.apex.amp")
+    return ApexScale(amp) if amp is not None and amp.state_dict() else None
+
+
+class Roster:
+    """The models, optimizers, session and scaler of a script, as they turn up.
+
+    `helpers`: modules with buffers and no parameters, as criteria are. `schedules`: of learning rates.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.helpers: list[nn.Module] = []
+        self.schedules: list[Any] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.session: Any = None
+        self.scaler: Any = None
+        self._names: dict[int, str] = {}
+        self._born_ill: frozenset[str] = frozenset()
+        self._loop: str | None = None
+
+    def meet(self, module: nn.Module) -> None:
+        """A module is called: if it has weights and belongs to no known model, it is one."""
+        known = any(module is m for root in (*self.models, *self.helpers) for m in root.modules())
+        if known:
+            return
+        if next(module.parameters(), None) is not None:
+            inside = {id(m) for m in module.modules()}
+            self.models = [m for m in self.models if id(m) not in inside] + [module]
+            named = self.named()
+            with _disable_current_modes():
+                self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
+        elif next(module.buffers(), None) is not None:
+            self.helpers.append(module)
+        if self._loop is None:
+            self._loop = _running_loop()
+
+    def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
+        """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
+        buffers = self.buffers()
+        found = {**weights, **dict(zip(buffers, read_amaxes(list(buffers.values()))))}
+        return frozenset(name for name, amax in found.items() if not math.isfinite(amax))
+
+    def fell_ill(self, weights: Mapping[str, float]) -> bool:
+        """Whether a parameter or buffer is not finite that was when its model was first called."""
+        return not self._ill(weights) <= self._born_ill
+
+    def add(self, optimizer: Any) -> None:
+        """An optimizer is made or stepped."""
+        if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def parts(self) -> StepParticipants:
+        """All of them, as the tape and the cures take them."""
+        self._find_scale()
+        others = [x for x in (self.session, self.scaler) if x is not None]
+        parts = StepParticipants(None, [*self.models, *self.helpers, *self.optimizers, *others])
+        parts.loop = self._loop or ""
+        return parts
+
+    @property
+    def terms(self) -> Terms:
+        """How this script would write a cure down."""
+        return terms_of(self.parts(), in_region=self.scaler is not None)
+
+    def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The classes of what sets an optimizer's learning rates."""
+        mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
+        return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
+
+    def _find_scale(self) -> None:
+        if self.session is None and self.scaler is None:
+            self.scaler = scale_of_a_door()
+
+    def scale(self) -> float:
+        """The present loss scale."""
+        self._find_scale()
+        if self.session is not None:
+            return float(self.session.loss_scale.value)
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def named(self) -> dict[str, Tensor]:
+        """Parameters by name, those of the first model without a prefix."""
+        found: dict[str, Tensor] = {}
+        for number, model in enumerate(self.models):
+            prefix = f"{type(model).__name__}." if number else ""
+            found |= {prefix + fqn(n): p for n, p in model.named_parameters() if p.is_floating_point()}
+        return found
+
+    def name_of(self, thing: nn.Module | Tensor) -> str:
+        """Path of a module (with its class) or parameter; the class of what is in no known model."""
+        if id(thing) not in self._names:
+            for number, model in enumerate(self.models):
+                prefix = f"{type(model).__name__}." if number else ""
+                for name, module in model.named_modules():
+                    path = f"{prefix}{fqn(name)}".rstrip(".")
+                    self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
+                for name, p in model.named_parameters():
+                    self._names[id(p)] = prefix + fqn(name)
+        return self._names.get(id(thing), type(thing).__name__)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether nothing is known that would make the updates."""
+        return not self.optimizers and self.session is None and self.scaler is None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers of all models, by a name that no parameter has."""
+        return {
+            f"buffer {number}.{name}": b
+            for number, model in enumerate(self.models)
+            for name, b in model.named_buffers()
+            if b.is_floating_point()
+        }
+
+
+def _running_loop() -> str:
+    """Which known training loop calls the script's step; empty where it is the script's own."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename.replace(os.sep, "/")
+        found = next((end for end in LOOPS if file.endswith(end)), None)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return ""
+
+
+#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
+FP16 = torch.float16
+
+
+def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Callable[[], bool] | None:
+    """Apply the dose of a cure from here on; None where it cannot be from outside.
+
+    What is returned says, later, whether the cure has met what it is to change.
+    """
+    if spec[0] == "masters":
+        return (lambda: True) if _masters(parts) else None
+    cure = placed(spec, parts)
+    if cure is None:
+        return None
+    if spec[0] == "bf16":
+        ask_for_bf16(stack)
+    stack.enter_context(cure)
+    return lambda: getattr(cure, "met", True)
+
+
+def _masters(parts: StepParticipants) -> bool:
+    """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
+    from halfstep.session.prepare import prepare
+
+    dtype = next((p.dtype for p in parts.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    if dtype is None or parts.session is not None or not parts.models or not parts.optimizers:
+        return False
+    prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")
+    return True
+
+
+def ask_for_bf16(stack: ExitStack) -> None:
+    """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or `prepare`."""
+    import halfstep
+
+    half, bf16 = FP16, torch.bfloat16
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wanted = kwargs.get("dtype")
+            if wanted is half or str(wanted) in ("fp16", "float16", "half"):
+                kwargs["dtype"] = bf16
+            if str(kwargs.get("level", "")).startswith("fp16") or str(kwargs.get("level", "")).startswith(
+                "16"
+            ):
+                kwargs["level"] = "bf16" + str(kwargs["level"])[str(kwargs["level"]).find("-") :]
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("float16", "half"):
+        put(torch, name, bf16)
+    put(Tensor, "half", Tensor.bfloat16)
+    put(nn.Module, "half", nn.Module.bfloat16)
+    set_dtype = torch.set_autocast_dtype
+
+    def autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(device_type, bf16 if dtype == half else dtype)
+
+    put(torch, "set_autocast_dtype", autocast_dtype)
+    for name in ("prepare", "convert", "to_float"):
+        if hasattr(halfstep, name):
+            put(halfstep, name, narrowed(getattr(halfstep, name)))
 
 
 def _larger(a: float, b: float) -> float:
@@ -339,7 +580,7 @@ class Examiner:
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace, lint = taping.end(error)
-        self.showed.counts = counts_of(trace.counts)
+        self.showed.counts = trace.rows()
         self.showed.lint = list(dict.fromkeys(lint))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number

@@ -17,14 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.doctor.document import Document, add_watched
-from halfstep.doctor.examiner import Examiner
+from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
 from halfstep.doctor.ledger import Ledger
-from halfstep.doctor.order import Found, Order
-from halfstep.doctor.process import in_words, run_main
-from halfstep.doctor.substitutes import FP16, ask_for_bf16
+from halfstep.doctor.process import Found, Order, in_words, run_main
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.judge import Seen
-from halfstep.numerics.locations import users_names
+from halfstep.numerics.tape import users_names
 from halfstep.session import registry
 from halfstep.torch_private import disable_current_modes, graph_task
 

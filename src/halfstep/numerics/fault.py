@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.formats import dtype_name
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.locations import OpLocation, within
+from halfstep.numerics.tape import OpLocation, within
 
 Spec = tuple[Any, ...]
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
-from halfstep.numerics.locations import is_users
-from halfstep.numerics.nodes import Node
-from halfstep.numerics.participants import StepParticipants
+from halfstep.numerics.snapshot import StepParticipants
+from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
 from halfstep.optim.masters import holder_of

@@ -20,9 +20,8 @@ from halfstep.distributed import all_ranks, is_sharded, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.fault import Fault
-from halfstep.numerics.nodes import is_finite, tensors_in
-from halfstep.numerics.participants import StepParticipants
-from halfstep.numerics.snapshot import Snapshot
+from halfstep.numerics.snapshot import Snapshot, StepParticipants
+from halfstep.numerics.tape import is_finite, tensors_in
 from halfstep.numerics.trace import Trace, trace_step
 
 _SHARDED = (

@@ -2,46 +2,369 @@
 
 The tape sits below autograd and autocast (a TorchDispatchMode), so it sees every kernel of forward, backward,
 recomputation and optimizer. A backward op is tied to the forward line that caused it by autograd's sequence
-numbers. It is slow (every result is looked at) and meant for one replayed step; it changes no value.
+numbers. It is slow (every result is looked at) and meant for one replayed step; it changes no value. An op
+is a `Node`; where it came from, module path, function called and the user's own line, an `OpLocation`.
 """
 
 from __future__ import annotations
 
+import linecache
 import math
+import sys
+import sysconfig
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
+from halfstep.names import fqn
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.locations import (
-    ModuleStack,
-    OpLocation,
-    look,
-    run_backward,
-    starts_backward,
-    users_names,
-)
-from halfstep.numerics.nodes import End, Node, is_finite, tensors_in
-from halfstep.torch_private import (
-    TorchDispatchMode,
-    gradient_hooks,
-    graph_task,
-    memory_of,
-    node_number,
-    running_node,
-    schema_of,
-    sequence_number,
-    tree_flatten,
-    tree_unflatten,
-)
+from halfstep.policy.op_names import canonical_op
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent.parent)
+_RECIPES = str(Path(_HERE) / "recipes")
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGES = tuple({sysconfig.get_paths()[k] for k in ("purelib", "platlib")})
+
+_RECOMPUTES = ("recompute_fn", "unpack_hook", "backward")
+
+# Kernels whose name is not the name of the call that made them, where the call itself is not known.
+_REFLECTED = {
+    "__rdiv__": "div",
+    "__rtruediv__": "div",
+    "__rsub__": "sub",
+    "__radd__": "add",
+    "__rmul__": "mul",
+    "__iadd__": "add",
+    "__imul__": "mul",
+    "__itruediv__": "div",
+}
+_KERNEL_NAMES = {
+    "mm": "matmul",
+    "bmm": "matmul",
+    "addmm": "linear",
+    "convolution": "conv",
+    "native_layer_norm": "layer_norm",
+    "native_batch_norm": "batch_norm",
+    "native_group_norm": "group_norm",
+    "_to_copy": "cast",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+}
+
+
+@dataclass(frozen=True)
+class OpLocation:
+    """The place of an op. `file` and `line` are the user's; `node` names the backward node, if any.
+
+    `call` numbers the torch functions the user called (0: unknown), so that the kernels of one call are told
+    from those of the next. `in_region`: whether autocast was on, in backward where the forward op ran.
+    """
+
+    module: str
+    module_class: str
+    function: Any
+    file: str
+    line: int
+    node: str = ""
+    call: int = 0
+    in_region: bool = False
+
+    @property
+    def code(self) -> str:
+        """The text of the source line, stripped; empty if the source is not at hand."""
+        return linecache.getline(self.file, self.line).strip() if self.file else ""
+
+    @property
+    def where(self) -> str:
+        """`file.py:12` (the file's name without its folder), empty if unknown."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+
+def op_label(function: Any, base: str) -> str:
+    """The op's name as the op table has it, else as the user called it, else the kernel's, tidied."""
+    if function is not None:
+        named = canonical_op(function) or _REFLECTED.get(getattr(function, "__name__", ""))
+        if named is not None:
+            return named
+    kernel = base.removesuffix("_") if not base.endswith("__") else base
+    kernel = kernel.removesuffix("_backward")
+    return _KERNEL_NAMES.get(kernel, kernel.removeprefix("_"))
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's: not Python's, torch's or ours (recipes count as a user's)."""
+    if file.startswith("<"):
+        return False
+    if file.startswith(_HERE):
+        return file.startswith(_RECIPES)
+    if file.startswith(_TORCH):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STDLIB)
+
+
+def look() -> tuple[str, str, int]:
+    """Walks the Python stack outward: (`backward`, `recompute` or "", the user's file, the user's line).
+
+    Inside backward the walk stops at the engine: what lies beyond is the call of backward itself.
+    """
+    frame = sys._getframe(2)
+    file, line = "", 0
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH):
+            return "backward", file, line
+        if code.co_filename.endswith("checkpoint.py") and code.co_name in _RECOMPUTES:
+            return "recompute", file, line
+        if not file and is_users(code.co_filename):
+            file, line = code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", file, line
+
+
+def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """A frame's tensors by the names the user gave them, plain variables before what lies in containers."""
+    later: list[tuple[str, torch.Tensor]] = []
+    for name, value in list(frame.f_locals.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple) and len(value) <= 8:
+            later += [(f"{name}[{i}]", x) for i, x in enumerate(value) if isinstance(x, torch.Tensor)]
+        elif isinstance(value, dict) and len(value) <= 8:
+            later += [(f"{name}[{k!r}]", x) for k, x in value.items() if isinstance(x, torch.Tensor)]
+    yield from later
+
+
+def _shows(t: torch.Tensor) -> tuple[Any, ...] | None:
+    if t.layout != torch.strided or t.is_meta:
+        return None
+    try:
+        return t.data_ptr(), tuple(t.shape), t.stride()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of the user's variables that hold them now, outermost function first."""
+    wanted = {_shows(t): t for t in tensors if t.numel()}
+    wanted.pop(None, None)
+    frames: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and wanted:
+        if is_users(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back
+    found: dict[str, torch.Tensor] = {}
+    for one in reversed(frames):
+        for name, value in _variables(one):
+            key = _shows(value)
+            if key in wanted:
+                found.setdefault(name, wanted.pop(key))
+    return found
+
+
+def within(module: str, kind: str) -> str:
+    """Where an op ran, in words: `kind` is the class of the module, empty outside of all."""
+    if module:
+        return f"in {module}"
+    return f"in the root module ({kind})" if kind else "outside any module"
+
+
+def starts_backward(function: Any) -> bool:
+    """Whether this torch function runs autograd's engine."""
+    return function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function that runs the engine, from a mode's handler: torch switches the mode off in there, and
+    what Python code backward calls (own Functions, recomputation) must see it again."""
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
+
+    def within(*a: Any, **k: Any) -> Any:
+        with mode:
+            return engine(*a, **k)
+
+    autograd._engine_run_backward = within
+    try:
+        return function(*args, **kwargs)
+    finally:
+        autograd._engine_run_backward = engine
+
+
+class ModuleStack:
+    """Context manager that knows which module's forward is running, by global hooks removed at the end.
+
+    `adopt` is called once for each tree of modules with the names of its parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, adopt: Callable[[Iterable[tuple[str, nn.Parameter]]], None]
+    ) -> None:
+        self._names: dict[int, str] = {}
+        self._running: list[nn.Module] = []
+        self._keep: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self._adopt = adopt
+        self._model = model
+
+    def __enter__(self) -> ModuleStack:
+        if self._model is not None:
+            self._learn(self._model)
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._running.clear()
+
+    def _learn(self, root: nn.Module) -> None:
+        has_weights = next(root.parameters(), None) is not None
+        first = not self._keep and has_weights
+        if first:
+            self._keep.append(root)
+        prefix = "" if first else type(root).__name__
+        for name, module in root.named_modules():
+            path = ".".join(part for part in (prefix, fqn(name)) if part)
+            self._names.setdefault(id(module), path)
+        self._adopt(
+            (".".join(part for part in (prefix, fqn(name)) if part), parameter)
+            for name, parameter in root.named_parameters()
+        )
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self.enter(module)
+
+    def enter(self, module: nn.Module) -> None:
+        """Notes that a module's forward begins."""
+        if id(module) not in self._names:
+            self._learn(module)
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+
+    def name_of(self, module: nn.Module) -> str:
+        """The path of a module, its class name if it was never seen."""
+        return self._names.get(id(module), type(module).__name__)
+
+    @property
+    def path(self) -> str:
+        """Path of the innermost running module; empty at the root or outside every module."""
+        return self.name_of(self._running[-1]) if self._running else ""
+
+    @property
+    def kind(self) -> str:
+        """Class of the innermost running module; empty outside every module."""
+        return type(self._running[-1]).__name__ if self._running else ""
+
+
+def is_finite(t: Tensor) -> bool:
+    """Whether every element is finite (reads the device); integer tensors always are."""
+    if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
+        return True
+    return math.isfinite(amax(t).item())
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts, in order."""
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+
+
+@dataclass(eq=False)
+class Node:
+    """One op that ran. `parents[i]`: which node made the i-th tensor argument, as which of its results
+    (None: it came from outside the step).
+
+    `origins`: indices of the nodes whose non-finite results reached this one; its own index if it is one.
+    `names`: for an origin, its tensors by the names of the user's variables.
+    """
+
+    index: int
+    func: Any
+    phase: str
+    location: OpLocation
+    args: Any = ()
+    kwargs: Any = None
+    outs: list[Tensor] = field(default_factory=list)
+    parents: list[tuple[Node, int] | None] = field(default_factory=list)
+    origins: frozenset[int] = frozenset()
+    intended: bool = False
+    outside: list[Tensor] = field(default_factory=list)
+    dropped: bool = False
+    names: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def aten(self) -> str:
+        """Full name of the kernel: `aten.mm.default`."""
+        return str(self.func)
+
+    @property
+    def base(self) -> str:
+        """The op's name without namespace and overload: `mm`."""
+        return self.func._schema.name.split("::")[-1]
+
+    @property
+    def op(self) -> str:
+        """The op as the user called it (`linear`), or the kernel's name where no call is known.
+
+        A cast is a `cast`, unless it rounds the result of the same call: that is part of the op.
+        """
+        if self.base == "_to_copy":
+            made = self.parents[0][0] if self.parents and self.parents[0] else None
+            if made is None or made.base == "_to_copy" or not 0 < self.location.call == made.location.call:
+                return "cast"
+        return op_label(self.location.function, self.base)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor arguments, as they were before the op ran."""
+        return tensors_in((self.args, self.kwargs))
+
+    def given(self) -> list[Tensor]:
+        """What the user's call was given, where this op only rounds its result; else its own tensors."""
+        if self.base != "_to_copy" or self.op == "cast" or not self.outs:
+            return self.tensors()
+        return self._given_to_call(self.outs[0].dtype)
+
+    def _given_to_call(self, dtype: torch.dtype) -> list[Tensor]:
+        """Follows ops of the same call to what they began with; what autocast made `dtype` is that."""
+        found: list[Tensor] = []
+        for t, parent in zip(self.tensors(), self.parents):
+            made = None if parent is None else parent[0]
+            own = made is not None and not made.dropped and made.location.call == self.location.call
+            if made is None or not own or (made.base == "_to_copy" and t.dtype == dtype):
+                found.append(t)
+            else:
+                found += made._given_to_call(dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class End:
+    """A value that must be finite and is not: `kind` is loss, gradient, parameter, buffer or state."""
+
+    kind: str
+    name: str
+    origins: frozenset[int]
+
 
 # Their results are memory nobody has written yet; whatever lies in it means nothing.
 _UNWRITTEN = frozenset(
@@ -96,7 +419,7 @@ _MAY_SWALLOW = (
 
 def _storage(t: Tensor) -> int:
     try:
-        return memory_of(t)
+        return t.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return id(t)
 
@@ -195,7 +518,7 @@ class Tape:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 # It must come before the hook of an optimizer that uses each gradient up at once, and the
                 # engine reads the dict in the order of insertion, whatever move_to_end says.
-                hooks = gradient_hooks(parameter)
+                hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks  # pyright: ignore
                 others = list(hooks.items())[:-1]
                 for key, _ in others:
                     del hooks[key]
@@ -228,7 +551,7 @@ class Tape:
     def _phase(self, found: str) -> str:
         if self._steps:
             return "optimizer"
-        if graph_task() != -1:
+        if torch._C._current_graph_task_id() != -1:
             self.backward_seen = True
             return found or "backward"
         after = self.backward_seen and not torch.is_grad_enabled() and not self._modules.path
@@ -237,7 +560,7 @@ class Tape:
     def _locate(self, func: Any) -> tuple[str, OpLocation]:
         found, file, line = look()
         phase = self._phase(found)
-        sequence = sequence_number() - 1
+        sequence = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
         function, call, region = self.calls[-1] if self.calls else (None, 0, False)
         location = OpLocation(self._modules.path, self._modules.kind, function, file, line, "", call, region)
         if phase != "backward":
@@ -246,14 +569,14 @@ class Tape:
             self._lines.setdefault(location.module, location)
             known = self._locations.setdefault(sequence, [])
             if not known or phase == "recompute":
-                known.append((schema_of(func).name.split("::")[-1], location))
+                known.append((func._schema.name.split("::")[-1], location))
             return phase, location
         return phase, self._forward_location(location)
 
     def _forward_location(self, here: OpLocation) -> OpLocation:
         """The forward call behind the backward node that is running; a custom backward keeps its own line."""
-        node: Any = running_node()
-        sequence = _NO_SEQUENCE if node is None else node_number(node)
+        node: Any = torch._C._current_autograd_node()
+        sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
         known = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
         if node is None or not known:
             file, line = self.backward_call
@@ -319,7 +642,7 @@ class Tape:
 
         What this rank gave it is followed through; what others gave shows when somebody reads the result.
         """
-        self.collectives[schema_of(func).name] += 1
+        self.collectives[func._schema.name] += 1
         out = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         known = [self._bad[_storage(t)][0] for t in given if _storage(t) in self._bad]
@@ -417,7 +740,7 @@ def _detached(tree: Any) -> Any:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that the op changes in place, by its schema (which forgets running statistics)."""
     found: list[Tensor] = []
-    for i, argument in enumerate(schema_of(func).arguments):
+    for i, argument in enumerate(func._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in ("running_mean", "running_var"):
             value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)

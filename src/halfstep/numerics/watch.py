@@ -2,11 +2,15 @@
 
 Always: each parameter's largest gradient and whether it is finite, scale and skips. Every n steps: exponent
 histograms of weights, activations, their gradients, weight gradients and updates by module path, and the
-share of updates that rounding swallowed. All of it through hooks that `close()` removes.
+share of updates that rounding swallowed. All of it through hooks that `close()` removes. On a CPU a spread of
+each tensor's elements is copied as it passes and all are counted together at the end of the step.
 
 Under `torch.compile` activations and their gradients are inside the compiled code and are not seen; weights,
 weight gradients and updates are. Values between modules (a residual stream, functional code) are seen only
 as far as they are some module's output; the tape of `trace_step` sees them all.
+
+Headroom of a tensor in a format is log2(largest number / largest magnitude): 3 means that it may grow
+eightfold. A forecast fits a line through the latest headrooms and is made only where the trend is clear.
 """
 
 from __future__ import annotations
@@ -14,26 +18,265 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.devices.transfer import send_to_host
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
-from halfstep.formats import FORMATS, Format, format_of
-from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, worst_of
+from halfstep.formats import FORMATS, Format, dtype_name, format_of
+from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, ends_of, worst_of
 from halfstep.names import fqn
-from halfstep.numerics.headroom import Forecast, forecast, headroom
-from halfstep.numerics.participants import is_session
-from halfstep.numerics.sampling import Late, SampledTensor, see, spread
-from halfstep.numerics.series import Sample, Series
-from halfstep.numerics.snapshot import replaying
+from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent
+from halfstep.numerics.snapshot import is_session, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
-from halfstep.torch_private import graph_task
+from halfstep.trees import dense_values
+
+#: Points a forecast looks back on, and the least it needs.
+WINDOW, LEAST = 32, 6
+#: Headroom in bits beyond which a forecast would be a guess.
+FAR = 10.0
+#: A trend counts when its slope is this many standard errors from zero.
+CLEAR = 4.0
+
+
+def headroom(amax: float, fmt: str | Format) -> float:
+    """Bits between `amax` and the largest number of `fmt`; inf for 0, -inf where it is not finite."""
+    fmt = format_of(fmt)
+    if not math.isfinite(amax):
+        return -math.inf
+    return math.log2(fmt.max / amax) if amax > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A line through log2(largest magnitude): `slope` in bits a step, `now` its value at the last step."""
+
+    slope: float
+    error: float
+    now: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether the slope is more than noise."""
+        return abs(self.slope) > CLEAR * self.error and abs(self.slope) > 1e-9
+
+
+def trend(steps: Sequence[int], amax: Sequence[float]) -> Trend | None:
+    """Least-squares line through the last WINDOW finite, nonzero points; None with fewer than LEAST."""
+    points = [(s, math.log2(m)) for s, m in zip(steps, amax) if m > 0 and math.isfinite(m)][-WINDOW:]
+    if len(points) < LEAST:
+        return None
+    n = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    if spread == 0:
+        return None
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    error = math.sqrt(rest / (n - 2) / spread)
+    return Trend(slope, error, mean_y + slope * (points[-1][0] - mean_x))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`path` leaves the range of `format` in about `steps` steps if it goes on as it does."""
+
+    path: str
+    kind: str
+    format: str
+    steps: int
+
+    def __str__(self) -> str:
+        what = "" if self.kind == "activation" else f" ({self.kind})"
+        return f"{self.path}{what} overflows {self.format} in about {self.steps} steps"
+
+
+def forecast(
+    path: str, kind: str, steps: Sequence[int], amax: Sequence[float], fmt: Format
+) -> Forecast | None:
+    """When the tensor outgrows `fmt`; None without a clear trend upward, or beyond 6 times what was seen."""
+    line = trend(steps, amax)
+    if line is None or not line.clear or line.slope <= 0 or math.log2(fmt.max) - line.now > FAR:
+        return None
+    lately = trend(steps[-LEAST:], amax[-LEAST:])
+    if lately is None or lately.slope < line.slope / 2:
+        return None  # the growth of early training, which flattens out
+    left = (math.log2(fmt.max) - line.now) / line.slope
+    seen = steps[-1] - steps[max(0, len(steps) - WINDOW)]
+    if not 0 < left < 6 * seen:
+        return None
+    digits = max(0, math.floor(math.log10(max(left, 1))) - 1)
+    return Forecast(path, kind, fmt.name, max(1, round(left, -digits).__trunc__()))
+
+
+@dataclass
+class Sample:
+    """One tensor at one step: `counts` from exponent `first` on, and what an exponent cannot tell."""
+
+    step: int
+    amax: float
+    dtype: str
+    first: int
+    counts: tuple[int, ...]
+    zeros: int
+    infs: int
+    nans: int
+    scale: float = 1.0
+
+    @property
+    def total(self) -> int:
+        """Elements counted."""
+        return sum(self.counts) + self.zeros + self.infs + self.nans
+
+
+@dataclass
+class Series:
+    """What was seen of one tensor: `kind` is weight, activation, activation_grad, gradient or update.
+
+    `steps` and `amax` go back to the start (thinned when long); `samples` are the latest histograms.
+    """
+
+    path: str
+    kind: str
+    steps: list[int] = field(default_factory=list)
+    amax: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, sample: Sample, keep: int) -> None:
+        """Appends a sample; the oldest histogram goes when there are more than `keep`."""
+        self.note(sample.step, sample.amax)
+        self.samples.append(sample)
+        del self.samples[:-keep]
+
+    def note(self, step: int, amax: float) -> None:
+        """Appends a largest magnitude alone."""
+        self.steps.append(step)
+        self.amax.append(amax)
+        if len(self.steps) > 4096:
+            half = len(self.steps) // 2
+            self.steps[:half], self.amax[:half] = self.steps[:half:2], self.amax[:half:2]
+
+
+_COUNTED_TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SampledTensor:
+    """One tensor of a sampled step: its ends, and its count or the elements yet to be counted.
+
+    `parts` are fp32 copies, which hold 16-bit values exactly.
+    """
+
+    dtype: str
+    ends: Ends
+    counts: Counts | None = None
+    parts: tuple[Tensor, ...] = ()
+
+    def joined(self, other: SampledTensor) -> SampledTensor:
+        """Both together; the later alone where they cannot be added."""
+        if self.dtype != other.dtype or (self.counts is None) != (other.counts is None):
+            return other
+        low, high = zip(self.ends, other.ends)
+        ends = torch.minimum(*low), torch.maximum(*high)
+        if self.counts is not None and other.counts is not None:
+            return SampledTensor(self.dtype, ends, self.counts + other.counts)
+        return SampledTensor(self.dtype, ends, None, self.parts + other.parts)
+
+
+def see(t: Tensor, exact: bool, amax: Tensor | None = None) -> SampledTensor:
+    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them.
+
+    `amax` is its largest magnitude, where that is known.
+    """
+    t = dense_values(t.detach())
+    name = dtype_name(t.dtype)
+    ends = ends_of(t) if amax is None else (amax, amax)
+    if exact or t.device.type != "cpu" or t.dtype not in _COUNTED_TOGETHER:
+        return SampledTensor(name, ends, count(t if exact else spread(t)))
+    return SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
+
+
+def _finished(seen: list[SampledTensor]) -> list[Tensor]:
+    """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
+    parts = [s.parts[0] if len(s.parts) == 1 else torch.cat(s.parts) for s in seen if s.parts]
+    # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
+    together = iter(count_many(parts).double()) if parts else iter(())
+    return [next(together) if s.counts is None else s.counts.bins.double() for s in seen]
+
+
+class Late:
+    """Device values on their way to the host, copied together, read when they have arrived."""
+
+    def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
+        self._step, self._what, self._keys, self._more = step, what, keys, more
+        self._packed = send_to_host(packed)
+
+    @classmethod
+    def counts(cls, step: int, found: Mapping[Any, SampledTensor], scale: float | Tensor) -> Late:
+        """Sampled histograms and largest magnitudes by (kind, name)."""
+        bins = _finished(list(found.values()))
+        amaxes = amaxes_of([seen.ends for seen in found.values()]).double()
+        last = torch.as_tensor(scale, dtype=torch.float64, device=amaxes.device).view(1)
+        packed = torch.cat([*bins, amaxes, last])
+        shapes = tuple(
+            (s.dtype, "fp32" if s.parts else s.dtype, b.numel()) for s, b in zip(found.values(), bins)
+        )
+        return cls(step, "counts", list(found), packed, shapes)
+
+    @classmethod
+    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> Late:
+        """Lost updates and all updates by parameter."""
+        return cls(step, "shares", list(found), torch.stack([v for pair in found.values() for v in pair]), ())
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the copy has finished."""
+        return self._packed.done()
+
+    def deliver(self, to: Watch) -> None:
+        """Waits if need be, and hands the values over."""
+        if self._what == "counts":
+            self._deliver_counts(to, self._packed.wait().numpy())
+            return
+        values = self._packed.wait().tolist()
+        pairs = zip(self._keys, values[0::2], values[1::2])
+        to.take_lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
+
+    def _deliver_counts(self, to: Watch, values: Any) -> None:
+        at, scale = 0, float(values[-1])
+        amaxes = values[-1 - len(self._keys) : -1]
+        for (kind, name), (dtype, layout, size), amax in zip(self._keys, self._more, amaxes):
+            bins = values[at : at + size]
+            at += size
+            present = bins[1:-2].nonzero()[0]
+            first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
+            counts = tuple(bins[1 + first : 2 + last].astype(int).tolist())
+            lowest = lowest_exponent(FORMATS[layout])
+            zeros, infs, nans = int(bins[0]), int(bins[-2]), int(bins[-1])
+            scaled = scale if kind in ("gradient", "activation_grad") else 1.0
+            sample = Sample(self._step, float(amax), dtype, lowest + first, counts, zeros, infs, nans, scaled)
+            to.take_sample(kind, name, sample)
+
+
+def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
+    """About `most` elements evenly spread over a tensor: whole rows, so that every column is there."""
+    size = t.numel()
+    if size <= 2 * most or t.layout != torch.strided or t.is_complex():
+        return t
+    width = t.shape[-1]
+    if 16 * width <= most:
+        return t.reshape(-1, width)[:: size // most]
+    stride = size // most
+    while math.gcd(stride, width) > 1:
+        stride += 1
+    return t.reshape(-1)[::stride]
+
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TOGETHER = 64
@@ -239,7 +482,7 @@ class Watch:
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
-        recomputed = graph_task() != -1
+        recomputed = torch._C._current_graph_task_id() != -1
         for tensor in _floats(output):
             if not recomputed and module.training:
                 self._count("activation", name, tensor)

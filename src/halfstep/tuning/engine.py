@@ -22,8 +22,7 @@ from halfstep.casting.kernel_probes import measurements
 from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
-from halfstep.numerics.participants import StepParticipants
-from halfstep.numerics.snapshot import Snapshot
+from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.torch_private import pytree
 from halfstep.tuning.budget import Budget
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance

@@ -1,0 +1,62 @@
+"""How many files of ours one bad step enters while the doctor judges it."""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep
+from halfstep.doctor import examiner
+from halfstep.numerics.judge import Inquiry
+from tests.doctor.test_zoo import examine, named
+
+ROOT = os.path.dirname(halfstep.__file__) + os.sep
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="copies are forks")
+def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypatch):
+    """From the moment it is known to be bad to its verdict, in this process and in the copies of it."""
+    entered, judged, told = set(), set(), Path(tmp_path / "entered")
+    look, answer, begin = Inquiry.look, examiner.answer, examiner.Examiner._begin
+
+    def note(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name != "<module>":
+            entered.add(code.co_filename.removeprefix(ROOT))
+
+    def began(self):
+        if self.again is None:
+            entered.clear()
+        begin(self)
+
+    def answered(seen):
+        with told.open("ab") as file:
+            pickle.dump(entered, file)
+        answer(seen)
+
+    def looked(inquiry, suspect):
+        if not suspect.bad or judged:
+            return look(inquiry, suspect)
+        entered.clear()
+        told.write_bytes(b"")
+        result = look(inquiry, suspect)
+        judged.update(entered)
+        with told.open("rb") as file:
+            while file.peek(1):
+                judged.update(pickle.load(file))
+        return result
+
+    monkeypatch.setattr(examiner, "answer", answered)
+    monkeypatch.setattr(examiner.Examiner, "_begin", began)
+    monkeypatch.setattr(Inquiry, "look", looked)
+    monkeypatch.setattr("halfstep.doctor.examiner.scale_of_a_door", lambda: None)  # Apex is not in the script
+    sys.setprofile(note)
+    try:
+        document = examine(named("distance_of_equal_points"), tmp_path, monkeypatch)
+    finally:
+        sys.setprofile(None)
+    assert not document.healthy
+    assert "numerics/cures.py" in judged
+    assert len(judged) <= 20, sorted(judged)
