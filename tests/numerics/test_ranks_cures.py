@@ -54,7 +54,7 @@ def make(between=lambda y: y, after=lambda loss: None, norm=nn.BatchNorm1d, forw
 
 
 def told(bad):
-    return bad and (bad.op, bad.cause.kind, {c.kind: c.status for c in bad.cures}, bad.cause.text)
+    return bad and (bad.op, bad.cause.kind, {c.kind: c.status for c in bad.cures}, bad.cause.words)
 
 
 def weights(model):
@@ -185,7 +185,7 @@ TRIED = {
     "forward": ("mul", dict.fromkeys(("full", "scale", "bf16"), "works")),
     "scale": ("cast", {"loss": "works", "loss_scale": "works", "bf16": "works"}),
     "raises in forward": ("mul", {"full": "does not help", "scale": "does not help", "bf16": "works"}),
-    "raises in backward": ("mul", dict.fromkeys(("full", "scale", "bf16"), "does not help")),
+    "raises in backward": ("mul", {"full": "does not help", "scale": "does not help", "bf16": "untried"}),
     "sums": ("mul", dict.fromkeys(("full", "scale", "bf16"), "works")),
     "gathers": ("mul", dict.fromkeys(("full", "scale", "bf16"), "untried")),
     "gathers, scale": ("cast", {"loss": "works", "loss_scale": "works", "bf16": "untried"}),

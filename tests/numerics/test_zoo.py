@@ -116,7 +116,7 @@ def test_the_row_of_a_batch_that_is_not_finite_is_named(ill, told):
     y[list(ill)] = -math.inf
     bad = trace_step(lambda: (weight - y).abs().mean().backward(), try_cures=False).bad
     assert bad.cause.kind == "data"
-    assert bad.cause.text.endswith(told)
+    assert bad.cause.words.endswith(told)
 
 
 def test_there_are_enough_faults_and_cures():

@@ -77,7 +77,7 @@ class Document:
         fault = self.faults[0]
         cure = fault.best
         do = f"; {_known(cure)}: {cure.code or cure.text}" if cure is not None else ""
-        return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.text}{do}"
+        return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.words}{do}"
 
     @property
     def verdict(self) -> list[str]:

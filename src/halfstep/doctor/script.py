@@ -230,7 +230,7 @@ def _say_since(fault: Fault, ledger: Ledger) -> None:
     """Adds to a cause that lies in a weight the step from which on it was so."""
     since = ledger.since(fault.cause.weight, fault.step) if fault.cause.weight else None
     if since is not None:
-        fault.cause = dataclasses.replace(fault.cause, text=f"{fault.cause.text}, since step {since + 1}")
+        fault.cause = dataclasses.replace(fault.cause, since=since)
 
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
@@ -238,7 +238,7 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     name, told = ledger.outlier(fault.step)
     if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
-    fault.cause = dataclasses.replace(fault.cause, text=f"{fault.cause.text}; {told}")
+    fault.cause = fault.cause.and_also(told)
     words = "drop or clamp such batches where they are loaded"
     fault.cures.append(Cure("data", words, f"{name}.clamp(-k, k)"))
 

@@ -7,7 +7,7 @@ report) share these values; they can be pickled. Words are made of them here, la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -70,11 +70,11 @@ class Spoiled:
 @dataclass(frozen=True)
 class Cause:
     """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    machine, rank (another rank's step) or unknown; `text` says it in words.
+    machine, rank (another rank's step) or unknown; `text` says it in words, and `more` what else was found.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
-    the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
-    zero, as it does an epsilon.
+    the parameter that holds what is too large, if one does, and `since` which step, from 0. `scalar`: a
+    constant that the format rounds to zero, as it does an epsilon.
     """
 
     kind: str
@@ -83,6 +83,20 @@ class Cause:
     format: str = ""
     weight: str = ""
     scalar: float | None = None
+    more: tuple[str, ...] = ()
+    since: int | None = None
+
+    @property
+    def words(self) -> str:
+        """All that is known of it, in a line."""
+        parts = [self.text, *self.more]
+        if self.since is not None:
+            parts[min(1, len(parts) - 1)] += f", since step {self.since + 1}"  # beside what the weight holds
+        return "; ".join(parts)
+
+    def and_also(self, text: str) -> Cause:
+        """The same with one more thing found."""
+        return replace(self, more=(*self.more, text))
 
 
 @dataclass
@@ -211,7 +225,7 @@ class Fault:
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
         lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *self._code()]
         lines += [f"  inputs: {', '.join(map(str, self.inputs))}"]
-        lines += [f"  cause: {self.cause.text}", f"  spoiled: {self.spoiled}"]
+        lines += [f"  cause: {self.cause.words}", f"  spoiled: {self.spoiled}"]
         lines += [f"  hidden: {self.hidden}"] if self.hidden else []
         return "\n".join(lines)
 
@@ -220,7 +234,7 @@ class Fault:
         lines = [
             f"{self.phase}: {self.op or 'the update'}{place}",
             *self._code(),
-            f"  cause: {self.cause.text}",
+            f"  cause: {self.cause.words}",
         ]
         last = self.led_to
         if last is not None:
@@ -253,7 +267,7 @@ class Fault:
         )
         plain += ("origin", "underflow", "hidden", "rank")
         return {name: getattr(self, name) for name in plain} | {
-            "cause": {"kind": self.cause.kind, "text": self.cause.text, "times": self.cause.times},
+            "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
             "cures": [dict(vars(cure)) for cure in self.cures],
             "summary": self.story(),
             "inputs": [{"what": str(t), "amax": t.amax} for t in self.inputs],

@@ -503,11 +503,11 @@ def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Nod
     named = {id(p): (n, p) for kind, n, p in _named_values(parts) if kind == "parameter"}
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
-        return replace(cause, text=f"{cause.text}; {outlier.text}", weight=outlier.name), culprit
+        return replace(cause, weight=outlier.name).and_also(outlier.text), culprit
     large = {n: float(amax(t)) for n, t in node.names.items() if t.is_floating_point()}
     name = max(large, key=lambda n: large[n], default="")
     if name and large[name] > 1e3 and node.phase != "backward":
-        return replace(cause, text=f"{cause.text}; {name} reaches {large[name]:.3g}"), culprit
+        return cause.and_also(f"{name} reaches {large[name]:.3g}"), culprit
     return cause, culprit
 
 
@@ -596,6 +596,6 @@ def _say_others(bad: Fault, everyone: Sequence[ReplayReport]) -> None:
         return
     found = everyone[number].fault
     assert found is not None
-    story = f"{found.phase}: {found.op} {found.placed}: {found.cause.text}"
+    story = f"{found.phase}: {found.op} {found.placed}: {found.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
     bad.cures = list({cure.text: cure for one in everyone for cure in one.cures}.values())
