@@ -440,6 +440,12 @@ class Examiner:
         self.on_gradients(updated)
         self._before = [p.detach().clone() for p in updated]
 
+    def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that may be skipped begins."""
+        learning = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        found = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
+        self.ledger.now.ill |= {self.roster.name_of(p) for p, amax in found if not math.isfinite(amax)}
+
     def on_gradients(self, updated: list[Tensor]) -> None:
         """What the gradients of these parameters are as the update begins."""
         now = self.ledger.now
@@ -500,9 +506,11 @@ class Examiner:
         """Has the step that just ended looked at again, if it may tell something new."""
         if self.asked is not None:
             return
-        before = bool(index) and bool(self.ledger.notes[index - 1].bad)
-        if (note.bad and not before) or (not note.bad and (index == 1 or note.silent)):
-            self._suspect(Suspect(index, note.number, bool(note.bad), note.spoiled))
+        before = self.ledger.notes[index - 1] if index else Note(0)
+        other = note.bad != before.bad or not note.ill <= before.ill
+        another = not before.bad or (before.skipped and other)  # what was spoiled stays so
+        if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
+            self._suspect(Suspect(index, note.number, note.bad, note.spoiled))
 
     def _suspect(self, suspect: Suspect) -> None:
         if not self.inquiry.look(suspect):
@@ -518,8 +526,10 @@ class Examiner:
         """What was run again is over: say what it showed. A copy ends with that."""
         again, showed = self.again, self.showed
         assert again is not None
-        first = 0 if again.from_start and not self.ledger.settled() else again.at
-        bad = [index for index, note in enumerate(self.ledger.notes) if note.bad and index >= first]
+        bad = [
+            index for index, note in enumerate(self.ledger.notes)
+            if note.bad and (index >= again.at or (again.from_start and not self.ledger.settled(index)))
+        ]  # fmt: skip
         bad += [] if again.taped is None or not showed.faults else [again.taped]
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
@@ -594,7 +604,7 @@ class Examiner:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
         elif self.asked is None:
-            self._suspect(Suspect(self.done, self.ledger.now.number, bad=True, spoiled=True))
+            self._suspect(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
 
     def ended(self) -> None:
         """The script is over."""

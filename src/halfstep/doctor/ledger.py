@@ -9,6 +9,7 @@ fault, and the op at which they left it only what came of it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Generator, Iterable, Sequence
@@ -74,7 +75,8 @@ class Note:
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `still`: the share of the
-    16-bit weights with a gradient that an update left as they were. `rows`: where inputs are largest.
+    16-bit weights with a gradient that an update left as they were. `rows`: where inputs are largest. `ill`:
+    whose gradients are not finite as a step begins that may be skipped.
     """
 
     number: int
@@ -91,6 +93,7 @@ class Note:
     knobs: tuple[Knobs, ...] = ()
     gradient: float = 0.0
     silent: str = ""
+    ill: frozenset[str] = frozenset()
     inputs: dict[str, float] = field(default_factory=dict[str, float])
     rows: dict[str, int] = field(default_factory=dict[str, int])
     outputs: dict[str, float] = field(default_factory=dict[str, float])
@@ -202,14 +205,20 @@ class Ledger:
                     return name, text
         return "", ""
 
-    def settled(self) -> bool:
-        """Whether skipped steps are no more than a scale finding its place: at the start, or few."""
-        count = len(self.notes)
-        if any(note.bad and not note.skipped for note in self.notes):
-            return False
-        start = next((i for i, note in enumerate(self.notes) if not note.skipped), count)
-        later = self._skips_without_growth(self.notes[start:])
-        return count - start >= min(3, count) and later <= max(2, (count - start) // 6)
+    def settled(self, index: int = 0) -> bool:
+        """Whether the skip of a step is no more than a scale finding its place: steps after it are taken.
+
+        What goes wrong later, without a skip or in the loss itself, is another fault's affair.
+        """
+
+        def of_the_scale(note: Note) -> bool:
+            return note.skipped and note.bad != "loss"
+
+        after = list(itertools.dropwhile(of_the_scale, self.notes[index:]))
+        wrong = next((i for i, note in enumerate(after) if note.bad and not of_the_scale(note)), None)
+        after, ended = after[:wrong], wrong is None
+        later = self._skips_without_growth(after)
+        return len(after) >= (min(3, len(self.notes)) if ended else 1) and later <= max(2, len(after) // 6)
 
     @staticmethod
     def _skips_without_growth(notes: Sequence[Note]) -> int:
@@ -375,14 +384,15 @@ class Conversions:
         """Listens until `stack` closes."""
         conversion.around.append(self._watched)
         stack.callback(conversion.around.remove, self._watched)
-        apply = nn.Module._apply
+        torchs: Any = nn.Module
+        apply = torchs._apply
 
         def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self._watched(module):
                 return apply(module, *args, **kwargs)
 
-        stack.callback(setattr, nn.Module, "_apply", apply)
-        nn.Module._apply = applied
+        stack.callback(setattr, torchs, "_apply", apply)
+        torchs._apply = applied
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Generator[None]:
@@ -436,10 +446,13 @@ class RunNotes:
 
 
 def all_faults(seen: RunNotes, traced: Sequence[Fault]) -> list[Fault]:
-    """What the tape showed and what the notes tell: the earliest first, what lies behind another last."""
+    """What the tape showed and what the notes tell, the gravest first.
+
+    What lies behind another comes last, and before it what a lower loss scale heals; else the earliest leads.
+    """
     sound = seen.ledger.broken() is None
     found = [*traced, *quiet_faults(seen)] if sound else with_roots(seen, traced)
-    return sorted(found, key=lambda fault: (fault.behind, fault.phase != "prepare", fault.step))
+    return sorted(found, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
 
 
 def quiet_faults(seen: RunNotes) -> list[Fault]:

@@ -61,7 +61,9 @@ def from_all(found: Found | str) -> list[Found]:
 def suspects(everyone: Sequence[Found]) -> list[Suspect]:
     """The steps that a rank would have looked at, in their order."""
     found: dict[int, Suspect] = {}
-    for one in sorted((s for found in everyone for s in found.suspects), key=lambda s: (s.bad, s.spoiled)):
+    for one in sorted(
+        (s for found in everyone for s in found.suspects), key=lambda s: (bool(s.bad), s.spoiled)
+    ):
         found[one.index] = one
     return [found[index] for index in sorted(found)]
 
@@ -192,12 +194,13 @@ def _examined(order: Order) -> Document:
     if document.steps == 0 and not document.bad:
         why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
         raise ConfigError(f"{order.script} took no training step: {why}")
-    settled = all(one.ledger.settled() for one in everyone)
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
-        fault.harmless = fault.of_the_scale and settled
+        at = own.ledger.index_of(fault.step)
+        after = 0 if fault.behind else at  # a step that did not come so in the run itself has none after it
+        fault.harmless = fault.of_the_scale and all(one.ledger.settled(after) for one in everyone)
         if not fault.harmless:
-            inquiry.try_from_start(fault, max(index, own.ledger.index_of(fault.step)), whole=not bad)
+            inquiry.try_from_start(fault, max(index, at), whole=not bad)
     return document
 
 

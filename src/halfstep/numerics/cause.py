@@ -208,7 +208,7 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
     if reached > fmt.max:
         text = (
             f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} "
-            f"({reached / fmt.max:.3g} times too large); finite in {dtype_name(wide)}"
+            f"({_beyond(reached / fmt.max)}); finite in {dtype_name(wide)}"
         )
         return Cause("range", text, reached / fmt.max, fmt.name)
     lost = _lost_scalar(node)
@@ -219,6 +219,10 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
         f"value leaves {fmt}"
     )
     return Cause("range", text, None, fmt.name)
+
+
+def _beyond(times: float) -> str:
+    return f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
 
 
 def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
-from halfstep.torch_private import tree_map
+from halfstep.scaling.loss_scale import NoLossScale
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -34,14 +34,15 @@ class Terms:
     """What to write, by door.
 
     `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
-    loss scale, `{}` where its value stands. `masters`: keeps fp32 master weights. `in_policy`: whether one op
-    can be put into fp32 by a rule.
+    loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there. `masters`: keeps fp32
+    master weights. `in_policy`: whether one op can be put into fp32 by a rule.
     """
 
     clip: str
     bf16: str
     wide: str
     scale: str
+    begin: str
     masters: str
     in_policy: bool = False
 
@@ -54,6 +55,7 @@ PLAIN = Terms(
     bf16="torch.bfloat16 in place of torch.float16",
     wide="inputs .float()",
     scale='torch.amp.GradScaler("cpu", init_scale={})',
+    begin='torch.amp.GradScaler("cpu", init_scale={})',
     masters=f'{_MASTERS}  # or weights in fp32, and torch.autocast("cpu", dtype=torch.bfloat16)',
 )
 AUTOCAST = replace(
@@ -71,6 +73,7 @@ SESSION = Terms(
     bf16='hs.prepare(..., dtype="bf16")',
     wide="with hs.autocast(enabled=False): ...  # inputs .float()",
     scale='hs.prepare(..., loss_scale="dynamic")',
+    begin="hs.prepare(..., loss_scale=hs.DynamicLossScale({}))",
     masters=_MASTERS,
     in_policy=True,
 )
@@ -79,6 +82,7 @@ TRAINER = replace(
     clip="hs.Trainer(..., clip_norm=1.0)",
     bf16='hs.Trainer(..., dtype="bf16")',
     scale='hs.Trainer(..., loss_scale="dynamic")',
+    begin="hs.Trainer(..., loss_scale=hs.DynamicLossScale({}))",
     masters='hs.Trainer(..., level="O2")',
 )
 APEX = Terms(
@@ -86,6 +90,7 @@ APEX = Terms(
     bf16='hs.prepare(model, optimizer, dtype="bf16")  # in place of amp.initialize, which knows fp16 alone',
     wide="with amp.disable_casts(): ...  # inputs .float()",
     scale='amp.initialize(..., loss_scale="dynamic")',
+    begin="amp.initialize(..., max_loss_scale={})",
     masters='amp.initialize(..., opt_level="O2")',
 )
 MINDSPORE = Terms(
@@ -93,6 +98,7 @@ MINDSPORE = Terms(
     bf16='amp.auto_mixed_precision(net, "O2", dtype=ms.bfloat16)',
     wide="x.astype(ms.float32)",
     scale="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
+    begin="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
     masters='amp.auto_mixed_precision(net, "O2")',
 )
 LIGHTNING = replace(
@@ -100,6 +106,7 @@ LIGHTNING = replace(
     clip="Trainer(gradient_clip_val=1.0)",
     bf16='Trainer(precision="bf16-mixed")',
     scale='Trainer(precision="16-mixed")',
+    begin='Trainer(plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale={})))',
     masters='Trainer(precision="bf16-mixed")',
 )
 TRANSFORMERS = replace(
@@ -107,6 +114,7 @@ TRANSFORMERS = replace(
     clip="TrainingArguments(max_grad_norm=1.0)",
     bf16="TrainingArguments(bf16=True, fp16=False)",
     scale="TrainingArguments(fp16=True)",
+    begin="Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={})])",
     masters="TrainingArguments(bf16=True)  # weights in fp32",
 )
 
@@ -283,8 +291,12 @@ def lift_loss_scale(parts: StepParticipants, bits: float) -> Placed | None:
     if session is not None:
         if isinstance(session.loss_scale, NoLossScale):
             return None
-        scale = StaticLossScale(float(session.loss_scale.value) * 2.0**bits)
-        return with_attributes(session, loss_scale=scale)
+        scale = session.loss_scale
+        bounds = getattr(scale, "limit", scale)
+        value = max(float(scale.value) * 2.0**bits, getattr(bounds, "min", 0.0))
+        return with_attributes(
+            session, loss_scale=scale.with_value(min(value, getattr(bounds, "max", math.inf)))
+        )
     if scaler is None or not scaler.is_enabled():
         return None
 
@@ -522,7 +534,9 @@ def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
         if now * 2.0**-further < least:
             break
         text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
-        code = terms_of(parts, True).scale.format(f"{now * 2.0**-further:g}")
+        if parts.scale_moves:
+            text = f"begin with a loss scale 2^{further} smaller: this one goes down only by skipping steps"
+        code = _scale_written(parts, now * 2.0**-further)
         if lift_loss_scale(parts, -further) is not None:
             options.append(_cure(("loss_scale", -further), text, code))
     return [_with_doses(options)] if options else []
@@ -532,8 +546,15 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
     """A loss scale that lifts what lies so many powers of two below the smallest value of its format."""
     bits = max(4, missing_bits + 8)
     text = f"raise the loss scale by 2^{bits}, or let it find its own"
-    code = terms_of(parts, True).scale.format(f"{scale_now(parts)[0] * 2.0**bits:g}")
-    return _cure(("loss_scale", bits), text, code)
+    if parts.scale_moves:
+        text = f"begin with a loss scale 2^{bits} larger: this one grows too slowly"
+    return _cure(("loss_scale", bits), text, _scale_written(parts, scale_now(parts)[0] * 2.0**bits))
+
+
+def _scale_written(parts: StepParticipants, value: float) -> str:
+    """Another loss scale in the words of the script; a dynamic one only where there is none."""
+    terms = terms_of(parts, True)
+    return (terms.begin if parts.scale_moves else terms.scale).format(f"{value:g}")
 
 
 def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:

@@ -196,6 +196,11 @@ class Fault:
         return ", ".join(part for part in (rank, module, self.where) if part) or "the script"
 
     @property
+    def damage(self) -> str:
+        """What is not finite after the step and was before it, the loss if nothing else is."""
+        return "the loss" if self.spoiled == Spoiled() and "loss" in self.reached else str(self.spoiled)
+
+    @property
     def of_the_scale(self) -> bool:
         """Whether only the present loss scale is too large for it, and nothing spoiled outlives the step.
 
@@ -225,7 +230,7 @@ class Fault:
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
         lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *self._code()]
         lines += [f"  inputs: {', '.join(map(str, self.inputs))}"]
-        lines += [f"  cause: {self.cause.words}", f"  spoiled: {self.spoiled}"]
+        lines += [f"  cause: {self.cause.words}", f"  spoiled: {self.damage}"]
         lines += [f"  hidden: {self.hidden}"] if self.hidden else []
         return "\n".join(lines)
 
@@ -272,7 +277,7 @@ class Fault:
             "summary": self.story(),
             "inputs": [{"what": str(t), "amax": t.amax} for t in self.inputs],
             "outputs": [{"what": str(t), "amax": t.amax} for t in self.outputs],
-            "spoiled": str(self.spoiled),
+            "spoiled": self.damage,
             "spoiled_lasting": list(self.spoiled.lasting),
             "reached": list(self.reached),
             "passed_on": list(self.passed_on),

@@ -6,6 +6,7 @@ judge asks each the same questions in the same order. `Inquiry` looks at the bad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -61,10 +62,10 @@ class Rerun(Protocol):
 def try_cures(fault: Fault, again: Again, rerun: Rerun) -> list[Fault]:
     """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
 
-    Where none works alone and another fault of the same step shows behind the first, both are cured together.
+    Where no change to the step works alone and another fault shows behind the first, both are cured together.
     """
     behind = [try_cure(cure, fault, again, rerun) for cure in fault.cures]
-    if not any(cure.status == WORKS for cure in fault.cures):
+    if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
         pair = _with_a_second(fault, again, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
     return [found for found in behind if found is not None]
@@ -146,12 +147,12 @@ _AFTER = 3
 
 @dataclass(frozen=True)
 class Suspect:
-    """A step to look at again: its index, its iteration, whether it was bad or only worth a look, and whether
-    it left something lasting that is not finite."""
+    """A step to look at again: its index, its iteration, what was bad (nothing: it is only worth a look), and
+    whether it left something lasting that is not finite."""
 
     index: int
     number: int
-    bad: bool = False
+    bad: str = ""
     spoiled: bool = False
 
 
@@ -162,12 +163,13 @@ class Inquiry:
         self.seen = Seen() if seen is None else seen
         self.notes: list[str] = []
         self._rerun, self._steps = rerun, steps
-        self._looks = {True: 0, False: 0}
+        self._looks: Counter[str] = Counter()
 
     def look(self, suspect: Suspect) -> bool:
         """Tapes a step and tries the cures of what it shows; whether the step needs no other look."""
         enough = self._looks[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
-        if enough or (suspect.bad and len(self.seen.faults) >= _FAULTS):
+        known = [fault for fault in self.seen.faults if not fault.of_the_scale]
+        if enough or (suspect.bad and len(known) >= _FAULTS):
             return True
         found = self._rerun.run(Again(suspect.index, taped=suspect.index))
         if found is None or not found.counts:
