@@ -26,8 +26,6 @@ MODULES = (
     "halfstep.distributed",
     "halfstep.numerics.histogram",
     "halfstep.numerics.watch",
-    "halfstep.numerics.watch",
-    "halfstep.numerics.watch",
     "halfstep.numerics.trace",
     "halfstep.numerics.lint",
     "halfstep.numerics.replayable",

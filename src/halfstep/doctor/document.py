@@ -115,7 +115,7 @@ def _told(fault: Fault) -> str:
     if fault.harmless:
         place = within(fault.module, fault.module_class)
         return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
-    cures = "".join(f"\n  cure ({c.status}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
+    cures = "".join(f"\n  cure ({c.verdict}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
     second = "second fault, behind the first: " if fault.behind else ""
     return f"{second}{number}: {fault.story()}{cures}"
 

@@ -533,6 +533,7 @@ class Examiner:
         bad += [] if again.taped is None or not showed.faults else [again.taped]
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
+        showed.steps = len(self.ledger.notes) - (0 if again.from_start else again.at)
         if again.from_start:
             showed.faults = all_faults(self.notes(), showed.faults)
         self._answer()

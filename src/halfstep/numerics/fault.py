@@ -105,8 +105,9 @@ class Cure:
 
     `kind`: full, scale, epsilon, clamp, loss, loss_scale, bf16, masters, rate, data or advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
-    them together), else "untried". `specs`: its doses as plain values, of which `cures.placed` puts each in
-    place in any process, the weakest first; `doses`: text and code of each.
+    them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
+    plain values, of which `cures.placed` puts each in place in any process, the weakest first; `doses`: text
+    and code of each.
     """
 
     kind: str
@@ -115,17 +116,23 @@ class Cure:
     status: str = UNTRIED
     specs: list[Spec] = field(default_factory=list[Spec])
     doses: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    over: int = 0
 
-    def settle(self, spec: Spec) -> None:
-        """This dose is the one that works."""
+    @property
+    def verdict(self) -> str:
+        """What became of it: `works over 4 steps`."""
+        return self.status + (f" over {self.over} steps" if self.over > 1 else "")
+
+    def settle(self, spec: Spec, over: int) -> None:
+        """This dose is the one that works, in so many steps."""
         place = self.specs.index(spec)
         if self.doses:
             self.text, self.code = self.doses[place]
             self.doses = [self.doses[place]]
-        self.status, self.specs = WORKS, [spec]
+        self.status, self.specs, self.over = WORKS, [spec], over
 
     def __str__(self) -> str:
-        return f"cure ({self.status}): {self.text}"
+        return f"cure ({self.verdict}): {self.text}"
 
 
 @dataclass

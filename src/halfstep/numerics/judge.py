@@ -41,6 +41,7 @@ class Seen:
 
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
     down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
+    `steps`: how many were run with the cure.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -49,6 +50,7 @@ class Seen:
     bad_at: int | None = None
     applied: bool = True
     falls: bool = False
+    steps: int = 1
 
 
 class Rerun(Protocol):
@@ -77,9 +79,9 @@ def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | No
     Returns the other fault that came to light with it in place, if any.
     """
     for spec in cure.specs:
-        status, behind = judge(spec, fault, again, rerun)
+        status, over, behind = judge(spec, fault, again, rerun)
         if status == WORKS:
-            cure.settle(spec)
+            cure.settle(spec, over)
             return behind
         if spec[0] in FROM_START and not again.from_start:
             continue  # what was made before it stays as it was: only a run from the start refutes it
@@ -100,38 +102,39 @@ def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
     for other in second.cures:
         for more in (more for more in other.specs if more[0] in OF_AN_OP):
             both = ("both", spec, more)
-            if judge(both, fault, again, rerun)[0] == WORKS:
+            status, over, _ = judge(both, fault, again, rerun)
+            if status == WORKS:
                 text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
-                return Cure(first.kind, text, code, WORKS, [both])
+                return Cure(first.kind, text, code, WORKS, [both], over=over)
     return None
 
 
-def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, Fault | None]:
-    """Whether a dose works, and the other fault that comes to light with it in place, if any.
+def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, int, Fault | None]:
+    """Whether a dose works, in how many steps, and the other fault that comes to light with it, if any.
 
     It works where what is run again stays well, if need be at the lowest loss scale, or where another fault
     is the next. Empty where it could not be tried.
     """
     tried = rerun.run(replace(again, cure=spec))
     if tried is None or not tried.applied:
-        return "", None
+        return "", 0, None
     if again.from_start:
         well = tried.bad_at is None and not any(_alike(found, fault) for found in tried.faults)
-        return (WORKS if well else FAILS), None
+        return (WORKS if well else FAILS), tried.steps, None
     if tried.bad_at is None:
-        return WORKS, None
+        return WORKS, tried.steps, None
     if tried.bad_at == again.at:
         if fault.phase != "forward" or not tried.falls or spec[0] in FROM_START:
-            return FAILS, None
+            return FAILS, 0, None
         lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
         well = lowest is not None and lowest.applied and lowest.bad_at is None
-        return (WORKS if well else FAILS), None
+        return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
     traced = rerun.run(replace(again, cure=spec, more=tried.bad_at - again.at, taped=tried.bad_at))
     second = traced.faults[0] if traced is not None and traced.faults else None
     weight = fault.cause.weight
     if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
-        return FAILS, None
-    return WORKS, second
+        return FAILS, 0, None
+    return WORKS, tried.bad_at - again.at, second
 
 
 def _alike(one: Fault, other: Fault) -> bool:

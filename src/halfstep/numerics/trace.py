@@ -1,8 +1,8 @@
 """The first bad op of a training step: where inf or NaN was born, why, what it spoiled, what cures it.
 
 `trace_step` runs one step under the tape and puts everything back as it was, so it may be called on a live
-training run. `first_bad_op` is its short form. Cures are tried in place: on one rank (`InPlace`), or on all
-ranks together (`Together`). Ranks find different ops, and a trial takes part in the step's collectives, so
+training run. `first_bad_op` is its short form. Cures are tried in place: on one rank, or on all
+ranks together. Ranks find different ops, and a trial takes part in the step's collectives, so
 ranks tell each other first what they found and then try everybody's cures, in one order. A rank that raised
 where others wait would leave them waiting for ever: a cure that changes an op is therefore rehearsed before,
 by each rank on its own, with collectives answered by its own values and DDP left out (a backward that fails
@@ -53,7 +53,7 @@ _SCALES = ("loss_scale", "loss")
 _READY, _RAISED, _UNSAFE = "ready", "raised", "unsafe"
 
 
-class InPlace:
+class _InPlace:
     """Runs a step again in this process, on this rank.
 
     Args:
@@ -112,7 +112,7 @@ class InPlace:
 
 
 @dataclass(frozen=True)
-class ReplayReport:
+class _ReplayReport:
     """What a rank tells the others of its replay.
 
     `fault`: its own, None if all was well with it. `through`: whether the step ran to its end. `known`:
@@ -124,7 +124,7 @@ class ReplayReport:
     known: bool
 
     @classmethod
-    def of(cls, bad: Fault | None, error: BaseException | None, collectives: Sequence[str]) -> ReplayReport:
+    def of(cls, bad: Fault | None, error: BaseException | None, collectives: Sequence[str]) -> _ReplayReport:
         """What to tell of a replay that showed `bad`; another rank's fault is not this one's."""
         through = error is None or isinstance(error, LossScaleCollapsed)
         own = None if bad is None or bad.cause.kind == "rank" else bad
@@ -141,13 +141,13 @@ class ReplayReport:
         return [] if self.fault is None else self.fault.cures
 
 
-class Together:
+class _Together:
     """Runs a step again on all ranks together: each must make one of these and call it alike.
 
     A step is well if everything stays finite on every rank.
     """
 
-    def __init__(self, everyone: Sequence[ReplayReport], alone: InPlace) -> None:
+    def __init__(self, everyone: Sequence[_ReplayReport], alone: _InPlace) -> None:
         self._alone = alone
         self._answers: dict[Spec, Seen | None] = {}
         self._through = all(told.through for told in everyone)
@@ -220,7 +220,7 @@ def _met(waiting: set[int], module: int, gradient: Tensor) -> None:
 
 
 @contextmanager
-def expected_reductions(names: MutableMapping[str, int]) -> Generator[None]:
+def _expected_reductions(names: MutableMapping[str, int]) -> Generator[None]:
     """Counts in `names` the DDP modules whose last forward within was not followed by a backward.
 
     Their reducers wait for one, and would take a rehearsal's for it.
@@ -345,7 +345,7 @@ def _run(
     tape = Tape(parts.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
     # The tape sees kernels only where Python calls them; compiled regions run as written.
-    with run_eagerly(), replay(), expected_reductions(tape.collectives), tape:
+    with run_eagerly(), replay(), _expected_reductions(tape.collectives), tape:
         try:
             result = step(*batch)
         except Exception as caught:
@@ -561,7 +561,7 @@ def _try_cures(
 ) -> None:
     """Tries the cures of the bad op: on all ranks where the step made them talk, else on this one."""
     bad = trace.bad
-    told = ReplayReport.of(trace.bad, trace.error, trace.collectives)
+    told = _ReplayReport.of(trace.bad, trace.error, trace.collectives)
     together = world_size() > 1 and bool(trace.collectives)
     everyone = gather(told, parts.group) if together else [told]
     underflow = any(one.underflow for one in everyone)
@@ -572,8 +572,8 @@ def _try_cures(
             raise again.error
         return again.bad
 
-    alone = InPlace(lambda: step(*batch), look, restore, parts)
-    rerun = Together(everyone, alone) if together else alone
+    alone = _InPlace(lambda: step(*batch), look, restore, parts)
+    rerun = _Together(everyone, alone) if together else alone
     for fault in (one.fault for one in everyone if one.fault is not None):
         try_cures(fault, Again(taped=0), rerun)
     if not together:
@@ -584,7 +584,7 @@ def _try_cures(
         bad.cures = everyone[rank(parts.group)].cures
 
 
-def _say_others(bad: Fault, everyone: Sequence[ReplayReport]) -> None:
+def _say_others(bad: Fault, everyone: Sequence[_ReplayReport]) -> None:
     """On a rank whose own step was well: what the others found."""
     number = next((i for i, told in enumerate(everyone) if told.fault is not None), None)
     if number is None:

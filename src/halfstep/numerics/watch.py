@@ -167,7 +167,7 @@ _COUNTED_TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class SampledTensor:
+class _SampledTensor:
     """One tensor of a sampled step: its ends, and its count or the elements yet to be counted.
 
     `parts` are fp32 copies, which hold 16-bit values exactly.
@@ -178,18 +178,18 @@ class SampledTensor:
     counts: Counts | None = None
     parts: tuple[Tensor, ...] = ()
 
-    def joined(self, other: SampledTensor) -> SampledTensor:
+    def joined(self, other: _SampledTensor) -> _SampledTensor:
         """Both together; the later alone where they cannot be added."""
         if self.dtype != other.dtype or (self.counts is None) != (other.counts is None):
             return other
         low, high = zip(self.ends, other.ends)
         ends = torch.minimum(*low), torch.maximum(*high)
         if self.counts is not None and other.counts is not None:
-            return SampledTensor(self.dtype, ends, self.counts + other.counts)
-        return SampledTensor(self.dtype, ends, None, self.parts + other.parts)
+            return _SampledTensor(self.dtype, ends, self.counts + other.counts)
+        return _SampledTensor(self.dtype, ends, None, self.parts + other.parts)
 
 
-def see(t: Tensor, exact: bool, amax: Tensor | None = None) -> SampledTensor:
+def _see(t: Tensor, exact: bool, amax: Tensor | None = None) -> _SampledTensor:
     """Takes down a tensor; `exact` counts every element, otherwise an even spread of them.
 
     `amax` is its largest magnitude, where that is known.
@@ -198,11 +198,11 @@ def see(t: Tensor, exact: bool, amax: Tensor | None = None) -> SampledTensor:
     name = dtype_name(t.dtype)
     ends = ends_of(t) if amax is None else (amax, amax)
     if exact or t.device.type != "cpu" or t.dtype not in _COUNTED_TOGETHER:
-        return SampledTensor(name, ends, count(t if exact else spread(t)))
-    return SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
+        return _SampledTensor(name, ends, count(t if exact else spread(t)))
+    return _SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
 
 
-def _finished(seen: list[SampledTensor]) -> list[Tensor]:
+def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
     """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
     parts = [s.parts[0] if len(s.parts) == 1 else torch.cat(s.parts) for s in seen if s.parts]
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
@@ -210,7 +210,7 @@ def _finished(seen: list[SampledTensor]) -> list[Tensor]:
     return [next(together) if s.counts is None else s.counts.bins.double() for s in seen]
 
 
-class Late:
+class _Late:
     """Device values on their way to the host, copied together, read when they have arrived."""
 
     def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
@@ -218,7 +218,7 @@ class Late:
         self._packed = send_to_host(packed)
 
     @classmethod
-    def counts(cls, step: int, found: Mapping[Any, SampledTensor], scale: float | Tensor) -> Late:
+    def counts(cls, step: int, found: Mapping[Any, _SampledTensor], scale: float | Tensor) -> _Late:
         """Sampled histograms and largest magnitudes by (kind, name)."""
         bins = _finished(list(found.values()))
         amaxes = amaxes_of([seen.ends for seen in found.values()]).double()
@@ -230,7 +230,7 @@ class Late:
         return cls(step, "counts", list(found), packed, shapes)
 
     @classmethod
-    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> Late:
+    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> _Late:
         """Lost updates and all updates by parameter."""
         return cls(step, "shares", list(found), torch.stack([v for pair in found.values() for v in pair]), ())
 
@@ -384,10 +384,10 @@ class Watch:
         self._ends: dict[str, Ends] = {}
         self._slots: dict[str, EndsBuffer] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
-        self._seen: dict[tuple[str, str], SampledTensor] = {}
+        self._seen: dict[tuple[str, str], _SampledTensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
-        self._late: deque[Late | Amaxes] = deque()
+        self._late: deque[_Late | Amaxes] = deque()
         self._scale_of_step = self._scale()
         self._handles: list[Any] = []
         self._install()
@@ -543,10 +543,10 @@ class Watch:
                 lost = lost & (old == spread(new))
             shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
         if shares:
-            self._late.append(Late.shares(self.step, shares))
+            self._late.append(_Late.shares(self.step, shares))
 
     def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
-        seen = see(tensor, self.exact, amax)
+        seen = _see(tensor, self.exact, amax)
         known = self._seen.get((kind, name))
         if known is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
@@ -559,7 +559,7 @@ class Watch:
         if self._sampling:
             for parameter, name in self._names.items():
                 self._count("weight", name, parameter)
-            self._late.append(Late.counts(self.step, self._seen, scale))
+            self._late.append(_Late.counts(self.step, self._seen, scale))
         if self._ends:
             self._gradients = tuple(self._ends), amaxes_of(list(self._ends.values()))
         if self._gradients is not None:
