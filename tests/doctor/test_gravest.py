@@ -105,6 +105,8 @@ def ledger(*steps):
         ("sssss", 0, False),
         ("ssslll", 0, False),
         (".....sssss", 5, False),
+        (".....s", 5, True),
+        (".....ss.", 5, True),
         ("x.......", 0, False),
     ],
 )

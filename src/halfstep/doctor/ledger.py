@@ -217,8 +217,10 @@ class Ledger:
         after = list(itertools.dropwhile(of_the_scale, self.notes[index:]))
         wrong = next((i for i, note in enumerate(after) if note.bad and not of_the_scale(note)), None)
         after, ended = after[:wrong], wrong is None
-        later = self._skips_without_growth(after)
-        return len(after) >= (min(3, len(self.notes)) if ended else 1) and later <= max(2, len(after) // 6)
+        if ended and len(after) < min(3, len(self.notes)):  # too little to tell: was the run well before it?
+            well = sum(not (note.bad or note.skipped) for note in self.notes[:index])
+            return well >= 3 and len(self.notes) - index - len(after) <= 2
+        return bool(after) and self._skips_without_growth(after) <= max(2, len(after) // 6)
 
     @staticmethod
     def _skips_without_growth(notes: Sequence[Note]) -> int:
