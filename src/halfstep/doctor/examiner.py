@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.doctor.ledger import (
     Conversions,
@@ -43,6 +42,7 @@ from halfstep.numerics.snapshot import StepParticipants, run_eagerly
 from halfstep.numerics.tape import Tape, look
 from halfstep.numerics.trace import Trace, bad_names, finish
 from halfstep.numerics.watch import Watch, watch
+from halfstep.torch_private import disable_current_modes
 
 
 class ApexScale:
@@ -112,7 +112,7 @@ class Roster:
             inside = {id(m) for m in module.modules()}
             self.models = [m for m in self.models if id(m) not in inside] + [module]
             named = self.named()
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
         elif next(module.buffers(), None) is not None:
             self.helpers.append(module)

@@ -71,7 +71,7 @@ class Hooks:
 
     def _before_session(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         self._depth, self._updated, self._stepped = 1, False, optimizer
-        with _disable_current_modes():
+        with disable_current_modes():
             self._examiner.on_stepping(optimizer)
         _remove(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
         session.listeners.append(self._after_session)
@@ -142,7 +142,7 @@ class Hooks:
         def bracketed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             self._updated = False
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._examiner.on_stepping(optimizer)
             try:
                 result = step(scaler, optimizer, *args, **kwargs)

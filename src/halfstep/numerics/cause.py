@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import Node, Tape, is_finite, key_of, tensors_in, written_by
+from halfstep.torch_private import tree_flatten, tree_unflatten
 
 _DEPTH = 48
 

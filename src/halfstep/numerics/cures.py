@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.fault import Cause, Cure, Spec
@@ -25,6 +24,7 @@ from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
+from halfstep.torch_private import tree_map
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 

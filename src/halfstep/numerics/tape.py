@@ -25,13 +25,24 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.formats import dtype_name
 from halfstep.names import fqn
 from halfstep.numerics.histogram import amax
 from halfstep.policy.op_names import canonical_op
+from halfstep.torch_private import (
+    TorchDispatchMode,
+    engine_under,
+    gradient_hooks,
+    graph_task,
+    memory_of,
+    node_number,
+    running_node,
+    schema_of,
+    sequence_number,
+    tree_flatten,
+    tree_unflatten,
+)
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
@@ -191,18 +202,8 @@ def starts_backward(function: Any) -> bool:
 def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function that runs the engine, from a mode's handler: torch switches the mode off in there, and
     what Python code backward calls (own Functions, recomputation) must see it again."""
-    autograd: Any = torch.autograd
-    engine = autograd._engine_run_backward
-
-    def within(*a: Any, **k: Any) -> Any:
-        with mode:
-            return engine(*a, **k)
-
-    autograd._engine_run_backward = within
-    try:
+    with engine_under(mode):
         return function(*args, **kwargs)
-    finally:
-        autograd._engine_run_backward = engine
 
 
 class ModuleStack:
@@ -320,7 +321,7 @@ class Node:
     @property
     def base(self) -> str:
         """The op's name without namespace and overload: `mm`."""
-        return self.func._schema.name.split("::")[-1]
+        return schema_of(self.func).name.split("::")[-1]
 
     @property
     def op(self) -> str:
@@ -419,7 +420,7 @@ _MAY_SWALLOW = (
 
 def _storage(t: Tensor) -> int:
     try:
-        return t.untyped_storage()._cdata
+        return memory_of(t)
     except (RuntimeError, NotImplementedError):
         return id(t)
 
@@ -518,7 +519,7 @@ class Tape:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 # It must come before the hook of an optimizer that uses each gradient up at once, and the
                 # engine reads the dict in the order of insertion, whatever move_to_end says.
-                hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks  # pyright: ignore
+                hooks = gradient_hooks(parameter)
                 others = list(hooks.items())[:-1]
                 for key, _ in others:
                     del hooks[key]
@@ -551,7 +552,7 @@ class Tape:
     def _phase(self, found: str) -> str:
         if self._steps:
             return "optimizer"
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             self.backward_seen = True
             return found or "backward"
         after = self.backward_seen and not torch.is_grad_enabled() and not self._modules.path
@@ -560,7 +561,7 @@ class Tape:
     def _locate(self, func: Any) -> tuple[str, OpLocation]:
         found, file, line = look()
         phase = self._phase(found)
-        sequence = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
+        sequence = sequence_number() - 1
         function, call, region = self.calls[-1] if self.calls else (None, 0, False)
         location = OpLocation(self._modules.path, self._modules.kind, function, file, line, "", call, region)
         if phase != "backward":
@@ -569,14 +570,14 @@ class Tape:
             self._lines.setdefault(location.module, location)
             known = self._locations.setdefault(sequence, [])
             if not known or phase == "recompute":
-                known.append((func._schema.name.split("::")[-1], location))
+                known.append((schema_of(func).name.split("::")[-1], location))
             return phase, location
         return phase, self._forward_location(location)
 
     def _forward_location(self, here: OpLocation) -> OpLocation:
         """The forward call behind the backward node that is running; a custom backward keeps its own line."""
-        node: Any = torch._C._current_autograd_node()
-        sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
+        node: Any = running_node()
+        sequence = _NO_SEQUENCE if node is None else node_number(node)
         known = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
         if node is None or not known:
             file, line = self.backward_call
@@ -642,7 +643,7 @@ class Tape:
 
         What this rank gave it is followed through; what others gave shows when somebody reads the result.
         """
-        self.collectives[func._schema.name] += 1
+        self.collectives[schema_of(func).name] += 1
         out = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         known = [self._bad[_storage(t)][0] for t in given if _storage(t) in self._bad]
@@ -740,7 +741,7 @@ def _detached(tree: Any) -> Any:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that the op changes in place, by its schema (which forgets running statistics)."""
     found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in ("running_mean", "running_var"):
             value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
@@ -43,6 +41,14 @@ from halfstep.numerics.histogram import amax
 from halfstep.numerics.judge import Again, Seen, try_cures
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
+from halfstep.torch_private import (
+    TorchDispatchMode,
+    collective_that_is_over,
+    delays_all_reduce,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 #: Collectives for which a rank's own values are an answer of the right shape.
 _ANSWERED = frozenset(["c10d::allreduce_", "c10d::broadcast_", "c10d::barrier"])
@@ -184,7 +190,7 @@ class _Alone(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" not in func.namespace:
             return func(*args, **(kwargs or {}))
-        name = func._schema.name
+        name = schema_of(func).name
         if name not in _ANSWERED:
             raise _NotAlone(name)
         work = _done()
@@ -193,17 +199,16 @@ class _Alone(TorchDispatchMode):
 
 def _done() -> Any:
     """What a collective that is over returns, as the dispatcher wants it."""
-    distributed: Any = torch._C._distributed_c10d  # pyright: ignore
-    work = getattr(distributed, "FakeWork", None)
-    if work is None or not hasattr(work, "boxed"):
+    work = collective_that_is_over()
+    if work is None:
         raise _NotAlone("this PyTorch cannot stand in for a collective")
-    return work().boxed()
+    return work
 
 
 def _forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
     """DDP's forward without DDP: its reducer neither expects nor sees the backward that follows."""
     marks_used = ddp.static_graph or ddp.find_unused_parameters  # its hooks would count this backward
-    if marks_used or ddp.mixed_precision is not None or getattr(ddp, "_delay_all_reduce_all_params", False):
+    if marks_used or ddp.mixed_precision is not None or delays_all_reduce(ddp):
         raise _NotAlone("DDP")
     if ddp.device_ids:
         home = torch.device(ddp.device_type, ddp.device_ids[0])

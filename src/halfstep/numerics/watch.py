@@ -35,6 +35,7 @@ from halfstep.numerics.histogram import Counts, count, count_many, lowest_expone
 from halfstep.numerics.snapshot import is_session, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
+from halfstep.torch_private import graph_task
 from halfstep.trees import dense_values
 
 #: Points a forecast looks back on, and the least it needs.
@@ -482,7 +483,7 @@ class Watch:
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = graph_task() != -1
         for tensor in _floats(output):
             if not recomputed and module.training:
                 self._count("activation", name, tensor)
