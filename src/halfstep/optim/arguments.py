@@ -31,6 +31,12 @@ _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
 _PLAIN = frozenset({float, int, bool, str, type(None), list, tuple})
 
 
+def name_of(group: Mapping[str, Any], place: tuple[int, int]) -> str:
+    """How errors call a parameter."""
+    names = group.get("param_names")
+    return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
+
+
 def settle_group(group: dict[str, Any]) -> None:
     """Complete a group with torch's keys and make numpy's numbers Python's, in place.
 

@@ -1,14 +1,14 @@
-"""The optimizer class: torch's interface outside, the one-pass step inside.
+"""The optimizers: torch's interface outside, the one-pass step inside.
 
 What is updated and with which scalars is decided here; arithmetic is in reference.py, storage in storage.py
-and the kernels. Subclasses give an algorithm and its arguments, nothing else.
+and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import AnyStats, GradStats, HostStats, clip_coefficient, measure_shards
 from halfstep.kernels import codes as L
 from halfstep.optim import (
+    algorithms,
     arguments,
     backends,
     bundles,
@@ -37,8 +38,15 @@ from halfstep.optim.backends import Scalar
 from halfstep.optim.bundles import Bundle, Group, Members, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
-from halfstep.optim.step_hooks import is_watched
-from halfstep.torch_private import disable_dynamo, load_hooks
+from halfstep.optim.shards import PLAIN
+from halfstep.torch_private import (
+    disable_dynamo,
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    load_hooks,
+    profiling,
+    step_hooks,
+)
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -228,7 +236,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         UnsupportedError for one where gradients were released.
         """
         compiled = torch.compiler.is_dynamo_compiling()
-        if not (compiled or is_watched(self)):
+        if not (compiled or _is_watched(self)):
             return self._checked_step(closure, inv_scale, clip_coef, found_inf, look, clip_norm)
         options = {
             "inv_scale": inv_scale,
@@ -356,7 +364,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             entry.pop(hand_edits.AWAITED, None)
         with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
             if trains:
-                name = bundles.name_of(group, place)
+                name = arguments.name_of(group, place)
                 entries.settle(own, weight, algorithm, kind, state_kind, name, value)
             else:
                 entries.settle_master(own, weight, kind, value)
@@ -498,7 +506,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             self._load(state_dicts.read(self, state_dict))
         finally:
             params = self._params()
-            if shards.any_shard(params):
+            if not PLAIN.issuperset(map(type, params)):
                 shards.agree_on_counts(params, self.state)
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
@@ -514,9 +522,17 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             if entry.weight is not None:
                 local_of(p).copy_(entry.weight)
             own = self.state.setdefault(p, {})
-            shards.show(entry.state, own, p)
+            if type(p) in PLAIN:
+                own.update(entry.state)
+            else:
+                shards.show(entry.state, own, p)
             if "lacking" in own:
                 hand_edits.even(p, own["lacking"])
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook runs around the step, or a profiler."""
+    return bool(any(step_hooks(optimizer)) or global_step_pre_hooks or global_step_post_hooks or profiling())
 
 
 def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -533,3 +549,169 @@ def _step_outside(optimizer: OnePassOptimizer, closure: Any, options: dict[str, 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
 # a profiler is there to see it, for it takes 15 us.
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
+
+
+# ---- the optimizers: torch's arguments, and how weights and states are kept ----------------------------------
+
+
+class Keeping(TypedDict, total=False):
+    """The options that every optimizer here takes beside its algorithm's."""
+
+    maximize: bool
+    master: str | None
+    state_dtype: str
+    release_gradients: bool
+    accumulate: str | None
+    seed: int
+    backend: str
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+class _Optimizer(OnePassOptimizer):
+    """Puts the options that may differ between groups with the algorithm's own."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        maximize: bool = False,
+        master: str | None = "exact",
+        state_dtype: str = "fp32",
+        **keeping: Any,
+    ) -> None:
+        run = {name: keeping.pop(name, default) for name, default in arguments.HARMLESS.items()}
+        kept = {"maximize": maximize, "master": master, "state_dtype": state_dtype}
+        super().__init__(params, {**defaults, **run, **kept}, **keeping)
+
+
+class AdamW(_Optimizer):
+    """AdamW with 16-bit weights (arXiv 1711.05101), arguments as in `torch.optim.AdamW`.
+
+    `master`: "exact" (the default) keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a
+    separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
+    None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments (where rows are
+    shorter than 16, as in vectors, "8bit" keeps bf16: exponents would take as much). `seed` keys the random
+    rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
+    `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
+    `amsgrad=True` runs in plain torch, several times slower, with fp32 states. Of torch's arguments about how
+    a step runs, `foreach`, `fused` and `capturable` are taken and change nothing: one fused pass does it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        **options: Unpack[Keeping],
+    ) -> None:
+        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
+        super().__init__(params, {**own, "decoupled_weight_decay": True}, **options)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """Decoupled weight decay."""
+        return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
+
+
+class Adam(_Optimizer):
+    """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Keeping],
+    ) -> None:
+        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
+        super().__init__(params, {**own, "decoupled_weight_decay": decoupled_weight_decay}, **options)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """L2 weight decay, unless the group says `decoupled_weight_decay`."""
+        if group["decoupled_weight_decay"]:
+            return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
+        return algorithms.ADAM_AMSGRAD if group["amsgrad"] else algorithms.ADAM
+
+
+def _adam(
+    lr: float | Tensor,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    bias_correction: bool,
+) -> dict[str, Any]:
+    """The defaults that AdamW and Adam share."""
+    if not isinstance(bias_correction, bool):
+        raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
+    return {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "bias_correction": bias_correction,
+    }
+
+
+class SGD(_Optimizer):
+    """SGD with momentum and Nesterov, as in `torch.optim.SGD`; the options are those of `AdamW`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **options: Unpack[Keeping],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, **options)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """Without momentum, with it, or Nesterov's."""
+        if group["momentum"] == 0:
+            return algorithms.SGD
+        return algorithms.SGD_NESTEROV if group["nesterov"] else algorithms.SGD_MOMENTUM
+
+
+class Lion(_Optimizer):
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors.
+
+    The options are those of `AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[Keeping],
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """Sign descent."""
+        return algorithms.LION

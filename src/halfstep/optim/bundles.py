@@ -36,12 +36,6 @@ WEIGHT, EXTRA, GRAD, STATES, EXPONENTS, WIDTH, STEP, KEY, LINES = 0, 1, 2, 3, 5,
 ABSENT = 16  # in place of an address: aligned, and not 0
 
 
-def name_of(group: Mapping[str, Any], place: Place) -> str:
-    """How errors call a parameter."""
-    names = group.get("param_names")
-    return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
-
-
 @dataclass
 class Column:
     """Tensors side by side, and what a step needs to know of them, read one after another."""
@@ -160,7 +154,7 @@ def _members(number: int, group: Group, among: Sequence[Tensor]) -> Members:
             storage.check_dense(weight)
     grads = _column(given if plain else _locals(given))
     if grads is None or not grads.lies_as(weights) or not _are_read(grads):
-        named = (name_of(group, (number, place)) for place in places)
+        named = (arguments.name_of(group, (number, place)) for place in places)
         grads = Column.of(list(map(dense_grad, weights.tensors, _locals(given), named)))
     return Members(number, group, params, places, weights, grads)
 
@@ -248,7 +242,7 @@ class Bundle:
             with torch.inference_mode(False), torch.no_grad():
                 rows = zip(self.params, self.weights.tensors, held, self.members.places)
                 for p, weight, entry, place in rows:
-                    name = name_of(self.group, (self.members.number, place))
+                    name = arguments.name_of(self.group, (self.members.number, place))
                     with shards.local_entry(entry, p) as own:
                         entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
             if not self._found(held):
@@ -318,7 +312,7 @@ class Bundle:
     def _check_memory(self, addresses: Sequence[int]) -> None:
         for address, count, place in zip(addresses, self.elements, self.members.places):
             if address == 0 and count:
-                name = name_of(self.group, (self.members.number, place))
+                name = arguments.name_of(self.group, (self.members.number, place))
                 raise ConfigError(
                     f"{name}, its gradient or a state has no memory (on the meta device, or its storage was "
                     "freed): give it values before the step"

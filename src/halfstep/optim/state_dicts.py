@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from halfstep.distributed import local_of
 from halfstep.errors import HalfstepWarning
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, checkpoints, saved_masters, shards, storage
-from halfstep.optim.bundles import name_of
+from halfstep.optim.shards import PLAIN
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -50,11 +50,11 @@ def read(optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]) -> LoadedSt
         frozen = saved is None and not p.requires_grad  # which has no state but its master
         own = optimizer.settled_master(p) if frozen else None
         if saved is not None or own is not None:
-            saved = {
-                key: shards.cut(key, value, p) for key, value in ({} if saved is None else saved).items()
-            }
-            weight = storage.local_tensor(local_of(p))
-            name, formats = name_of(group, place), optimizer.formats(weight, group)
+            saved = dict(saved or {})
+            if not PLAIN.issuperset(map(type, (p, *filter(is_tensor, saved.values())))):
+                saved = {key: shards.cut(key, value, p) for key, value in saved.items()}
+            weight = local_of(p)
+            name, formats = arguments.name_of(group, place), optimizer.formats(weight, group)
             own = own if frozen or checkpoints.has_master(saved) else optimizer.settled_master(p)
             given = saved if own is None else {**saved, "master": local_of(own)}
             known = None if own is not None else _known(optimizer, name, saved, p, formats[1])
@@ -69,7 +69,7 @@ def _mend_counts(
     by_group: dict[int, list[tuple[str, Group]]] = {}
     for p, _, place in optimizer.places():
         if p in found and "step" in found[p].state:  # a frozen weight has none
-            name = name_of(groups[place[0]], place)
+            name = arguments.name_of(groups[place[0]], place)
             by_group.setdefault(place[0], []).append((name, found[p].state))
     for number, entries in by_group.items():
         _mend(entries, optimizer.algorithm(groups[number]).states)

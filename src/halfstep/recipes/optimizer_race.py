@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim.optimizers import AdamW
+from halfstep.optim.base import AdamW
 
 CLIP = 1.0
 SCALE = 65536.0
