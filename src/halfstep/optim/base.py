@@ -551,7 +551,7 @@ def _step_outside(optimizer: OnePassOptimizer, closure: Any, options: dict[str, 
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
 
 
-# ---- the optimizers: torch's arguments, and how weights and states are kept ----------------------------------
+# ---- the optimizers: torch's arguments, and how weights and states are kept --------------------------------
 
 
 class Keeping(TypedDict, total=False):
