@@ -8,30 +8,19 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
 
-_pool: ThreadPoolExecutor | None = None
-_size = 0
 
-
-def _forget() -> None:
-    global _pool, _size
-    _pool, _size = None, 0
+@cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="halfstep")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _workers(count: int) -> ThreadPoolExecutor:
-    global _pool, _size
-    if _pool is None or _size < count:
-        if _pool is not None:
-            _pool.shutdown(wait=False)
-        _pool, _size = ThreadPoolExecutor(count, thread_name_prefix="halfstep"), count
-    return _pool
+    os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> None:

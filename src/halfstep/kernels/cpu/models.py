@@ -39,9 +39,9 @@ from halfstep.kernels.cpu.bits import (
     widest_vectors,
 )
 from halfstep.kernels.cpu.streams import widths
-from halfstep.kernels.cpu.update import AHEAD, block_exponents, core, peak, read_grad
+from halfstep.kernels.cpu.update import block_exponents, core, peak, read_grad
 
-FLUSH = AHEAD // 2  # gradients whose squares are added in fp32 before float64 takes over
+FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over
 # What `measurer` does: squares in fp32, all in float64, or in fp32 while the gradients are written as fp32.
 NARROW, WIDE, WIDEN = 0, 1, 2
 REBIASED = 2.0 ** (1023 - 127)  # an exponent of bf16 in the place of a float64's
@@ -173,8 +173,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> A
     Lines of the address table: weight, master or lacking bits, gradient, first and second state, the block
     exponents of these two, the length of a row, which no block crosses, the step count and the random key.
     `scalars` has a row for each parameter, or one for all. Each item's column of `found` gets what `measurer`
-    finds (with `look`, by turns with the update, which has asked for those gradients already; else zeros) and
-    whether a weight left the range of its master.
+    finds (with `look`, by turns with the update; else zeros), and whether a weight left its master's range.
     """
     looks, sources = int(look), SOURCES
 

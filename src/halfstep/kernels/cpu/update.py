@@ -148,7 +148,7 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
     return compiled(name=f"one_{algorithm}_{weight}_{grad}_{state}")(one)
 
 
-AHEAD = 2048  # elements between the one worked on and the one asked for from memory
+AHEAD = 256  # elements between the one worked on and the one asked for from memory
 PAIRS = 16  # pairs in a panel: a cache line of 16-bit values
 WEYL = 0x9E3779B1
 
