@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from ctypes import c_float
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from halfstep.errors import HalfstepWarning
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
 from halfstep.kernels.pool import run_ranges
+from halfstep.trees import as_float32
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
 FEW = 64  # work items that Python adds up faster than numpy
@@ -124,5 +124,5 @@ def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
     total, largest = found[0] if found else (0.0, 0.0)
     for squares, peak in found[1:]:
         total, largest = total + squares, float(np.maximum(largest, peak))
-    norm, amax = c_float(total**0.5 * inv_scale).value, c_float(largest * inv_scale).value
+    norm, amax = as_float32(total**0.5 * inv_scale), as_float32(largest * inv_scale)
     return GradStats(math.isfinite(largest), norm, amax)
