@@ -5,7 +5,7 @@ import pytest
 from halfstep.doctor import CauseFound, Document, Fault
 from halfstep.doctor import script as ranks
 from halfstep.errors import ConfigError
-from halfstep.numerics.judge import Seen
+from halfstep.numerics.fault import Seen
 from halfstep.numerics.tape import OpLocation
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import halfstep
 from halfstep.doctor import examiner
-from halfstep.numerics.judge import Inquiry
+from halfstep.numerics.fault import Inquiry
 from tests.doctor.test_zoo import examine, named
 
 ROOT = os.path.dirname(halfstep.__file__) + os.sep

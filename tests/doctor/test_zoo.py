@@ -17,8 +17,7 @@ from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import all_faults
 from halfstep.doctor.process import Order
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import FAILS, WORKS
-from halfstep.numerics.judge import Again
+from halfstep.numerics.fault import FAILS, WORKS, Again
 from tests.doctor import zoo, zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
 from tests.doctor.edits import edited
 from tests.doctor.stepwise import first_in_place, training_loops

@@ -36,8 +36,7 @@ from halfstep.doctor.process import Copies, Enough, Order, answer
 from halfstep.names import fqn
 from halfstep.numerics.cause import UnderflowProbe
 from halfstep.numerics.cures import LOOPS, Terms, lowest_scale, placed, terms_of
-from halfstep.numerics.fault import Spec
-from halfstep.numerics.judge import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Again, Inquiry, Seen, Spec, Suspect
 from halfstep.numerics.snapshot import StepParticipants, run_eagerly
 from halfstep.numerics.tape import Tape, look
 from halfstep.numerics.trace import Trace, bad_names, finish

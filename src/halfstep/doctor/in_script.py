@@ -20,8 +20,8 @@ from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
 from halfstep.doctor.ledger import Ledger
 from halfstep.doctor.process import Found, Order, in_words, run_main
+from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.judge import Seen
 from halfstep.numerics.tape import users_names
 from halfstep.session import registry
 from halfstep.torch_private import disable_current_modes, graph_task

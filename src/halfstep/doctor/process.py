@@ -34,7 +34,7 @@ import torch
 from halfstep.distributed import world_size
 from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger, RunNotes
-from halfstep.numerics.judge import Again, Seen, Suspect
+from halfstep.numerics.fault import Again, Seen, Suspect
 
 if TYPE_CHECKING:
     from halfstep.doctor.examiner import Examiner

@@ -25,8 +25,7 @@ from halfstep.doctor.document import Document, keep_latest
 from halfstep.doctor.ledger import Ledger, all_faults, beside
 from halfstep.doctor.process import Found, Order, run_in_process
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import Cure, Fault
-from halfstep.numerics.judge import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
 #: What a rank says whose partner is gone: it is not where things went wrong.

@@ -36,9 +36,8 @@ from halfstep.numerics.cause import (
     outlying_weight,
 )
 from halfstep.numerics.cures import larger_scale, lowest_scale, placed, propose, to_bf16, with_attributes
-from halfstep.numerics.fault import Cause, Cure, Fault, Spec, Spoiled, TensorInfo
+from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spec, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.judge import Again, Seen, try_cures
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
 from halfstep.torch_private import (
