@@ -54,13 +54,12 @@ def interrupted(step, lines, of=("halfstep", "torch/optim"), spared=lambda frame
 
 
 def apart(model, optimizer, amp):
-    """The 16-bit weights that were not their masters rounded before anybody asked for these."""
-    held = {p: p.detach().clone() for p in model.parameters()}
+    """The 16-bit weights that are not their masters rounded, when these are asked for."""
     if isinstance(optimizer, hs.optim.AdamW):
         pairs = [*optimizer.masters().items()]
     else:
         pairs = [pair for masters in amp.masters.values() for pair in masters.pairs()]
-    return [w for w, v in pairs if not torch.equal(v.to(w.dtype), held[w])]
+    return [w for w, v in pairs if not torch.equal(v.to(w.dtype), w.detach())]
 
 
 def goes_on(setting, lines):
