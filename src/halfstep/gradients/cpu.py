@@ -1,8 +1,11 @@
-"""Measures CPU gradients in one pass by compiled kernels."""
+"""Measures CPU gradients in one pass by compiled kernels, and runs such kernels in threads."""
 
+import itertools
 import math
+import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -13,7 +16,6 @@ from torch import Tensor
 from halfstep.errors import HalfstepWarning
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
-from halfstep.kernels.pool import run_ranges
 from halfstep.trees import as_float32
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
@@ -93,6 +95,38 @@ class WorkItems:
             return squares.sum().item(), peaks.max(initial=0.0).item()
         total = sum(squares.tolist())
         return total, math.nan if math.isnan(total) else max(peaks.tolist(), default=0.0)
+
+
+@cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="halfstep")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> None:
+    """Call `kernel(first, last, *args)` over items 0..len(sizes)-1, in parts of about equal total size.
+
+    They run in as many threads as torch uses. Numba's own `parallel=True` brings a second OpenMP runtime next
+    to torch's; these threads exist only while more than one is asked for, and anew in a forked child.
+    """
+    threads = min(torch.get_num_threads(), len(sizes))
+    if threads <= 1:
+        kernel(0, len(sizes), *args)
+        return
+    cuts, goal, done = [0], sum(sizes) / threads, 0.0
+    for i, size in enumerate(sizes):
+        done += size
+        if done >= goal * len(cuts) and len(cuts) < threads:
+            cuts.append(i + 1)
+    cuts.append(len(sizes))
+    parts = list(itertools.pairwise(cuts))
+    waiting = [_workers(threads - 1).submit(kernel, a, b, *args) for a, b in parts[1:] if a < b]
+    kernel(*parts[0], *args)
+    for future in waiting:
+        future.result()
 
 
 def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:

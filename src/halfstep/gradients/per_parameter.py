@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
-from halfstep.gradients.cpu import GRADS, _items, kernels_if_any
+from halfstep.gradients.cpu import GRADS, _items, kernels_if_any, run_ranges
 from halfstep.gradients.widen import LEAST
-from halfstep.kernels.pool import run_ranges
 from halfstep.trees import dense_values, home_device
 
 Ends = tuple[Tensor, Tensor]

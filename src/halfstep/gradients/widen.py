@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items, kernels_if_any
+from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items, kernels_if_any, run_ranges
 from halfstep.gradients.stats import GradStats, HostStats
-from halfstep.kernels.pool import run_ranges
 from halfstep.torch_private import foreach_copy_
 
 #: Fewer elements than this are not worth importing Numba for.

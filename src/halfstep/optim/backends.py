@@ -16,7 +16,6 @@ from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import GradStats, combine, measure
 from halfstep.kernels import codes as L
-from halfstep.kernels.pool import run_ranges
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
@@ -109,7 +108,7 @@ class Table:
             keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
             self._table[KEY] = keys & rounding.WORD
         kernel = cpus_.kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
-        run_ranges(kernel, work.sizes, work.items, self._table, scalars, work.found)
+        cpus_.run_ranges(kernel, work.sizes, work.items, self._table, scalars, work.found)
         bundle.count_versions()
         return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 

@@ -18,10 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any
+from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any, run_ranges
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import widen
-from halfstep.kernels.pool import run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import saved_masters
 from halfstep.optim.loading import HasMasters, HooksOfHolder
