@@ -14,6 +14,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -238,9 +239,8 @@ def collective_that_is_over() -> Any:
     return work().boxed() if hasattr(work, "boxed") else None
 
 
-def load_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return an optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
-    return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+"""An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
 
 
 def has_load_hooks(optimizer: Any) -> bool:
@@ -347,9 +347,8 @@ def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
     return getattr(ddp, "_comm_hooks", ())
 
 
-def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return an optimizer's own hooks before and after its step, which our step calls as torch's does."""
-    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""An optimizer's own hooks before and after its step, which our step calls as torch's does."""
 
 
 # --- fully_shard -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
 from halfstep.gradients import cpu as cpus_
-from halfstep.kernels import pool
+from halfstep.gradients import cpu as work_items
 from halfstep.optim import SGD, Adam, AdamW, Lion
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -125,14 +125,14 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
     options = {**row[1], "master": row[3], "state_dtype": row[5]}
     alone, _ = run("auto", row[0], options, row[2], row[4])
     calls: list[int] = []
-    submit = pool.ThreadPoolExecutor.submit
+    submit = work_items.ThreadPoolExecutor.submit
 
     def count(self: Any, *args: Any) -> Any:
         calls.append(1)
         return submit(self, *args)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(pool.ThreadPoolExecutor, "submit", count)
+    monkeypatch.setattr(work_items.ThreadPoolExecutor, "submit", count)
     shared, _ = run("auto", row[0], options, row[2], row[4])
     assert calls
     for p, q in zip(alone, shared):
