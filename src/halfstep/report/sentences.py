@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from halfstep.policy.levels import LEVELS
 from halfstep.report.comparison import SettingRow as Row
+from halfstep.report.comparison import size_in_words, speed_in_words
 from halfstep.report.costs import costs
 
 #: A setting whose step takes more than this share of fp32's does not pay.
@@ -29,15 +30,15 @@ def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
 def _against(row: Row, base: Row | None) -> str:
     if base is None or row is base:
         return ""
-    found = []
-    compared = (
-        (row.seconds, base.seconds, "time"),
+    found: list[str] = []
+    if row.seconds and base.seconds:
+        found.append(speed_in_words(row.seconds / base.seconds))
+    for mine, its, what in (
         (row.peak_bytes, base.peak_bytes, "peak memory"),
-        (row.saved_bytes, base.saved_bytes, "saved bytes"),
-    )
-    for mine, its, what in compared:
+        (row.saved_bytes, base.saved_bytes, "saved memory"),
+    ):
         if mine and its:
-            found.append(f"{mine / its:.2f} of its {what}")
+            found.append(size_in_words(mine / its, what))
     slower = bool(row.seconds and base.seconds and row.seconds > PAYS * base.seconds)
     pays = " It does not pay here: fp32 is as fast; level auto would take the fastest." if slower else ""
     return f"Against O0: {', '.join(found)}.{pays}" if found else ""
