@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.plan import Plan
+from halfstep.report.comparison import speed_in_words
 
 #: Below this share of fp32's time a 16-bit choice is worth its rounding.
 WORTH = 0.98
@@ -138,16 +139,17 @@ def decide(trials: Sequence[Trial]) -> Decision:
         return Decision(base, f"{base.choice.label}: nothing else can be used{_and(_refusals(others))}")
     best = min(usable, key=lambda t: t.time)
     share = best.time / base.time
+    speed = speed_in_words(share)
+    times = f"({best.time * 1e3:.4g} ms a step against {base.time * 1e3:.4g} ms)"
     if share > WORTH:
         return Decision(
             base,
-            f"{base.choice.label}: nothing beats {known} here; the nearest, {best.choice.label}, takes "
-            f"{share:.2f} of its {base.time * 1e3:.4g} ms{_and(_refusals(others))}",
+            f"{base.choice.label}: nothing here is faster than {known}; the best other setting, "
+            f"{best.choice.label}, is {speed} {times}{_and(_refusals(others))}",
         )
     return Decision(
         best,
-        f"{best.choice.label}: {best.time * 1e3:.4g} ms a step, {share:.2f} of {known}'s"
-        f"{_and(_distance(best))}{_and(_refusals(others))}",
+        f"{best.choice.label}: {speed} than {known} {times}{_and(_distance(best))}{_and(_refusals(others))}",
     )
 
 
@@ -160,7 +162,7 @@ def _distance(trial: Trial) -> str:
         return ""
     name = dtype_name(parse_dtype(trial.choice.dtype))
     limit = gradient_bound(trial.choice.dtype)
-    return f"its gradient is {trial.gradient_error:.2g} away from fp32's ({name} may be {limit:.2g})"
+    return f"relative gradient error {trial.gradient_error:.2g} (allowed {limit:.2g} in {name})"
 
 
 _NOTHING_ELSE = "nothing else was measured in the time there was; give more by seconds= (--seconds)"
