@@ -142,7 +142,7 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
 def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
     expected, _ = run("reference", AdamW, {}, BF16, BF16)
     monkeypatch.setitem(sys.modules, "halfstep.kernels.cpu.models", None)
-    monkeypatch.delattr("halfstep.kernels.cpu.models")
+    monkeypatch.delattr("halfstep.kernels.cpu.models", raising=False)  # loaded only where a kernel ran
     cpus_.kernels.cache_clear()
     try:
         with pytest.warns(HalfstepWarning, match="pip install numba") as said:

@@ -143,18 +143,3 @@ class Comparison:
     def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
         """What `halfstep train --json` printed; KeyError or TypeError for anything else."""
         return cls(document["machine"], [RecipeRows.from_dict(recipe) for recipe in document["recipes"]])
-
-
-def speed_in_words(ratio: float) -> str:
-    """A time as a share of another in words: 0.5 is `2.0x faster`."""
-    if 0.98 < ratio < 1.02:
-        return "as fast"
-    return f"{1 / ratio:.2g}x faster" if ratio < 1 else f"{ratio:.2g}x slower"
-
-
-def size_in_words(ratio: float, what: str) -> str:
-    """A size as a share of another in words: 0.6 is `40 % less memory`."""
-    percent = round(100 * (ratio - 1))
-    if percent == 0:
-        return f"the same {what}"
-    return f"{abs(percent)} % {'less' if percent < 0 else 'more'} {what}"

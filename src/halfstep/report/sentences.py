@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.policy.levels import LEVELS
+from halfstep.ratios import size_in_words, speed_in_words
 from halfstep.report.comparison import SettingRow as Row
-from halfstep.report.comparison import size_in_words, speed_in_words
 from halfstep.report.costs import costs
 
 #: A setting whose step takes more than this share of fp32's does not pay.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from statistics import median
 
-from halfstep.report.comparison import RecipeRows, size_in_words, speed_in_words
+from halfstep.ratios import size_in_words, speed_in_words
+from halfstep.report.comparison import RecipeRows
 from halfstep.report.comparison import SettingRow as Row
 
 #: A level must be so much faster, or smaller, to be worth its name.

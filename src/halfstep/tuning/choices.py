@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.plan import Plan
-from halfstep.report.comparison import speed_in_words
+from halfstep.ratios import speed_in_words
 
 #: Below this share of fp32's time a 16-bit choice is worth its rounding.
 WORTH = 0.98
