@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test suite pages test-long test-all check docs machines torches bench gpu paper soak clean
+.PHONY: demo test suite pages test-long test-all check docs machines torches package bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -50,6 +50,9 @@ machines: .venv/dev.stamp  ## both commands under every instruction set that thi
 
 torches: .venv/dev.stamp  ## tests and README under the oldest, the pinned and the newest torch; before a release
 	$(BIN)/python .ci/torches.py
+
+package: .venv/dev.stamp  ## build the source archive and the wheel, install it elsewhere and try it
+	$(BIN)/python .ci/package.py
 
 bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/<machine>/*.json
 	$(BIN)/python benchmarks/run_all.py
