@@ -46,12 +46,12 @@ def norms_of_stages(norms: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Return every rank's norms (0-d), in the order of the group's ranks; they may differ in number."""
     home = norms[0].device if norms else torch.device("cpu")
     counts = all_parts(torch.tensor([len(norms)], dtype=torch.int64, device=home), group)
-    most = max(int(count) for count in counts)
+    most = int(counts.max())
     mine = torch.zeros(most, dtype=torch.float32 if home.type == "mps" else torch.float64, device=home)
     if norms:
         mine[: len(norms)] = torch.stack(list(norms))
     dtype = norms[0].dtype if norms else torch.float32
-    parts = [part.to(dtype) for part in all_parts(mine, group)]
+    parts = all_parts(mine, group).to(dtype)
     return [norm for count, part in zip(counts, parts) for norm in part[: int(count)].unbind()]
 
 
@@ -97,8 +97,8 @@ def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
     if mine:
         whole = [torch.cat(parts, dim) for parts in zip(*pieces)]
         norms[mine] = torch.stack(_plain_norms(whole)).to(wide)
-    total = torch.stack(all_parts(norms, group)).sum(0)  # all but the owner's are 0
-    return list(total.to(grads[0].device, grads[0].dtype).unbind())
+    dist.all_reduce(norms, group=group)  # all but the owner's are 0
+    return list(norms.to(grads[0].device, grads[0].dtype).unbind())
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:

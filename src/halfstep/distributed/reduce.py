@@ -143,17 +143,19 @@ def sums_over(groups: Sequence[Group], squares: Tensor, amax: Tensor) -> tuple[T
     """
     for group in groups:
         wide = torch.float32 if squares.device.type == "mps" else torch.float64
-        everyone = torch.stack(all_parts(torch.stack([squares.to(wide), amax.to(wide)]), group))
+        everyone = all_parts(torch.stack([squares.to(wide), amax.to(wide)]), group)
         squares, amax = everyone[:, 0].sum().to(squares.dtype), everyone[:, 1].amax().to(amax.dtype)
     return squares, amax
 
 
-def all_parts(mine: Tensor, group: Group) -> list[Tensor]:
-    """Return every rank's tensor (of one shape and dtype), in the order of the group's ranks."""
-    sent = to_backend(mine, group)
-    parts = [torch.empty_like(sent) for _ in range(world_size(group))]
-    dist.all_gather(parts, sent, group=group)
-    return [part.to(mine.device, non_blocking=True) for part in parts]
+def all_parts(mine: Tensor, group: Group) -> Tensor:
+    """Return every rank's tensor (of one shape and dtype), stacked in the order of the group's ranks."""
+    sent = to_backend(mine, group).reshape(-1)
+    parts = sent.new_empty(world_size(group) * sent.numel())
+    # torch 2.13 renamed it and warns of the older name.
+    gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather_single(parts, sent, group=group)
+    return parts.view(-1, *mine.shape).to(mine.device, non_blocking=True)
 
 
 def to_backend(t: Tensor, group: Group | None) -> Tensor:

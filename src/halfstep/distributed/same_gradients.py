@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.distributed.reduce import gather
+from halfstep.distributed.reduce import gather, to_backend
 from halfstep.errors import ConfigError
 from halfstep.torch_private import without_subclasses
 
@@ -40,32 +41,32 @@ class SameGradients:
             if p.requires_grad and (mesh := getattr(p, "device_mesh", None)) is not None:
                 meshes.setdefault(mesh, []).append(p)
         for mesh, own in meshes.items():
-            has = [p.grad is not None for p in own]
-            if any(has) and not all(has) and self._may_look(own[0].device):
-                _compare(own, _over_mesh(has, mesh), name_of)
+            if self._may_look(own[0].device):
+                _compare(own, mesh, name_of)
 
     def _may_look(self, device: torch.device) -> bool:
         self._looks += 1
         return device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS
 
 
-def _over_mesh(own: list[bool], mesh: Any) -> list[list[bool]]:
-    """Every rank's list, in the order of the mesh."""
-    told = [own]
-    for dim in reversed(range(mesh.ndim)):
-        told = [one for part in gather(told, mesh.get_group(dim)) for one in part]
-    return told
-
-
-def _compare(
-    weights: Sequence[Tensor], told: Sequence[Sequence[bool]], name_of: Callable[[Tensor], str]
-) -> None:
+def _compare(weights: Sequence[Tensor], mesh: Any, name_of: Callable[[Tensor], str]) -> None:
     """Raise ConfigError where a weight has a gradient on some ranks of a mesh and none on others."""
-    for place, weight in enumerate(weights):
-        ranks = [number for number, theirs in enumerate(told) if theirs[place]]
-        if 0 < len(ranks) < len(told):
+    has = [p.grad is not None for p in weights]
+    if not any(has) or all(has):
+        return
+    groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+    counts = torch.tensor(has, dtype=torch.int32)
+    for group in groups:
+        counts = to_backend(counts, group)
+        dist.all_reduce(counts, group=group)
+    for place, count in enumerate(counts.tolist()):
+        if 0 < count < mesh.size():
+            everyone = [has]
+            for group in groups:
+                everyone = [one for part in gather(everyone, group) for one in part]
+            ranks = [number for number, theirs in enumerate(everyone) if theirs[place]]
             raise ConfigError(
-                f"{name_of(weight)} has a gradient on ranks {ranks} of {len(told)}, none on "
+                f"{name_of(weights[place])} has a gradient on ranks {ranks} of {mesh.size()}, none on "
                 "others. fully_shard joins what ranks send whatever parameter it is of, so gradients were "
                 "mixed (nothing was updated). Let all ranks run the same blocks, blocks= of "
                 "hs.distributed.shard, and call set_reduce_scatter_unused_params(True) on the model (torch "

@@ -99,7 +99,7 @@ def agree_on_counts(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str
             [float(count) if count is not None and local_of(p).numel() else 0.0 for count, p in parts]
         )
         for group in groups:
-            most = torch.stack(all_parts(most, group)).amax(0)
+            most = all_parts(most, group).amax(0)
         for p, count, largest in zip(own, counts, most.tolist()):
             if groups and count is not None and local_of(p).numel() == 0:
                 count.fill_(largest)
