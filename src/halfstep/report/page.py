@@ -212,7 +212,7 @@ def _time_figure(recipe: RecipeRows) -> list[_Figure]:
         for row in recipe.rows
         if row.seconds
     ]
-    note = "Median of steps taken in turns, one of each level after the other."
+    note = "Median step time, measured in interleaved rounds."
     drawing = bar_chart(bars, describe="milliseconds a step")
     return [_Figure("Time of a step", drawing, note)] if bars else []
 
