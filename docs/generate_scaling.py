@@ -122,7 +122,7 @@ def _rows(parameters: int, blocks: int, way: str) -> list[str]:
     return lines
 
 
-HEAD = """# How it scales, on paper
+HEAD = """# Predicted scaling
 
 From a model of the collectives in `docs/generate_scaling.py`, which a test compares with what is really
 handed to them on 2 and 4 gloo ranks; beyond 4 ranks nothing here was measured. Bytes a rank are weights,
