@@ -1,4 +1,4 @@
-"""Law 8, scaling's part: disabled runs the same path. No scale equals plain PyTorch bit for bit and never skips."""
+"""Law 8, scaling: disabled runs the same path. No scale equals plain PyTorch bit for bit, never skips."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Law 8: disabled runs the same path. O0, O1 outside a region and an empty plan are plain PyTorch, bit for bit."""
+"""Law 8: disabled runs the same path. O0, O1 outside a region and an empty plan are plain PyTorch."""
 
 import pytest
 import torch
