@@ -19,7 +19,7 @@ KNOWN = {"_version", "_parameters", "_buffers", "_modules", "_stands_for", "_rep
 #: Files that may use private names of torch, and why. The list may only shrink.
 EXCEPTIONS = {
     "compat/device_module.py": {"_is_in_bad_fork", "_register_device_module"},  # what torch asks of a device
-    "compat/apex/_saved.py": {"_loss_scale", "_unskipped"},  # Apex's own
+    "compat/apex/fp16_utils.py": {"_loss_scale", "_unskipped"},  # Apex's own
     "compat/mindspore/nn/_layers.py": {"_conv_forward"},  # layers that are torch's with another padding
     "casting/kernel_functions.py": {  # ops, by their names in torch.ops; one that is missing is not chosen
         *("_linear_pointwise", "_scaled_dot_product_flash_attention_for_cpu"),

@@ -9,12 +9,13 @@ torch's functions stay as they are (O1 runs in an open `halfstep.autocast` regio
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +23,34 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import table_of
-from halfstep.compat.apex._account import Account
-from halfstep.compat.apex._bodies import backward_of, no_steps
-from halfstep.compat.apex._functions import CASTS, wrapped
-from halfstep.compat.apex._hooks import CastBatches, CheckpointInFp32
-from halfstep.compat.apex._options import AmpError, Properties, properties, tell_of_odd_calls
-from halfstep.compat.apex._scaler import LossScaler
-from halfstep.convert.conversion import Conversion, convert
+from halfstep.compat.apex._state import (
+    Account,
+    AmpError,
+    AmpState,
+    CastBatches,
+    CheckpointInFp32,
+    LossScaler,
+    Properties,
+    backward_of,
+    no_steps,
+    properties,
+    tell_of_odd_calls,
+)
+from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.optim import MasterWeights
 from halfstep.optim.replicas import follow_wraps
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
+from halfstep.torch_private import pytree
+from halfstep.trees import cast_floats, is_wide_float
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "AmpError",
@@ -59,58 +71,74 @@ __all__ = [
 ]
 
 
-class AmpState:
-    """Everything that is in force between `initialize` and `shutdown`."""
+class Casts:
+    """Whether casts act, and which attributes of which modules were replaced."""
 
     def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
-        self.loss_scalers: list[LossScaler] = []
-        self.verbosity = 1
-        self.device = "cpu"
-        self.accounts: dict[torch.optim.Optimizer, Account] = {}
-        self.conversions: list[Conversion] = []
-        self.handles: list[Any] = []
-        self.region: autocast | None = None
-        self.told: set[str] = set()
+        self.dtype: torch.dtype | None = None
+        self.disabled = 0
+        self.waiting: list[tuple[Any, str, str]] = []
+        self.replaced: list[tuple[Any, str, Any]] = []
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that passed through `initialize`."""
-        return list(self.accounts)
+    def active(self) -> bool:
+        """Whether decorated functions cast now."""
+        return self.dtype is not None and self.disabled == 0
 
-    def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
-        scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self.loss_scalers)
-        if "unscaled" in self.told or not scaling:
-            return
-        self.told.add("unscaled")
-        warnings.warn(
-            f"{type(optimizer).__name__}.step() takes gradients of a plain loss.backward(): the loss was not "
-            "scaled, so that small gradients are lost in fp16, and nothing looked for inf. Write `with "
-            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with every optimizer "
-            "that the loss trains (said once)",
-            HalfstepWarning,
-            stacklevel=6,
-        )
+    def start(self, dtype: torch.dtype) -> None:
+        """Begin to cast, and replace what was registered."""
+        self.dtype = dtype
+        waiting, self.waiting = self.waiting, []
+        for module, name, kind in waiting:
+            self._replace(module, name, kind)
 
-    def say(self, text: str) -> None:
-        """Print, unless verbosity is 0."""
-        if self.verbosity > 0:
-            print(text)
+    def stop(self) -> None:
+        """Put every replaced attribute back."""
+        self.dtype = None
+        self.waiting = []
+        while self.replaced:
+            module, name, original = self.replaced.pop()
+            setattr(module, name, original)
 
-    def begin(self, chosen: Properties, models: list[nn.Module]) -> None:
-        """Note the options and the device, and print the options."""
-        self.opt_properties = chosen
-        self.device = next((p.device.type for m in models for p in m.parameters()), "cpu")
-        self.say(f"Selected optimization level {chosen.opt_level}")
-        for name, value in chosen.options.items():
-            self.say(f"{name:22} : {value}")
+    def register(self, module: Any, name: str, kind: str) -> None:
+        """Replace `module.name` from the next (or present) initialize on, until shutdown."""
+        if not hasattr(module, name):
+            raise ConfigError(f"no function named {name} in module {module}")
+        if self.dtype is None:
+            self.waiting.append((module, name, kind))
+        else:
+            self._replace(module, name, kind)
 
-    def account(self, optimizer: torch.optim.Optimizer) -> Account:
-        """The account of an optimizer that went through `initialize`."""
-        if optimizer not in self.accounts:
-            raise AmpError(f"this {type(optimizer).__name__} did not come from amp.initialize")
-        return self.accounts[optimizer]
+    def _replace(self, module: Any, name: str, kind: str) -> None:
+        original = getattr(module, name)
+        self.replaced.append((module, name, original))
+        setattr(module, name, wrapped(original, kind))
+
+
+CASTS = Casts()
+
+
+def wrapped(fn: Callable[P, R], kind: str) -> Callable[P, R]:
+    """`fn` with floating arguments cast while amp casts: to "half", "float", or "promote" (the widest)."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not CASTS.active():
+            return fn(*args, **kwargs)
+        dtype = _dtype(kind, (args, kwargs))
+        if dtype is None:
+            return fn(*args, **kwargs)
+        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))  # pyright: ignore[reportCallIssue]
+
+    return wrapper
+
+
+def _dtype(kind: str, arguments: Any) -> torch.dtype | None:
+    if kind == "half":
+        return CASTS.dtype
+    if kind == "float":
+        return torch.float32
+    dtypes = [leaf.dtype for leaf in pytree.tree_leaves(arguments) if is_wide_float(leaf)]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 _amp_state = AmpState()

@@ -7,13 +7,13 @@ after each step unless told `master_weights=True`; `master=None` does as Apex do
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from halfstep.compat.apex._rare_optimizers import FusedAdagrad, FusedNovoGrad
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
@@ -157,7 +157,29 @@ class FusedSGD(_AsInApex, SGD):
         return {**super().__getstate__(), **own}
 
 
-class FusedLAMB(_AsInApex, torch.optim.Optimizer):
+class _InPlainOps(_AsInApex, ABC):
+    """A step in torch's own ops; states are fp32."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            UnsupportedError (a RuntimeError): a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_all()
+        return loss
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Update the parameters of every group."""
+
+
+class FusedLAMB(_InPlainOps):
     """LAMB (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2) with Apex's options, in foreach ops.
 
     m and v are Adam's moments of the gradient, first divided by max(1, global norm / max_grad_norm); the
@@ -196,19 +218,12 @@ class FusedLAMB(_AsInApex, torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if grads:
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
             for group in self.param_groups:
                 self._update(group, norm)
-        return loss
 
     def _update(self, group: dict[str, Any], norm: Tensor) -> None:
         params = [p for p in group["params"] if p.grad is not None]
@@ -262,3 +277,103 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 def _trust(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
     return torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+
+
+class _PerParameter(_InPlainOps):
+    """A step that goes parameter by parameter, in fp32."""
+
+    def _update_all(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
+
+    @abstractmethod
+    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        """The weight, in fp32, after a step with this gradient."""
+
+
+class FusedAdagrad(_PerParameter):
+    """Adagrad (Duchi et al., JMLR 2011); weight decay in the gradient, or decoupled by `adagrad_w_mode`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.set_grad_none, self.adagrad_w_mode = set_grad_none, bool(adagrad_w_mode)
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        total = self.state[p].setdefault("sum", torch.zeros_like(weight))
+        decay = group["weight_decay"]
+        grad = grad if self.adagrad_w_mode else grad + decay * weight
+        total.addcmul_(grad, grad)
+        update = grad / (total.sqrt() + group["eps"])
+        update = update + decay * weight if self.adagrad_w_mode else update
+        return weight - group["lr"] * update
+
+
+class FusedNovoGrad(_PerParameter):
+    """NovoGrad (Ginsburg et al. 2019, arXiv 1905.11286): one second moment a tensor, kept as a norm.
+
+    `norm_type` 2 blends squares of norms, 0 (or inf) the largest magnitudes themselves.
+
+    Raises:
+        UnsupportedError (a RuntimeError): amsgrad. ConfigError: another norm.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: float = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("FusedNovoGrad does not support amsgrad=True, as in Apex")
+        if norm_type not in (0, 2, float("inf")):
+            raise ConfigError(f"norm_type={norm_type!r}: expected 2, or 0 for the largest magnitude")
+        self.set_grad_none, self.reg_inside_moment = set_grad_none, reg_inside_moment
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        more = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, **more})
+
+    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        state, (beta1, beta2), decay = self.state[p], group["betas"], group["weight_decay"]
+        squares = group["norm_type"] == 2
+        norm = torch.linalg.vector_norm(grad, 2 if squares else float("inf"))
+        if "norm" not in state:
+            state["norm"] = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
+            state["exp_avg"] = torch.zeros_like(weight)
+        before = state["norm"]
+        if squares:
+            blended = (beta2 * before.square() + (1 - beta2) * norm.square()).sqrt()
+        else:
+            blended = beta2 * before + (1 - beta2) * norm
+        before.copy_(blended)
+        corrections = (1 - beta1 ** group["step"], (1 - beta2 ** group["step"]) ** 0.5)
+        first, second = corrections if group["bias_correction"] else (1.0, 1.0)
+        below = blended / second + group["eps"]
+        grad = grad / below + decay * weight if self.reg_inside_moment else grad
+        moment = state["exp_avg"].mul_(beta1)
+        moment.add_(grad, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        update = moment / first
+        update = update if self.reg_inside_moment else update / below + decay * weight
+        return weight - group["lr"] * update
