@@ -32,87 +32,31 @@ The error for any other name says what to use instead.
 does. Checkpoint files are torch's, not MindSpore's.
 """
 
-from halfstep.compat.mindspore import _older_paths, amp, common, context, dataset, dtype, nn, ops, train
+from halfstep.compat.mindspore import (
+    _functions,
+    _paths,
+    _tensor,
+    amp,
+    common,
+    context,
+    dataset,
+    dtype,
+    nn,
+    ops,
+    train,
+)
 from halfstep.compat.mindspore._absent import absent
-from halfstep.compat.mindspore._functions import (
-    grad,
-    jit,
-    load_checkpoint,
-    load_param_into_net,
-    save_checkpoint,
-    set_seed,
-    value_and_grad,
-)
-from halfstep.compat.mindspore._tensor import (
-    Parameter,
-    ParameterTuple,
-    Tensor,
-    bfloat16,
-    bool_,
-    float16,
-    float32,
-    float64,
-    from_numpy,
-    int8,
-    int16,
-    int32,
-    int64,
-    mutable,
-    tensor,
-    uint8,
-)
-from halfstep.compat.mindspore.context import (
-    GRAPH_MODE,
-    PYNATIVE_MODE,
-    get_context,
-    set_auto_parallel_context,
-    set_context,
-    set_deterministic,
-    set_device,
-)
+from halfstep.compat.mindspore._functions import *
+from halfstep.compat.mindspore._tensor import *
+from halfstep.compat.mindspore.context import *
+from halfstep.compat.mindspore.dtype import *
 from halfstep.compat.mindspore.train import Model
 
-__all__ = [
-    "GRAPH_MODE",
-    "PYNATIVE_MODE",
-    "Model",
-    "Parameter",
-    "ParameterTuple",
-    "Tensor",
-    "amp",
-    "bfloat16",
-    "bool_",
-    "common",
-    "context",
-    "dataset",
-    "dtype",
-    "float16",
-    "float32",
-    "float64",
-    "from_numpy",
-    "get_context",
-    "grad",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "jit",
-    "load_checkpoint",
-    "load_param_into_net",
-    "mutable",
-    "nn",
-    "ops",
-    "save_checkpoint",
-    "set_auto_parallel_context",
-    "set_context",
-    "set_deterministic",
-    "set_device",
-    "set_seed",
-    "tensor",
-    "train",
-    "uint8",
-    "value_and_grad",
-]
+__all__ = ["Model", "amp", "common", "context", "dataset", "dtype", "nn", "ops", "train"]
+__all__ += _functions.__all__
+__all__ += _tensor.__all__
+__all__ += context.__all__
+__all__ += dtype.__all__
 
-_older_paths.register()
+_paths.register()
 __getattr__ = absent("mindspore")

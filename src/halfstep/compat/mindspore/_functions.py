@@ -15,6 +15,16 @@ from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, plai
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.torch_private import pytree
 
+__all__ = [
+    "grad",
+    "jit",
+    "load_checkpoint",
+    "load_param_into_net",
+    "save_checkpoint",
+    "set_seed",
+    "value_and_grad",
+]
+
 Position = int | tuple[int, ...] | None
 
 
@@ -66,7 +76,7 @@ def value_and_grad(
             outputs = fn(*given, **kwargs)
             counted = _differentiated(outputs, has_aux)
             told.look(counted, has_aux)
-        grads = _gradients(counted, [*(given[i] for i in positions), *by_weight])
+        grads = gradients_of(counted, [*(given[i] for i in positions), *by_weight])
         of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
         chosen = of_weights if grad_position is None else of_inputs
@@ -144,14 +154,12 @@ def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:
     return [plain_tensor(t) for t in leaves if t.is_floating_point() and t.requires_grad]
 
 
-def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Tensor, ...]:
-    if not outputs:
-        return tuple(as_tensor(torch.zeros_like(t)) for t in inputs)
-    ones = [torch.ones_like(t) for t in outputs]
-    found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
-    pairs = zip(inputs, found)
-    made: Any = (as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
-    return tuple(made)
+def gradients_of(outputs: list[torch.Tensor], inputs: list[torch.Tensor], factors: Any = None) -> Any:
+    """Gradients of the outputs' sum, each times its factor; zeros for what has no influence."""
+    ones = [torch.ones_like(t) for t in outputs] if factors is None else factors
+    found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if outputs else ()
+    pairs = zip(inputs, found or (None,) * len(inputs))
+    return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
 
 
 def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:

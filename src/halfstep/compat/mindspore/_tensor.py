@@ -1,4 +1,4 @@
-"""Tensor, Parameter and dtypes under MindSpore's names: torch's own, with `asnumpy` and `astype` added."""
+"""Tensor and Parameter under MindSpore's names: torch's own, with `asnumpy` and `astype` added."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-float16, float32, float64, bfloat16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-int8, int16, int32, int64, uint8, bool_ = (
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
+__all__ = ["Parameter", "ParameterTuple", "Tensor", "from_numpy", "mutable", "tensor"]
 
 
 class _Methods:

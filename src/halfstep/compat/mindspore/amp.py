@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.compat.mindspore import nn, ops
 from halfstep.compat.mindspore._absent import absent
@@ -31,10 +31,11 @@ from halfstep.compat.mindspore._loss_scale import (
     LossScaler,
     StaticLossScaler,
 )
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, bfloat16, float16, float32
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import Conversion, convert
-from halfstep.convert.hooks import CastOutputs, Power
+from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
@@ -288,34 +289,13 @@ def _run_low_but(
     return record
 
 
-class _Region:
-    """A pair of hooks that runs a module's forward in an autocast region; copied and pickled with it."""
-
-    def __init__(self, device: str | None, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self._open: dict[int, list[autocast]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}}
-
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        region = autocast(self.device, self.dtype, policy=_AUTO)
-        region.__enter__()
-        self._open.setdefault(threading.get_ident(), []).append(region)
-
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        entered = self._open.get(threading.get_ident())
-        if entered:
-            entered.pop().__exit__()
-
-
 def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
-    device = next((p.device.type for p in network.parameters()), None)
-    hooks = _Region(device, dtype)
+    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
+    region = InRegion(Power(), device, _AUTO.with_dtype(dtype))
     record = _Converted("auto")
     record.handles = [
-        network.register_forward_pre_hook(hooks.enter, prepend=True),
-        network.register_forward_hook(hooks.leave, always_call=True),
+        network.register_forward_pre_hook(region.enter, prepend=True),
+        network.register_forward_hook(region.leave, always_call=True),
     ]
     return record
 

@@ -31,54 +31,16 @@ __all__ = [
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 _TARGETS = ("CPU", "GPU", "Ascend")
-_NO_EFFECT = frozenset(
-    {
-        "aoe_config",
-        "aoe_tune_mode",
-        "auto_tune_mode",
-        "check_bprop",
-        "compile_cache_path",
-        "debug_level",
-        "device_id",
-        "disable_format_transform",
-        "dump_config",
-        "enable_compile_cache",
-        "enable_dump",
-        "enable_graph_kernel",
-        "enable_mem_reuse",
-        "enable_profiling",
-        "env_config_path",
-        "exec_order",
-        "gpu_config",
-        "grad_for_scalar",
-        "graph_kernel_flags",
-        "host_scheduling_max_threshold",
-        "inter_op_parallel_num",
-        "jit_config",
-        "jit_enable_inplace_ops",
-        "jit_level",
-        "jit_syntax_level",
-        "max_call_depth",
-        "max_device_memory",
-        "memory_offload",
-        "memory_optimize_level",
-        "memory_optimize_threshold",
-        "mempool_block_size",
-        "op_timeout",
-        "parallel_speed_up_json_path",
-        "print_file_path",
-        "profiling_options",
-        "pynative_synchronize",
-        "reserve_class_name_in_scope",
-        "runtime_num_threads",
-        "save_compile_cache",
-        "save_dump_path",
-        "save_graphs",
-        "save_graphs_path",
-        "support_binary",
-        "variable_memory_max_size",
-    }
-)
+_NO_EFFECT = """
+    aoe_config aoe_tune_mode auto_tune_mode check_bprop compile_cache_path debug_level device_id
+    disable_format_transform dump_config enable_compile_cache enable_dump enable_graph_kernel
+    enable_mem_reuse enable_profiling env_config_path exec_order gpu_config grad_for_scalar
+    graph_kernel_flags host_scheduling_max_threshold inter_op_parallel_num jit_config jit_enable_inplace_ops
+    jit_level jit_syntax_level max_call_depth max_device_memory memory_offload memory_optimize_level
+    memory_optimize_threshold mempool_block_size op_timeout parallel_speed_up_json_path print_file_path
+    profiling_options pynative_synchronize reserve_class_name_in_scope runtime_num_threads
+    save_compile_cache save_dump_path save_graphs save_graphs_path support_binary variable_memory_max_size
+"""
 """Settings of MindSpore that change no number here."""
 _OF_PRECISION: Mapping[str, str] = MappingProxyType(
     {"ascend_config": "precision_mode", "enable_reduce_precision": "enable_reduce_precision"}
@@ -110,7 +72,7 @@ def set_context(**kwargs: Any) -> None:
         ValueError: a keyword that MindSpore has not, or a mode, target or value that it refuses.
     """
     for key in kwargs:
-        if key not in _said and key not in _NO_EFFECT and key not in _OF_PRECISION:
+        if key not in _said and key not in _NO_EFFECT.split() and key not in _OF_PRECISION:
             raise ConfigError(
                 f"For 'context.set_context', the keyword argument {key} is not recognized: expected mode, "
                 "device_target, deterministic or another of MindSpore's"
@@ -136,7 +98,7 @@ def get_context(attr_key: str) -> Any:
     Raises:
         ValueError: a key that MindSpore has not.
     """
-    if attr_key not in _said and attr_key not in _NO_EFFECT and attr_key not in _OF_PRECISION:
+    if attr_key not in _said and attr_key not in _NO_EFFECT.split() and attr_key not in _OF_PRECISION:
         raise ConfigError(f"For 'context.get_context', the argument {attr_key} is not recognized")
     return _said.get(attr_key)
 

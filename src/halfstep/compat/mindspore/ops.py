@@ -1,10 +1,11 @@
-"""Primitives and functions of mindspore.ops that precision lists name, over torch.
+"""Primitives and functions of mindspore.ops that precision lists and training cells name, over torch.
 
 A Primitive is a torch.nn.Module without parameters, so that `amp` finds it inside a Cell.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -15,106 +16,11 @@ import torch.nn.functional as F
 from torch.nn.grad import conv2d_input
 
 from halfstep.compat.mindspore._absent import absent
-from halfstep.compat.mindspore._function_ops import (
-    GradOperation,
-    HyperMap,
-    MultitypeFuncGraph,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    depend,
-    partial,
-    tuple_to_array,
-)
-from halfstep.compat.mindspore._functions import grad, value_and_grad
-from halfstep.compat.mindspore._tensor import as_tensor
-from halfstep.compat.mindspore._value_ops import fill, identity, scalar_to_tensor, select
-from halfstep.errors import ConfigError
-
-__all__ = [
-    "Add",
-    "BatchMatMul",
-    "Cast",
-    "Conv2D",
-    "Conv2DBackpropInput",
-    "Conv2DTranspose",
-    "Conv3D",
-    "Conv3DTranspose",
-    "Depend",
-    "Div",
-    "Fill",
-    "Ger",
-    "GradOperation",
-    "HyperMap",
-    "Identity",
-    "Map",
-    "MatMul",
-    "Mul",
-    "MultitypeFuncGraph",
-    "OnesLike",
-    "PReLU",
-    "Primitive",
-    "ReLU",
-    "Reciprocal",
-    "ReduceMean",
-    "ReduceSum",
-    "Reshape",
-    "ScalarToTensor",
-    "Select",
-    "Softmax",
-    "Sqrt",
-    "Sub",
-    "Transpose",
-    "ZerosLike",
-    "argmax",
-    "assign",
-    "assign_add",
-    "cast",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "composite",
-    "concat",
-    "cross_entropy",
-    "depend",
-    "dtype",
-    "equal",
-    "exp",
-    "expand_dims",
-    "fill",
-    "functional",
-    "gelu",
-    "grad",
-    "identity",
-    "isfinite",
-    "log",
-    "log_softmax",
-    "matmul",
-    "mean",
-    "ones_like",
-    "operations",
-    "partial",
-    "reciprocal",
-    "reduce_mean",
-    "reduce_sum",
-    "relu",
-    "reshape",
-    "scalar_to_tensor",
-    "select",
-    "shape",
-    "sigmoid",
-    "softmax",
-    "sqrt",
-    "square",
-    "stack",
-    "stop_gradient",
-    "sum",
-    "tanh",
-    "transpose",
-    "tuple_to_array",
-    "value_and_grad",
-    "zeros_like",
-]
+from halfstep.compat.mindspore._functions import grad as grad
+from halfstep.compat.mindspore._functions import gradients_of
+from halfstep.compat.mindspore._functions import value_and_grad as value_and_grad
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
+from halfstep.errors import ConfigError, UnsupportedError
 
 
 class Primitive(torch.nn.Module):
@@ -291,6 +197,98 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
+def fill(type: torch.dtype | None, shape: Any, value: Any) -> Tensor:
+    """A tensor of one value, rounded to `type` (too large a value is inf); None keeps the value's dtype.
+
+    Raises:
+        TypeError: a shape that is no tuple, list or tensor of integers.
+    """
+    if not isinstance(shape, tuple | list | torch.Tensor):
+        raise TypeError(
+            f"For 'fill', the `shape` must be a tuple or tensor with all Int elements, got {shape!r}"
+        )
+    sizes = [int(size) for size in shape]
+    exact = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and type else value
+    filled = torch.as_tensor(exact).to(type).expand(sizes)
+    return as_tensor(filled.clone(memory_format=torch.contiguous_format))
+
+
+def select(condition: torch.Tensor, input: Any, other: Any) -> Tensor:
+    """`input` where the condition holds, else `other`: tensors that broadcast, or numbers.
+
+    Raises:
+        TypeError: a condition that is no bool tensor.
+    """
+    if not isinstance(condition, torch.Tensor) or condition.dtype != torch.bool:
+        kind = getattr(condition, "dtype", type(condition).__name__)
+        raise TypeError(f"For 'select', the condition must be a Tensor of bool, but got {kind}")
+    return as_tensor(torch.where(condition, input, other))
+
+
+def identity(x: Any) -> Any:
+    """`x` itself."""
+    return x
+
+
+def scalar_to_tensor(input_x: bool | int | float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A 0-d tensor of a number, in fp32 unless told otherwise.
+
+    Raises:
+        TypeError: what is no number.
+    """
+    if not isinstance(input_x, bool | int | float):
+        kind = type(input_x).__name__
+        raise TypeError(
+            f"For 'ScalarToTensor', the type of 'x' should be one of 'bool', 'int', 'float', but got '{kind}'"
+        )
+    return fill(dtype, (), input_x)
+
+
+partial = functools.partial
+
+
+def depend(value: Any, expr: Any) -> Any:
+    """`value`; `expr` was computed before it, since everything runs in the order written."""
+    return value
+
+
+def clip_by_value(x: Any, clip_value_min: Any = None, clip_value_max: Any = None) -> Any:
+    """Every tensor of `x` held between the bounds."""
+    if isinstance(x, tuple | list):
+        return type(x)(clip_by_value(t, clip_value_min, clip_value_max) for t in x)
+    return as_tensor(torch.clamp(x, clip_value_min, clip_value_max))
+
+
+def clip_by_global_norm(x: Any, clip_norm: float = 1.0, use_norm: Any = None) -> tuple[Any, ...]:
+    """The tensors times clip_norm / max(clip_norm, their norm together), which is taken in fp32."""
+    if use_norm is not None:
+        raise ConfigError("For 'clip_by_global_norm', 'use_norm' must be None, as in MindSpore")
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.float()) for t in x]))
+    factor = clip_norm / norm.clamp(min=clip_norm)
+    return tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in x)
+
+
+def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
+    """A tensor, or tensors side by side, times min(1, max_norm / their norm together), taken in fp32.
+
+    Raises:
+        RuntimeError: with `error_if_nonfinite`, a norm that is inf or NaN.
+    """
+    listed = [x] if isinstance(x, torch.Tensor) else list(x)
+    norms = torch.stack([torch.linalg.vector_norm(t.float(), norm_type) for t in listed])
+    total = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise UnsupportedError(f"clip_by_norm: the norm of order {norm_type} is {total.item()}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    clipped = tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in listed)
+    return clipped[0] if isinstance(x, torch.Tensor) else clipped
+
+
+def tuple_to_array(input_x: tuple[Any, ...]) -> Any:
+    """A tensor of the numbers of a tuple."""
+    return as_tensor(torch.tensor(input_x))
+
+
 Add = _row("Add", torch.add, "x + y.")
 Sub = _row("Sub", torch.sub, "x - y.")
 Mul = _row("Mul", torch.mul, "x * y.")
@@ -332,6 +330,129 @@ class Conv3DTranspose(_Convolution):
 
 class Conv2DBackpropInput(Conv2DTranspose):
     """The older name of Conv2DTranspose."""
+
+
+# --- ops that take functions ---
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,),
+    "Number": (int, float),
+    "Int64": (int,),
+    "Float32": (float,),
+    "Bool": (bool,),
+    "Tuple": (tuple,),
+    "List": (list,),
+    "String": (str,),
+    "None": (type(None),),
+}
+
+
+class GradOperation:
+    """Makes gradient functions: `GradOperation(get_by_list=True)(network, weights)(*inputs)`.
+
+    Args:
+        get_all: gradients by all inputs, not by the first alone.
+        get_by_list: gradients by the weights given (a Cell's trainable parameters if none are).
+        sens_param: the last argument of the call is the gradient of the output, ones otherwise.
+    """
+
+    def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
+        for name, value in {"get_all": get_all, "get_by_list": get_by_list, "sens_param": sens_param}.items():
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"For 'GradOperation', the '{name}' should be bool, but got {type(value).__name__}"
+                )
+        self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param
+
+    def __call__(self, fn: Callable[..., Any], weights: Any = None) -> Callable[..., Any]:
+        """A function of the inputs of `fn` (and `sens`) that gives gradients."""
+        if self.get_by_list and weights is None:
+            weights = getattr(fn, "trainable_params", list)()
+        single = isinstance(weights, torch.Tensor)
+        by_weight = [weights] if single else list(weights or ())
+
+        def gradients(*inputs: Any) -> Any:
+            inputs, sens = (inputs[:-1], inputs[-1]) if self.sens_param else (inputs, None)
+            by_input = [
+                as_tensor(x.detach()).requires_grad_()
+                if isinstance(x, torch.Tensor) and x.is_floating_point()
+                else x
+                for x in inputs
+            ]
+            found = [x for x in by_input if isinstance(x, torch.Tensor) and x.requires_grad]
+            if not (self.get_all or self.get_by_list):
+                found = found[:1]
+            wanted = found if self.get_all or not self.get_by_list else []
+            with torch.enable_grad():
+                outputs = fn(*by_input)
+            grads = _backward(outputs, sens, [*wanted, *by_weight])
+            of_inputs, of_weights = grads[: len(wanted)], grads[len(wanted) :]
+            of_weights = of_weights[0] if single else of_weights
+            if self.get_all and self.get_by_list:
+                return of_inputs, of_weights
+            if self.get_by_list:
+                return of_weights
+            return of_inputs if self.get_all else of_inputs[0]
+
+        return gradients
+
+
+def _backward(outputs: Any, sens: Any, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    given = [plain_tensor(t) for t in (outputs if isinstance(outputs, tuple | list) else [outputs])]
+    factors = sens if isinstance(sens, tuple | list) else [sens] * len(given)
+    pairs = [(t, f) for t, f in zip(given, factors) if t.requires_grad]
+    ones = [
+        torch.ones_like(t) if f is None else torch.as_tensor(f, dtype=t.dtype).expand(t.shape)
+        for t, f in pairs
+    ]
+    return gradients_of([t for t, _ in pairs], inputs, ones)
+
+
+class MultitypeFuncGraph:
+    """A function with one body for each combination of kinds: `@graph.register("Tensor", "Number")`."""
+
+    def __init__(self, name: str, read_value: bool = False) -> None:
+        self.name = name
+        self._bodies: list[tuple[tuple[str, ...], Callable[..., Any]]] = []
+
+    def register(self, *type_names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate the body for these kinds of arguments ("Tensor", "Number", "Bool", "Tuple" ...)."""
+        if unknown := [name for name in type_names if name not in _KINDS]:
+            raise UnsupportedError(
+                f"{self.name}.register({unknown[0]!r}): expected one of {', '.join(_KINDS)}"
+            )
+
+        def keep(body: Callable[..., Any]) -> Callable[..., Any]:
+            self._bodies.append((type_names, body))
+            return body
+
+        return keep
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the body that fits; TypeError where none does."""
+        for names, body in self._bodies:
+            if len(names) == len(args) and all(isinstance(a, _KINDS[n]) for a, n in zip(args, names)):
+                return body(*args)
+        kinds = ", ".join(type(a).__name__ for a in args)
+        raise TypeError(f"For '{self.name}', no body is registered for ({kinds})")
+
+
+class HyperMap:
+    """Applies a function to the leaves of tuples and lists side by side, as in `HyperMap()(f, gradients)`."""
+
+    def __init__(self, ops: Callable[..., Any] | None = None, reverse: bool = False) -> None:
+        self._function = ops
+
+    def __call__(self, *args: Any) -> Any:
+        """`function` (unless given before) and one or more nests of the same form."""
+        function, nests = (args[0], args[1:]) if self._function is None else (self._function, args)
+        return _mapped(function, *nests)
+
+
+def _mapped(function: Callable[..., Any], *nests: Any) -> Any:
+    if isinstance(nests[0], tuple | list):
+        return tuple(_mapped(function, *parts) for parts in zip(*nests, strict=True))
+    return function(*nests)
 
 
 matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.log, torch.isfinite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.nn import init
 
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
-from halfstep.compat.mindspore.nn._initializer import Initializer, initialize
+from halfstep.errors import ConfigError
 
 __all__ = [
     "Constant",
@@ -26,6 +27,17 @@ __all__ = [
     "Zero",
     "initializer",
 ]
+
+
+class Initializer(ABC):
+    """A way for a weight to begin; those of `common.initializer` say which."""
+
+    @abstractmethod
+    def fill(self, t: torch.Tensor) -> None:
+        """Write the values in place."""
+
+
+Init = str | float | torch.Tensor | Initializer | None
 
 
 def _row(name: str, says: str, fill: Callable[..., Any], **defaults: Any) -> Any:
@@ -72,6 +84,33 @@ HeNormal = _row("HeNormal", "He et al. 2015, normal.", init.kaiming_normal_, **_
 Constant = _row("Constant", "One number everywhere.", init.constant_, value=...)
 Zero = _row("Zero", "0 everywhere.", init.zeros_)
 One = _row("One", "1 everywhere.", init.ones_)
+
+
+_KINDS = (Normal, TruncatedNormal, Uniform, XavierUniform, XavierNormal, HeUniform, HeNormal)
+_NAMED: dict[str, Any] = {
+    "zero": Zero,
+    "zeros": Zero,
+    "one": One,
+    "ones": One,
+    **{kind.__name__.lower(): kind for kind in _KINDS},
+}
+
+
+@torch.no_grad()
+def initialize(parameter: torch.Tensor | None, init: Init) -> None:
+    """Write a beginning into a parameter: by name in any case, an Initializer, a tensor or a number."""
+    if parameter is None or init is None:
+        return
+    if isinstance(init, str):
+        if (name := init.lower().replace("_", "")) not in _NAMED:
+            raise ConfigError(f"unknown initializer {init!r}: expected one of {', '.join(_NAMED)}")
+        init = _NAMED[name]()
+    if isinstance(init, Initializer):
+        init.fill(parameter)
+    elif isinstance(init, torch.Tensor):
+        parameter.copy_(init)
+    else:
+        parameter.fill_(init)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def initializer(

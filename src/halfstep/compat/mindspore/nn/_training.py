@@ -1,25 +1,337 @@
-"""Cells that take a training or evaluation step; the scale, the check and the skip are halfstep's."""
+"""Cells that take a training or evaluation step, and optimizers that are called with gradients.
+
+The scale, the check and the skip are halfstep's; each optimizer is a torch.optim one underneath.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore._function_ops import GradOperation, HyperMap
 from halfstep.compat.mindspore._functions import value_and_grad
-from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
-from halfstep.compat.mindspore.nn._optimizers import Optimizer
-from halfstep.compat.mindspore.nn._update_cells import CellLossScale
+from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.optim import AdamW
 from halfstep.scaling.loss_scale import LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.trees import all_finite, cast_floats
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamWeightDecay",
+    "DynamicLossScaleUpdateCell",
+    "FixedLossScaleUpdateCell",
+    "Momentum",
+    "Optimizer",
+    "TrainOneStepCell",
+    "TrainOneStepWithLossScaleCell",
+    "WithEvalCell",
+    "WithLossCell",
+    "cosine_decay_lr",
+    "exponential_decay_lr",
+    "piecewise_constant_lr",
+    "warmup_lr",
+]
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """`learning_rates[i]` up to step `milestone[i]`.
+
+    Raises:
+        ValueError: lists of different lengths, or milestones that do not grow.
+    """
+    if len(milestone) != len(learning_rates) or list(milestone) != sorted(set(milestone)):
+        raise ConfigError(
+            f"expected growing milestones and a rate for each, got {milestone}, {learning_rates}"
+        )
+    lengths = (now - before for before, now in zip((0, *milestone), milestone))
+    return [rate for rate, length in zip(learning_rates, lengths) for _ in range(length)]
+
+
+def exponential_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """learning_rate * decay_rate^(epoch / decay_epoch), the exponent rounded down with `is_stair`."""
+    exponents = (step // step_per_epoch / decay_epoch for step in range(total_step))
+    return [learning_rate * decay_rate ** (math.floor(e) if is_stair else e) for e in exponents]
+
+
+def cosine_decay_lr(
+    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
+) -> list[float]:
+    """From `max_lr` to `min_lr` along half a cosine over `decay_epoch` epochs, and `min_lr` from there on."""
+    epochs = (min(step // step_per_epoch, decay_epoch) for step in range(total_step))
+    half = 0.5 * (max_lr - min_lr)
+    return [min_lr + half * (1 + math.cos(math.pi * epoch / decay_epoch)) for epoch in epochs]
+
+
+def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
+    """From 0 to `learning_rate` in equal steps over `warmup_epoch` epochs, and that from there on."""
+    epochs = (min(step // step_per_epoch, warmup_epoch) for step in range(total_step))
+    return [learning_rate * epoch / warmup_epoch for epoch in epochs]
+
+
+LearningRate = float | Sequence[float] | torch.Tensor
+
+
+class Optimizer:
+    """Base of the optimizers: `optimizer(gradients)` takes one step.
+
+    `optimizer.torch_optimizer` is the torch.optim object that does the work; `parameters` are in the order in
+    which gradients are given: that of the groups, or of a group {"order_params": parameters}. A sequence of
+    learning rates, of the optimizer or of a group, holds one for each step, the last one staying.
+    """
+
+    def __init__(
+        self,
+        torch_optimizer: torch.optim.Optimizer,
+        learning_rate: LearningRate,
+        loss_scale: float,
+        groups: Groups | None = None,
+    ) -> None:
+        if loss_scale <= 0:
+            raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {loss_scale}")
+        self.torch_optimizer = torch_optimizer
+        self.learning_rate, self.loss_scale = learning_rate, loss_scale
+        self.global_step = 0
+        self._order = None if groups is None else groups.order
+        self._rates: dict[int, Sequence[float]] = {} if groups is None else groups.rates
+
+    def _make(self, kind: Any, params: Any, rate: LearningRate, loss_scale: float, *options: Any) -> None:
+        """Be what a class of torch's does with these parameters, their groups and options."""
+        groups = _groups(params, rate)
+        Optimizer.__init__(self, kind(groups.groups, _first(rate), *options), rate, loss_scale, groups)
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters, in the order of the gradients."""
+        if self._order is not None:
+            return self._order
+        return tuple(p for group in self.torch_optimizer.param_groups for p in group["params"])
+
+    def get_lr(self) -> float:
+        """The learning rate of the next step (of the first group)."""
+        self._set_rates()
+        return float(self.torch_optimizer.param_groups[0]["lr"])
+
+    def _set_rates(self) -> None:
+        for index, rates in self._rates.items():
+            rate = float(rates[min(self.global_step, len(rates) - 1)])
+            self.torch_optimizer.param_groups[index]["lr"] = rate
+
+    def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Take one step with these gradients, divided by `loss_scale`; returns True."""
+        parameters, given = self.parameters, tuple(gradients)
+        if len(given) != len(parameters):
+            raise ConfigError(f"{len(given)} gradients for {len(parameters)} parameters: give one for each")
+        self._set_rates()
+        for parameter, gradient in zip(parameters, given):
+            own = plain_tensor(gradient.detach()).to(parameter.dtype)
+            parameter.grad = own if self.loss_scale == 1.0 else own / self.loss_scale
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad(set_to_none=True)
+        self.global_step += 1
+        return True
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Parameter groups as torch takes them, the order of the gradients, and rates that change by index."""
+
+    groups: list[Any]
+    order: tuple[torch.nn.Parameter, ...] | None
+    rates: dict[int, Sequence[float]]
+
+
+def _first(learning_rate: LearningRate) -> float:
+    if isinstance(learning_rate, str):
+        raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
+    given: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
+    return float(given if isinstance(given, int | float) else given[0])
+
+
+def _groups(params: Any, learning_rate: LearningRate) -> Groups:
+    """Read MindSpore's groups; ConfigError for none, for an unknown key and for a bad order."""
+    listed: list[Any] = list(params)
+    order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
+    groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
+    if not groups:
+        raise ConfigError("the optimizer got no parameters: pass network.trainable_params()")
+    grouped = isinstance(groups[0], dict)
+    mine: list[Any] = [p for g in groups for p in g["params"]] if grouped else groups
+    if order is not None and {id(p) for p in order} != {id(p) for p in mine}:
+        raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
+    rates: dict[int, Any] = {}
+    for index, group in enumerate(groups if grouped else [{}]):
+        rate = group.get("lr", learning_rate)
+        rate = rate.tolist() if isinstance(rate, torch.Tensor) else rate
+        if "lr" in group:
+            group["lr"] = _first(rate)
+        if not isinstance(rate, int | float):
+            rates[index] = rate
+    return Groups(groups, None if order is None else tuple(order), rates)
+
+
+def _group(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    group: dict[str, Any] = {**given, "params": list(given["params"])}
+    if group.pop("grad_centralization", False):
+        raise ConfigError("a group asks for grad_centralization, which is not here: centre gradients by hand")
+    return group
+
+
+class SGD(Optimizer):
+    """Gradient descent with momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRate = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        loss_scale: float = 1.0,
+    ) -> None:
+        options = (momentum, dampening, weight_decay, nesterov)
+        self._make(torch.optim.SGD, params, learning_rate, loss_scale, *options)
+
+
+class Momentum(Optimizer):
+    """Gradient descent with momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRate,
+        momentum: float,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+        use_nesterov: bool = False,
+    ) -> None:
+        options = (momentum, 0.0, weight_decay, use_nesterov)
+        self._make(torch.optim.SGD, params, learning_rate, loss_scale, *options)
+
+
+class Adam(Optimizer):
+    """Adam with bias correction; weight decay is added to the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRate = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        *,
+        use_amsgrad: bool = False,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+    ) -> None:
+        options = ((beta1, beta2), eps, weight_decay, use_amsgrad)
+        self._make(torch.optim.Adam, params, learning_rate, loss_scale, *options)
+
+
+class AdamWeightDecay(Optimizer):
+    """Adam without bias correction; weight decay is taken off the weight, not added to the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRate = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        make = functools.partial(AdamW, bias_correction=False)
+        self._make(make, params, learning_rate, 1.0, (beta1, beta2), eps, weight_decay)
+
+
+class FixedLossScaleUpdateCell(Cell):
+    """`cell(loss_scale, overflow)` gives `overflow` back and leaves the scale alone."""
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__()
+        self.loss_scale_value = loss_scale_value
+
+    def get_loss_scale(self) -> float:
+        """The scale to begin with."""
+        return self.loss_scale_value
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor."""
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(Cell):
+    """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
+
+    An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
+
+    Raises:
+        ValueError: a scale below 1.
+    """
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        super().__init__()
+        self.loss_scale_value, self.scale_factor, self.scale_window = (
+            loss_scale_value,
+            scale_factor,
+            scale_window,
+        )
+        self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
+
+    def get_loss_scale(self) -> float:
+        """The scale to begin with."""
+        return self.loss_scale_value
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
+        flag = torch.as_tensor(overflow).detach().reshape(()).bool()
+        before = loss_scale.detach().reshape(()).float().clone()
+        self._rule = replace(self._rule, current=before).adjust(~flag)
+        with torch.no_grad():
+            loss_scale.copy_(self._rule.tensor(loss_scale.device).reshape(loss_scale.shape))
+        return overflow
+
+
+@dataclass(frozen=True)
+class CellLossScale(LossScale):
+    """A loss scale that any Cell of (loss_scale, overflow) with `get_loss_scale()` moves."""
+
+    cell: Any
+    current: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def value(self) -> float | torch.Tensor:
+        """The scale: the cell's first at first."""
+        return float(self.cell.get_loss_scale()) if self.current is None else self.current
+
+    def adjust(self, finite: bool | torch.Tensor, amax: float | torch.Tensor | None = None) -> CellLossScale:
+        """Ask the cell."""
+        flag = torch.as_tensor(finite).detach().reshape(()).bool()
+        moved = as_tensor(self.tensor(flag.device).clone())
+        self.cell(moved, as_tensor(~flag))
+        return replace(self, current=moved.as_subclass(torch.Tensor))
 
 
 class WithLossCell(Cell):

@@ -2,69 +2,12 @@
 
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._loss_scale import (
-    DynamicLossScaleManager,
-    FixedLossScaleManager,
-    LossScaleManager,
+    DynamicLossScaleManager as DynamicLossScaleManager,
 )
-from halfstep.compat.mindspore.train._callbacks import (
-    Callback,
-    CallbackParam,
-    CheckpointConfig,
-    EarlyStopping,
-    History,
-    LossMonitor,
-    ModelCheckpoint,
-    RunContext,
-    TimeMonitor,
-)
-from halfstep.compat.mindspore.train._metrics import (
-    F1,
-    MAE,
-    MSE,
-    Accuracy,
-    ConfusionMatrix,
-    Loss,
-    Metric,
-    Perplexity,
-    Precision,
-    Recall,
-    Top1CategoricalAccuracy,
-    Top5CategoricalAccuracy,
-    TopKCategoricalAccuracy,
-    get_metric_fn,
-    names,
-)
-from halfstep.compat.mindspore.train._model import Model
-
-__all__ = [
-    "F1",
-    "MAE",
-    "MSE",
-    "Accuracy",
-    "Callback",
-    "CallbackParam",
-    "CheckpointConfig",
-    "ConfusionMatrix",
-    "DynamicLossScaleManager",
-    "EarlyStopping",
-    "FixedLossScaleManager",
-    "History",
-    "Loss",
-    "LossMonitor",
-    "LossScaleManager",
-    "Metric",
-    "Model",
-    "ModelCheckpoint",
-    "Perplexity",
-    "Precision",
-    "Recall",
-    "RunContext",
-    "TimeMonitor",
-    "Top1CategoricalAccuracy",
-    "Top5CategoricalAccuracy",
-    "TopKCategoricalAccuracy",
-    "get_metric_fn",
-    "names",
-]
+from halfstep.compat.mindspore._loss_scale import FixedLossScaleManager as FixedLossScaleManager
+from halfstep.compat.mindspore._loss_scale import LossScaleManager as LossScaleManager
+from halfstep.compat.mindspore.train._callbacks import *
+from halfstep.compat.mindspore.train._metrics import *
+from halfstep.compat.mindspore.train._model import Model as Model
 
 __getattr__ = absent("train")

@@ -17,6 +17,18 @@ import torch
 from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
 from halfstep.errors import ConfigError, HalfstepWarning
 
+__all__ = [
+    "Callback",
+    "CallbackParam",
+    "CheckpointConfig",
+    "EarlyStopping",
+    "History",
+    "LossMonitor",
+    "ModelCheckpoint",
+    "RunContext",
+    "TimeMonitor",
+]
+
 EVENTS = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
 
 

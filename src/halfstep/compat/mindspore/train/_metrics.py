@@ -12,6 +12,24 @@ import torch
 
 from halfstep.errors import ConfigError
 
+__all__ = [
+    "F1",
+    "MAE",
+    "MSE",
+    "Accuracy",
+    "ConfusionMatrix",
+    "Loss",
+    "Metric",
+    "Perplexity",
+    "Precision",
+    "Recall",
+    "Top1CategoricalAccuracy",
+    "Top5CategoricalAccuracy",
+    "TopKCategoricalAccuracy",
+    "get_metric_fn",
+    "names",
+]
+
 
 def _array(x: Any) -> np.ndarray[Any, Any]:
     return x.detach().double().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float64)

@@ -1,17 +1,19 @@
-"""Module paths under which older scripts import what lies elsewhere here: one row a path."""
+"""Module paths under which scripts import what lies elsewhere here: one row a path."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from halfstep.compat.mindspore import _functions, _tensor, amp, dtype, nn, train
+from halfstep.compat.mindspore import _functions, _tensor, amp, dataset, dtype, nn, train
 
 _HERE = "halfstep.compat.mindspore"
 _ROWS: tuple[tuple[str, ModuleType, str], ...] = (
     ("common.dtype", dtype, " ".join(dtype.__all__)),
     ("common.parameter", _tensor, "Parameter ParameterTuple"),
     ("common.tensor", _tensor, "Tensor"),
+    ("dataset.transforms", dataset, "TypeCast"),
+    ("dataset.vision", dataset, "HWC2CHW Normalize Rescale"),
     ("nn.wrap", nn, ""),
     ("nn.wrap.cell_wrapper", nn, "TrainOneStepCell WithEvalCell WithLossCell"),
     (
@@ -34,7 +36,7 @@ _ROWS: tuple[tuple[str, ModuleType, str], ...] = (
 def register() -> None:
     """Make every path importable, and an attribute of the module that it lies in."""
     for path, home, names in _ROWS:
-        module = ModuleType(f"{_HERE}.{path}", f"mindspore.{path}: a path that older scripts import from.")
+        module = ModuleType(f"{_HERE}.{path}", f"mindspore.{path}: a path that scripts import from.")
         vars(module).update({name: getattr(home, name) for name in names.split()}, __path__=[])
         sys.modules[module.__name__] = module
         parent, _, name = module.__name__.rpartition(".")

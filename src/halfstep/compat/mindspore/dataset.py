@@ -1,6 +1,7 @@
-"""Data sets: MNIST from its files, or arrays; mapped, shuffled and batched, each call giving a new data set.
+"""mindspore.dataset: MNIST or arrays, mapped, shuffled and batched, each call giving a new data set.
 
-Whole batches are gathered from memory and transformed at once.
+Whole batches are gathered from memory and transformed at once. `vision` and `transforms` hold operations on
+images of [H, W, C] or [N, H, W, C].
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.errors import ConfigError, DataError
 from halfstep.idx import read_idx
@@ -194,3 +196,58 @@ class NumpySlicesDataset(Dataset):
             data = dict(zip(names, parts, strict=True))
         columns = {name: torch.as_tensor(np.asarray(values)) for name, values in data.items()}
         super().__init__(columns, shuffled=shuffle is None or shuffle)
+
+
+class Rescale:
+    """x * rescale + shift, as float32."""
+
+    whole_batches = True
+
+    def __init__(self, rescale: float, shift: float) -> None:
+        self.rescale, self.shift = float(rescale), float(shift)
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Any shape and dtype."""
+        return image.float() * self.rescale + self.shift
+
+
+class Normalize:
+    """(x - mean) / std by channel."""
+
+    whole_batches = True
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], is_hwc: bool = True) -> None:
+        if len(mean) != len(std) or min(std) <= 0:
+            raise ConfigError(f"Normalize takes as many means as positive stds, got mean={mean}, std={std}")
+        shape = (-1,) if is_hwc else (-1, 1, 1)
+        self.mean, self.std = (torch.tensor(v, dtype=torch.float32).reshape(shape) for v in (mean, std))
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """[..., H, W, C], or [..., C, H, W] with `is_hwc=False`."""
+        return (image.float() - self.mean.to(image.device)) / self.std.to(image.device)
+
+
+class HWC2CHW:
+    """[..., H, W, C] to [..., C, H, W]."""
+
+    whole_batches = True
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Any dtype."""
+        return image.movedim(-1, -3).contiguous()
+
+
+class TypeCast:
+    """Another dtype."""
+
+    whole_batches = True
+
+    def __init__(self, output_type: torch.dtype) -> None:
+        self.output_type = output_type
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return x.to(self.output_type)
+
+
+__getattr__ = absent("dataset")
