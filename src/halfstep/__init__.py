@@ -2,9 +2,7 @@
 
 from halfstep import devices, distributed, doctor, optim
 from halfstep.casting.context import active_policy, autocast
-from halfstep.casting.custom_function import custom_bwd, custom_fwd
-from halfstep.casting.frozen import frozen_weights
-from halfstep.casting.own_ops import op
+from halfstep.casting.functions import custom_bwd, custom_fwd, frozen_weights, op
 from halfstep.compat import device_module as device_module
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.to_float import to_float

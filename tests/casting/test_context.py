@@ -16,8 +16,8 @@ from halfstep.casting import (
     disabled,
     frozen_weights,
 )
+from halfstep.casting.functions import op as own_op
 from halfstep.casting.kernel_choice import Choice, KernelTable, Row
-from halfstep.casting.own_ops import op as own_op
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
 from halfstep.policy.ops import Rule

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.casting.context import autocast
-from halfstep.casting.own_ops import op
+from halfstep.casting.functions import op
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, op_names
 from halfstep.policy.ops import TABLES, Rule

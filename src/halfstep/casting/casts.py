@@ -8,14 +8,14 @@ is active, and where, is decided in `regions.py`; nothing here has state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from halfstep.casting import kernel_runners
 from halfstep.casting.kernel_choice import KernelTable
+from halfstep.casting.kernel_runners import CASTABLE, chosen, tensors_of
 from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
@@ -37,10 +37,7 @@ Runner = Callable[[Any, Args, Kwargs], Any]
 
 _F32, _F64 = torch.float32, torch.float64
 _LOW = frozenset({torch.float16, torch.bfloat16})
-# What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
-# twin.
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_WIDE = frozenset({_F64, torch.complex32, torch.complex64, torch.complex128})
 # These promote mixed dtypes themselves, autocast or not.
 _PROMOTES_ITSELF = frozenset({"cat", "stack", "where", "addcdiv", "addcmul", "atan2"})
 # Op -> positions of affine parameters that must fit the input. Running statistics are changed in place: never
@@ -143,18 +140,9 @@ def runner(
     return None if site.native is None else _below_runner(site)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, one level of lists deep (no op takes more)."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in cast("list[Any]", value) if isinstance(v, torch.Tensor))
-
-
 def _dtypes(args: Args, kwargs: Kwargs) -> set[torch.dtype]:
-    found = {t.dtype for t in _tensors(args)}
-    return found | {t.dtype for t in _tensors(kwargs.values())} if kwargs else found
+    found = {t.dtype for t in tensors_of(args)}
+    return found | {t.dtype for t in tensors_of(kwargs.values())} if kwargs else found
 
 
 def _map(args: Args, kwargs: Kwargs, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Args, Kwargs]:
@@ -173,7 +161,7 @@ def _caster(device_type: str, dtype: torch.dtype) -> Callable[[torch.Tensor], to
     alone."""
 
     def change(t: torch.Tensor) -> torch.Tensor:
-        if t.dtype is not dtype and t.dtype in _CASTABLE and t.device.type == device_type:
+        if t.dtype is not dtype and t.dtype in CASTABLE and t.device.type == device_type:
             return t.to(dtype)
         return t
 
@@ -184,15 +172,17 @@ def _cast_below(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs
     return site.below(*_map(args, kwargs, _caster(site.device_type, dtype)))
 
 
+def _run_wide(site: OpOnDevice, wide: set[torch.dtype], args: Args, kwargs: Kwargs) -> Any:
+    """A LOW op of fp64, which all of it then runs in, or of complex numbers, which stay."""
+    return _cast_below(site, _F64, args, kwargs) if _F64 in wide else site.below(args, kwargs)
+
+
 def _low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     to_compute = _caster(site.device_type, compute)
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        dtypes = _dtypes(args, kwargs)
-        if _F64 in dtypes:
-            return _cast_below(site, _F64, args, kwargs)
-        if dtypes & _COMPLEX:
-            return site.below(args, kwargs)
+        if wide := _dtypes(args, kwargs) & _WIDE:
+            return _run_wide(site, wide, args, kwargs)
         return site.below(*_map(args, kwargs, to_compute))
 
     return run
@@ -204,7 +194,7 @@ def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in schema_of(site.op).arguments)
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        for value in _tensors(args) if lists else args:
+        for value in tensors_of(args) if lists else args:
             if getattr(value, "dtype", None) is _F64:
                 return general(keyset, args, kwargs)
         return call(keyset, *args, **kwargs)
@@ -221,7 +211,7 @@ def _chosen_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTable)
     """By the implementation that `kernels` says for this op and these arguments."""
     whole = _unchosen_runner(site, compute), _slow_runner(site, compute)
     straight = site.native.call_boxed if site.native_rule is Rule.LOW else None
-    return kernel_runners.chosen(site.op.name(), compute, kernels, site.under, *whole, straight)
+    return chosen(site.op.name(), compute, kernels, site.under, *whole, straight)
 
 
 def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
@@ -229,7 +219,7 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
 
     def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
-        if t.dtype not in _CASTABLE or t.device.type != device_type:
+        if t.dtype not in CASTABLE or t.device.type != device_type:
             return t
         low = to_compute(t)
         return saved.remember(low.to(_F32), low)
@@ -238,11 +228,8 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
         return out.to(compute) if isinstance(out, torch.Tensor) and out.dtype is _F32 else out
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        dtypes = _dtypes(args, kwargs)
-        if _F64 in dtypes:
-            return _cast_below(site, _F64, args, kwargs)
-        if dtypes & _COMPLEX:
-            return site.below(args, kwargs)
+        if wide := _dtypes(args, kwargs) & _WIDE:
+            return _run_wide(site, wide, args, kwargs)
         if functorch_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
             return _cast_below(site, compute, args, kwargs)
@@ -282,7 +269,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
     bf16 and fp16 together give fp32, as torch promotes them.
     """
-    floating = [d for d in dtypes if d in _CASTABLE or d is _F64]
+    floating = [d for d in dtypes if d in CASTABLE or d is _F64]
     return functools.reduce(torch.promote_types, floating) if floating else None
 
 
@@ -318,7 +305,7 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         changed: list[Any] | None = None
         for i in positions:
             value = args[i] if i < len(args) else None
-            if value is None or value.dtype is into or value.dtype not in _CASTABLE or into not in _CASTABLE:
+            if value is None or value.dtype is into or value.dtype not in CASTABLE or into not in CASTABLE:
                 continue
             if mixes and value.dtype is _F32:
                 continue

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep.casting import casts, regions
 from halfstep.casting.casts import OpOnDevice, Runner
+from halfstep.casting.kernel_runners import tensors_of
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import OpOverload, schema_of
 
@@ -62,19 +62,11 @@ def _run_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
     """What the region does with an op; None where it leaves the op alone, or there is none of ours."""
     if not torch.is_autocast_enabled(regions.CARRIERS[0]):
         return None
-    for device_type in dict.fromkeys(t.device.type for t in _tensors((*args, *kwargs.values()))):
+    for device_type in dict.fromkeys(t.device.type for t in tensors_of((*args, *kwargs.values()))):
         policy = regions.coded_policy(device_type) if torch.is_autocast_enabled(device_type) else None
         if policy is not None:
             return _runner(func, device_type, policy)
     return None
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)  # pyright: ignore[reportUnknownArgumentType]
 
 
 @cache

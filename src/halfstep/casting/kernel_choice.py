@@ -13,7 +13,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,23 +85,14 @@ class Row:
 
     def fits(self, cls: OpClass, needs: str) -> bool:
         """Whether it speaks of this class."""
-        wanted = (self.op, self.dtype, self.geometry, self.size, self.threads, self.needs)
-        given = (cls.op, cls.dtype, cls.geometry, cls.size, cls.threads, needs)
-        return all(w is None or w == g for w, g in zip(wanted, given, strict=True))
+        wanted = (getattr(self, name) for name in _FIELDS)
+        return all(w is None or w == g for w, g in zip(wanted, (*astuple(cls), needs), strict=True))
 
     @property
     def exact(self) -> tuple[OpClass, str] | None:
         """The one class it speaks of; None where it leaves something open."""
-        if None in (self.op, self.dtype, self.geometry, self.size, self.threads, self.needs):
-            return None
-        cls = OpClass(
-            cast("str", self.op),
-            cast("str", self.dtype),
-            cast("str", self.geometry),
-            cast("str", self.size),
-            cast("int", self.threads),
-        )
-        return cls, cast("str", self.needs)
+        values: list[Any] = [getattr(self, name) for name in _FIELDS]
+        return None if None in values else (OpClass(*values[:-1]), values[-1])
 
     @property
     def fits_all(self) -> bool:
@@ -196,9 +187,7 @@ class KernelTable:
                 row = next((row for row in self._open if row.fits(cls, needs)), None)
                 if row is None and self._measure is not None:
                     choice, why = self._decided(self._measure, cls, needs)
-                    found = self._known[key] = Row(
-                        choice, cls.op, cls.dtype, cls.geometry, cls.size, cls.threads, needs, why
-                    )
+                    found = self._known[key] = Row(choice, **asdict(cls), needs=needs, why=why)
                 else:
                     found = self._derived[key] = row or Row(NATIVE, why="not in this table")
             return found

@@ -1,8 +1,13 @@
-"""What people are shown of kernel choice: each kind of op with its time over fp32, the way taken, and why."""
+"""What people are shown of kernel choice: times over fp32's, the way taken and why; whether a dtype pays.
+
+The verdict reads only what was measured before. On a machine of which nothing is known there is none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,3 +71,43 @@ def _of_class(
             native = None if slow is None else slow / fp32
             ratio = None if fast is None else fast / fp32
         yield KernelFact(cls.op, cls.geometry, cls.size, cls.dtype, direction, taken, native, ratio, row.why)
+
+
+#: A dtype whose ops take more than this share of fp32's time does not pay.
+PAYS = 0.98
+
+
+def shares(rows: Mapping[str, Times], dtype: str, threads: int) -> dict[str, float]:
+    """By kind of op: time by the fastest kernels in `dtype` over fp32's, all measured directions together.
+
+    rows: seconds by implementation, under "op|dtype|geometry|size|threads|direction". Where fp32 itself was
+    not measured, the way that rounds around fp32 arithmetic stands for it.
+    """
+    low: dict[str, float] = defaultdict(float)
+    full: dict[str, float] = defaultdict(float)
+    for key, times in rows.items():
+        parts = key.split("|")
+        if len(parts) != 6 or parts[1] != dtype or parts[4] != str(threads):
+            continue
+        full_times = rows.get("|".join((parts[0], "fp32", *parts[2:])), {})
+        base = full_times.get("native") or times.get("rounded")
+        found = [t for t in times.values() if t is not None]
+        if base and found:
+            low[parts[0]] += min(found)
+            full[parts[0]] += base
+    return {op: low[op] / full[op] for op in low}
+
+
+def does_not_pay(rows: Mapping[str, Times], dtype: str, threads: int) -> str | None:
+    """Say that `dtype` does not pay here, with the measured shares; None where it does, or none is known."""
+    found = shares(rows, dtype, threads)
+    if not found:
+        return None
+    mean = math.exp(sum(map(math.log, found.values())) / len(found))
+    if mean <= PAYS:
+        return None
+    told = ", ".join(f"{op} {share:.2f}" for op, share in sorted(found.items()))
+    return (
+        f"{dtype} does not pay on this machine: by its fastest kernels its ops take {mean:.2f} of fp32's "
+        f"time ({told}); level O0 is as fast, and `halfstep tune` or level='auto' measures a model itself"
+    )

@@ -8,7 +8,7 @@ whatever does not fit go by `rest`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +27,9 @@ Args = Sequence[Any]
 Call = Callable[[Args, Mapping[str, Any]], Any]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
+# twin.
+CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _threads = torch.get_num_threads
 _grad = torch.is_grad_enabled
 _KEPT = 4096
@@ -308,7 +310,8 @@ _WHOLE = {
 }
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, one level of lists deep (no op takes more)."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -331,7 +334,7 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
     geometry = geometries(kind)[0]
     if not known:
         return OpClass(kind, low, geometry, "medium", threads)
-    tensors = _tensors(args)
+    tensors = tensors_of(args)
     if kind in ONE_BACKWARD:  # the weights of the input and of the state, at every step
         weight = max(t.numel() for t in tensors[1:] if t.dim() == 2)
         work = 2.0 * weight * tensors[0].numel() / tensors[0].shape[-1]
@@ -342,7 +345,7 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
 
 def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) -> bool:
     """Whether an op (by its overload's name) is rounded around fp32, forward and backward alike."""
-    tensors = _tensors(args)
+    tensors = tensors_of(args)
     known = all(type(t) in _PLAIN for t in tensors)
     cls = _whole_class(name, args, dtype, known)
     if cls is None:
@@ -421,8 +424,8 @@ def chosen(
 
     def decide(args: Args, kwargs: Mapping[str, Any]) -> Call | _Whole | None:
         """The call to make with the arguments in the compute dtype; None for torch's own."""
-        tensors = _tensors((*args, *kwargs.values()))
-        if any(t.dtype not in _CASTABLE and t.dtype is not torch.bool for t in tensors):
+        tensors = tensors_of((*args, *kwargs.values()))
+        if any(t.dtype not in CASTABLE and t.dtype is not torch.bool for t in tensors):
             return None
         if any(t.layout is not torch.strided or not t.numel() for t in tensors):
             return None
@@ -451,7 +454,7 @@ def chosen(
             return native(keyset, args, kwargs)
         if call is _ROUNDED:
             return rounded(keyset, args, kwargs)
-        low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in _CASTABLE else a for a in args]
+        low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in CASTABLE else a for a in args]
         out = under(call, low, kwargs)
         if out is NotImplemented:
             whole = rounded if rounds_whole(table, name, args, compute) else native

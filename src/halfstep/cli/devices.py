@@ -246,9 +246,8 @@ def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
 
 def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
     from halfstep.casting.kernel_choice import VARIABLE, table_of
-    from halfstep.casting.kernel_facts import SHOWN
+    from halfstep.casting.kernel_facts import SHOWN, does_not_pay
     from halfstep.casting.kernel_probes import measurements
-    from halfstep.casting.kernel_verdict import does_not_pay
 
     if not ways:
         return

@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from halfstep import devices
 from halfstep.casting import regions
 from halfstep.casting.context import autocast
-from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.functions import custom_bwd, custom_fwd
 from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
@@ -56,8 +56,7 @@ def install(row: Accelerator) -> None:
     if row.collective is not None:
         _install_collective(row.name, row.collective)
     # What regions cached may rest on what was declared before, or on there being no such device.
-    regions.resolve.cache_clear()
-    regions.setting_for.cache_clear()
+    regions.forget()
 
 
 def _supported(*dtypes: torch.dtype) -> Callable[[], list[torch.dtype]]:

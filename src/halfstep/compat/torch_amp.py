@@ -20,7 +20,7 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from halfstep.casting.context import active_policy, traced_policy
 from halfstep.casting.context import autocast as _native
-from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.functions import custom_bwd, custom_fwd
 from halfstep.casting.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
@@ -168,20 +168,10 @@ class _CpuAutocast(autocast, metaclass=_StandIn):
         super().__init__("cpu", dtype, enabled, cache_enabled)
 
 
-class _Scaler(GradScaler, metaclass=_StandIn):
-    pass
-
-
-class _TorchScaler(GradScaler, metaclass=_StandIn):
-    pass
-
-
-class _CudaScaler(GradScaler, metaclass=_StandIn):
-    pass
-
-
-class _CpuScaler(GradScaler, metaclass=_StandIn):
-    pass
+_Scaler, _TorchScaler, _CudaScaler, _CpuScaler = (
+    _StandIn(name, (GradScaler,), {"__module__": __name__, "__qualname__": name})
+    for name in ("_Scaler", "_TorchScaler", "_CudaScaler", "_CpuScaler")
+)
 
 
 # Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.

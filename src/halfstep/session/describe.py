@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
-from halfstep.casting.kernel_verdict import does_not_pay
 from halfstep.formats import dtype_name
 from halfstep.policy.levels import LOW_DTYPES
 
