@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting import autocast
-from halfstep.casting.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row
-from halfstep.casting.kernel_names import geometries
+from halfstep.casting.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row, geometries
 from halfstep.casting.kernel_probes import PROBES
 from tests.torch_facts import one_graph
 

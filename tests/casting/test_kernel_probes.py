@@ -13,8 +13,15 @@ import torch
 
 from halfstep.casting import kernel_layers, kernel_race
 from halfstep.casting import kernel_probes as probes
-from halfstep.casting.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, Choice, KernelTable, OpClass
-from halfstep.casting.kernel_names import KINDS, geometries
+from halfstep.casting.kernel_choice import (
+    DIRECTIONS,
+    IMPLEMENTATIONS,
+    KINDS,
+    Choice,
+    KernelTable,
+    OpClass,
+    geometries,
+)
 
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 

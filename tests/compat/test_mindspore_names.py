@@ -90,8 +90,8 @@ def test_what_would_change_numbers_is_told():
     [
         (nn, "CTCLoss", "see torch.nn.CTCLoss, whose arguments may differ"),
         (nn, "PolynomialDecayLR", "a list with one rate a step"),
-        (ops, "erf", "use torch.erf,"),
-        (ops, "Erfc", "use torch.erfc,"),
+        (ops, "erf", "see torch.erf, whose arguments may differ"),
+        (ops, "Erfc", "see torch.erfc, whose arguments may differ"),
         (ops, "normal", "see torch.normal, whose arguments may differ"),
         (ops, "max", "see torch.max, whose arguments may differ"),
         (ms, "linspace", "see torch.linspace, whose arguments may differ"),

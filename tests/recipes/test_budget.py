@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from halfstep.recipes import recipe_of
-from halfstep.recipes.budget import NO_LIMIT, OutOfTime, TimeBudget
-from halfstep.recipes.runs import TrainSetting, run_recipe
+from halfstep.recipes.runs import NO_LIMIT, OutOfTime, TimeBudget, TrainSetting, run_recipe
 
 
 class Clock:

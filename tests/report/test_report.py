@@ -9,10 +9,8 @@ from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.page import smooth
-from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
-from halfstep.report.table import cells, columns
-from halfstep.report.verdict import busy, verdict
+from halfstep.report.words import bounds, busy, cells, columns, sentence, verdict
 
 BOUND = {
     "arithmetic": 0.004, "memory": 0.001, "latency": 0.00005, "flops": 2 * 10**9, "bytes": 10**7, "ops": 40,

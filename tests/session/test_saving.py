@@ -11,8 +11,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.casting.kernel_choice import ROUNDED, KernelTable, Row
-from halfstep.casting.kernel_names import SIZES
+from halfstep.casting.kernel_choice import ROUNDED, SIZES, KernelTable, Row
 from halfstep.errors import CheckpointError
 from halfstep.session.writing import checksum_of
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from halfstep.casting.kernel_choice import DIRECTIONS, KernelTable, OpClass, Times
-from halfstep.casting.kernel_names import geometries
+from halfstep.casting.kernel_choice import DIRECTIONS, KernelTable, OpClass, Times, geometries
 from halfstep.casting.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
 

@@ -26,14 +26,16 @@ from halfstep.casting.kernel_choice import (
     IMPLEMENTATIONS,
     NATIVE,
     NEEDS,
+    SIZES,
     Choice,
     KernelTable,
     OpClass,
     Row,
     Times,
+    geometries,
+    sizes,
 )
 from halfstep.casting.kernel_functions import Geometry
-from halfstep.casting.kernel_names import SIZES, geometries, sizes
 from halfstep.casting.kernel_race import HOPELESS, Call, race, stood_in_line
 from halfstep.devices.kept import read_rows, write_rows
 from halfstep.formats import dtype_name, parse_dtype

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from halfstep.casting import kernel_functions as functions
-from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass
+from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass, geometries, sizes
 from halfstep.casting.kernel_functions import Geometry
-from halfstep.casting.kernel_names import geometries, sizes
 from halfstep.casting.kernel_probes import ONE_BACKWARD
 from halfstep.formats import dtype_name
 from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing

@@ -21,8 +21,7 @@ from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
-    from halfstep.recipes.budget import TimeBudget
-    from halfstep.recipes.runs import OnStep, TrainSetting
+    from halfstep.recipes.runs import OnStep, TimeBudget, TrainSetting
 
 
 AUTO = "auto"
@@ -65,7 +64,7 @@ def run(
         json: Print JSON instead of the table.
     """
     from halfstep import devices
-    from halfstep.recipes.budget import TimeBudget
+    from halfstep.recipes.runs import TimeBudget
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
     limit = _time_limit(time_limit, order.demo)
@@ -255,8 +254,7 @@ def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | N
 
 def _tuned(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> TrainSetting:
     """Measure which setting trains the recipe fastest here, and say so."""
-    from halfstep.recipes.runs import TrainSetting
-    from halfstep.recipes.tuned import tune_recipe
+    from halfstep.recipes.runs import TrainSetting, tune_recipe
 
     dtype = order.dtypes[0] if order.dtypes else None
     print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
@@ -303,8 +301,7 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
 
 
 def _print(document: Comparison, report: Path | None) -> None:
-    from halfstep.report.table import cells, columns
-    from halfstep.report.verdict import busy, verdict
+    from halfstep.report.words import busy, cells, columns, verdict
 
     out = console()
     for recipe in document.recipes:

@@ -65,7 +65,7 @@ def _recipe(
 ) -> Tuning:
     from halfstep import devices
     from halfstep.recipes import recipe_of
-    from halfstep.recipes.tuned import tune_recipe
+    from halfstep.recipes.runs import tune_recipe
 
     if args:
         raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,66 @@ from halfstep.errors import HalfstepError, HalfstepWarning
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
-from halfstep.recipes.budget import NO_LIMIT, OutOfTime, TimeBudget, TrainingTime
 from halfstep.recipes.registry import Recipe, Task
 from halfstep.report.comparison import Bound, OpCost, RecipeRows, SeedRun, SettingRow
-from halfstep.session.prepare import prepare
+from halfstep.session.prepare import prepare, tune
+from halfstep.session.session import Session
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
 from halfstep.tuning.op_times import StepTimes, costliest, step_times
-from halfstep.tuning.search import Tuning
+from halfstep.tuning.search import SECONDS, Tuning
+
+
+class OutOfTime(HalfstepError):
+    """A training has used its share of the time; the message says how far it came."""
+
+
+class TimeBudget:
+    """`seconds` in all for a number of trainings, None for no limit.
+
+    A training may take up to three times an equal share of what is left, so that long recipes fit beside
+    short ones; what it does not use stays for the others. All take at most `seconds` and a step each.
+    """
+
+    PATIENCE = 3.0
+
+    def __init__(
+        self, seconds: float | None, trainings: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seconds, self.trainings, self.clock = seconds, trainings, clock
+        self.ends = None if seconds is None else clock() + seconds
+
+    def start(self) -> TrainingTime:
+        """The next training's share, running from now."""
+        now = self.clock()
+        left = max(1, self.trainings)
+        self.trainings -= 1
+        if self.ends is None:
+            return TrainingTime(now, None, self.clock)
+        remaining = max(0.0, self.ends - now)
+        return TrainingTime(now, min(remaining, self.PATIENCE * remaining / left), self.clock)
+
+
+class TrainingTime:
+    """One training's part of a `TimeBudget`: `limit` seconds from `started`, None for no limit."""
+
+    def __init__(self, started: float, limit: float | None, clock: Callable[[], float]) -> None:
+        self.started, self.limit, self.clock = started, limit, clock
+
+    def check(self, done: int, steps: int) -> None:
+        """Raise OutOfTime if the share is used up after `done` of `steps` steps; not at the last one."""
+        if self.limit is None or done >= steps:
+            return
+        used = self.clock() - self.started
+        if used > self.limit:
+            raise OutOfTime(
+                f"stopped after {done} of {steps} steps, {used:.0f} s: at {used / max(1, done):.2g} s a step "
+                "it would use more than its share of the time limit; raise --time-limit or give fewer --steps"
+            )
+
+
+NO_LIMIT = TrainingTime(0.0, None, time.monotonic)
+"""The share of a training that nothing stops."""
 
 
 class ShareOfBatches:
@@ -322,3 +375,26 @@ def run_recipe(
                 row.runs.append(train_once(recipe, task, row.setting, seed, steps, device, on_step, share))
     measure_rows(recipe, task, rows, device, rounds)
     return RecipeReport(recipe, task.name, steps, seeds, rows)
+
+
+def tune_recipe(
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    dtype: str | None = None,
+    folder: str | None = None,
+    seconds: float = SECONDS,
+) -> Tuning:
+    """What `tune` finds for the recipe's model, optimizer and first batch."""
+    model, optimizer = recipe.build(0)
+    model.to(device)
+    x, y = (part.to(device) for part in next(iter(recipe.task(folder).train(0))))
+
+    def step(amp: Session, x: Tensor, y: Tensor) -> Tensor:
+        with amp.autocast():
+            loss = recipe.loss(model(x), y)
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    return tune(model, optimizer, step, x, y, dtype=dtype, seconds=seconds)

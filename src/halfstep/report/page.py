@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
-from halfstep.report.sentences import bounds, sentence
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
-from halfstep.report.table import cells, columns
 from halfstep.report.template import fill, text_of, write_page
-from halfstep.report.verdict import busy, verdict
+from halfstep.report.words import bounds, busy, cells, columns, sentence, verdict
 
 _MACHINE = {
     "halfstep": "halfstep",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.overrides
 
 _PLACES = {"nn": (torch.nn,), "ops": (torch, torch.nn.functional, torch.Tensor), "mindspore": (torch,)}
 
@@ -24,23 +21,6 @@ _NAMED = {
 }
 
 
-# Of tensors alone in torch; MindSpore's take an axis too, or mean another thing.
-_OTHERWISE = {"argmin", "coalesce", "count_nonzero", "max", "min", "size"}
-
-
-def _takes_tensors_alone(function: Any) -> bool:
-    """Whether one can only call it as `f(x)` or `f(x, y)`, as MindSpore's function of that name is called."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        known = torch.overrides.get_testing_overrides().get(function)
-    return known is not None and inspect.signature(known).parameters.keys() <= {
-        "input",
-        "self",
-        "other",
-        "out",
-    }
-
-
 def _instead(room: str, name: str) -> str:
     if name in _NAMED:
         return _NAMED[name]
@@ -48,9 +28,7 @@ def _instead(room: str, name: str) -> str:
         for word in (name, name.lower()):
             if callable(getattr(place, word, None)):
                 path = "torch.Tensor" if place is torch.Tensor else place.__name__
-                if word in _OTHERWISE or not _takes_tensors_alone(getattr(place, word)):
-                    return f"see {path}.{word}, whose arguments may differ; it works inside a Cell"
-                return f"use {path}.{word}, which works on these tensors and inside a Cell"
+                return f"see {path}.{word}, whose arguments may differ; it works inside a Cell"
             if hasattr(place, word):
                 return f"use {place.__name__}.{word}"
     if room == "nn" and name.endswith(("LR", "_lr")):

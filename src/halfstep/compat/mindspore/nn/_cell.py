@@ -75,23 +75,11 @@ class Cell(torch.nn.Module):
         """Training mode on or off, for everything inside."""
         return self.train(mode)
 
-    def set_grad(self, requires_grad: bool = True) -> Self:
-        """Nothing to prepare: gradients flow where a gradient function asks for them."""
+    def _taken(self, *_given: Any, **_named: Any) -> Self:
+        """Taken, with nothing to do: cells run as written and alone, gradients flow where asked for."""
         return self
 
-    def add_flags(self, **flags: Any) -> Self:
-        """Taken; flags of a graph change no number."""
-        return self
-
-    def set_inputs(self, *_inputs: Any, **_named: Any) -> None:
-        """Taken; shapes are those of the call."""
-
-    def set_broadcast_flag(self, mode: bool = True) -> Self:
-        """Taken; these cells train alone."""
-        return self
-
-    def set_jit_config(self, jit_config: Any) -> None:
-        """Taken; cells run as written."""
+    set_grad = add_flags = set_inputs = set_broadcast_flag = set_jit_config = _taken
 
     def recompute(self, **mode: Any) -> None:
         """Told to save no memory here: see torch.utils.checkpoint."""

@@ -67,23 +67,10 @@ class Callback:
     The events are begin, epoch_begin, step_begin, step_end, epoch_end and end.
     """
 
-    def begin(self, run_context: RunContext) -> None:
-        """Before the first epoch."""
+    def _nothing(self, run_context: RunContext) -> None:
+        """Called at each event that a callback does not override."""
 
-    def epoch_begin(self, run_context: RunContext) -> None:
-        """Before an epoch."""
-
-    def step_begin(self, run_context: RunContext) -> None:
-        """Before a step."""
-
-    def step_end(self, run_context: RunContext) -> None:
-        """After a step."""
-
-    def epoch_end(self, run_context: RunContext) -> None:
-        """After an epoch."""
-
-    def end(self, run_context: RunContext) -> None:
-        """After the last epoch."""
+    begin = epoch_begin = step_begin = step_end = epoch_end = end = _nothing
 
     def tell(self, mode: str, event: str, run_context: RunContext) -> None:
         """Call `on_<mode>_<event>` where there is one, else the short name."""

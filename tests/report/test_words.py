@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.report.comparison import OpCost, SettingRow
-from halfstep.report.costs import costs, remedy
+from halfstep.report.words import costs, remedy
 from halfstep.tuning.op_times import CAST, OpTime, StepTimes, costliest
 
 FULL = StepTimes(

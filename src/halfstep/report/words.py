@@ -1,0 +1,250 @@
+"""The words of reports: cells of tables, what each setting did and what bounds its step, and the verdict.
+
+Headings and cells are the same on the terminal and in the page; every sentence is made from measured numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from statistics import median
+
+from halfstep.policy.levels import LEVELS
+from halfstep.policy.ops import TABLES, Rule
+from halfstep.ratios import size_in_words, speed_in_words
+from halfstep.report.comparison import OpCost, RecipeRows
+from halfstep.report.comparison import SettingRow as Row
+
+
+def columns(metric: str) -> tuple[str, ...]:
+    """Headings for a recipe whose metric is "accuracy" or "loss"."""
+    shown = "test accuracy %" if metric == "accuracy" else "test loss"
+    return ("level", shown, "from O0", "ms/step", "samples/s", "peak MB", "saved MB", "skipped", "scale")
+
+
+def cells(row: Row, metric: str, slow: Mapping[str, str]) -> list[str]:
+    """One row as text; `slow` holds the dtypes this device has no fast arithmetic for."""
+    difference = row.difference
+    return [
+        row.label + (" (slow here)" if row.dtype in slow else ""),
+        _final(row, metric),
+        "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
+        _number(row.seconds, 1e3, 2) + _noise(row.noise),
+        _number(row.samples_per_second, 1.0, 0),
+        _number(row.peak_bytes, 1e-6, 1),
+        _number(row.saved_bytes, 1e-6, 1),
+        str(row.skipped),
+        "none" if row.last_scale == 1.0 else _number(row.last_scale, 1.0, 0),
+    ]
+
+
+def _final(row: Row, metric: str) -> str:
+    if row.mean is None:
+        return "stopped" if row.stopped else "failed"
+    if not isfinite(row.mean):
+        return "diverged"
+    text = _value(row.mean, metric)
+    if row.spread is not None:
+        text += f" ± {_value(row.spread, metric, digits=2)}"
+    return text + (" diverged" if row.diverged else "")
+
+
+def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
+    if metric == "accuracy":
+        return f"{100.0 * value:{sign}.2f}"
+    return f"{value:{sign}#.{digits}g}"
+
+
+def _noise(noise: float | None) -> str:
+    return "" if not noise else f" ± {50 * noise:.0f} %"
+
+
+def _number(value: float | None, factor: float, digits: int) -> str:
+    return "" if value is None else f"{value * factor:,.{digits}f}"
+
+
+#: A setting whose step takes more than this share of fp32's does not pay.
+PAYS = 0.98
+
+
+def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
+    """What the row's level did, what that bought against O0, and what bounds its step."""
+    parts = [f"{LEVELS[row.level].summary}."]
+    if row.dtype in slow:
+        parts.append(
+            f"{row.dtype} is slow on this device ({slow[row.dtype]}), so values are rounded to it "
+            "and the arithmetic is fp32: the same numbers, no gain in speed."
+        )
+    parts.append(_against(row, base))
+    parts.append(_scaling(row))
+    parts.append(costs(row))
+    return " ".join(part for part in parts if part)
+
+
+def _against(row: Row, base: Row | None) -> str:
+    if base is None or row is base:
+        return ""
+    found: list[str] = []
+    if row.seconds and base.seconds:
+        found.append(speed_in_words(row.seconds / base.seconds))
+    for mine, its, what in (
+        (row.peak_bytes, base.peak_bytes, "peak memory"),
+        (row.saved_bytes, base.saved_bytes, "saved memory"),
+    ):
+        if mine and its:
+            found.append(size_in_words(mine / its, what))
+    slower = bool(row.seconds and base.seconds and row.seconds > PAYS * base.seconds)
+    pays = " It does not pay here: fp32 is as fast; level auto would take the fastest." if slower else ""
+    return f"Against O0: {', '.join(found)}.{pays}" if found else ""
+
+
+def _scaling(row: Row) -> str:
+    if row.failed:
+        return f"A run failed: {row.failed.rstrip('.')}."
+    if row.stopped:
+        return f"A run was {row.stopped.rstrip('.')}."
+    if row.diverged:
+        return f"{row.diverged} of {len(row.runs)} runs diverged: the loss became NaN or infinite."
+    scales = {scale for run in row.runs for scale in run.scales}
+    if scales <= {1.0}:
+        return ""
+    skipped = f"{row.skipped} step" + ("" if row.skipped == 1 else "s")
+    if len(scales) == 1:
+        return f"The loss scale stayed at {scales.pop():,.0f}; {skipped} skipped."
+    return f"The loss scale moved between {min(scales):,.0f} and {max(scales):,.0f}; {skipped} skipped."
+
+
+def bounds(row: Row) -> list[str]:
+    """The step's time, what bounds it, and what arithmetic, memory and latency would take, each alone."""
+    bound = row.bound
+    if not bound or not row.seconds:
+        return []
+    return [
+        _time(row.seconds),
+        bound.what,
+        *map(_time, (bound.arithmetic, bound.memory, bound.latency)),
+    ]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.3g} µs"
+
+
+def costs(row: Row) -> str:
+    """The row's costliest ops with their times and what would shorten them; "" where none were measured."""
+    ops, whole = row.ops, row.profiled
+    if not ops or not whole:
+        return ""
+    share = 100 * sum(op.seconds for op in ops) / whole
+    told = "; ".join(_op(op, row.dtype) for op in ops)
+    count = "op that costs most is" if len(ops) == 1 else f"{len(ops)} ops that cost most are"
+    return f"The {count} {share:.0f} % of a step: {told}."
+
+
+def _op(op: OpCost, dtype: str) -> str:
+    where = f" in {op.module}" if op.module else ""
+    against = ""
+    if dtype != "fp32" and op.fp32 is not None:
+        against = f" (fp32 {_time(op.fp32)})"
+    return f"{op.op} {op.direction}{where} {_time(op.seconds)}{against}: {remedy(op, dtype)}"
+
+
+def remedy(op: OpCost, dtype: str) -> str:
+    """What would shorten one op, given its times in the dtype and in fp32."""
+    if op.op == "cast":
+        return "casts; O2 or neighbours in one dtype need fewer"
+    if op.op == "accumulate gradients":
+        return "larger batches and fewer backward passes a step"
+    low = _is_low(op.op)
+    if dtype == "fp32":
+        return f"16 bits may shorten it ({'O1 or O2' if low else 'O2'})"
+    if op.fp32 is not None and op.seconds > 1.05 * op.fp32:
+        return f"slower than in fp32; a plan rule full for {op.module or 'it'}, or level auto"
+    if low:
+        return "faster matrix arithmetic"
+    return "bound by memory; fewer or smaller tensors, or torch.compile"
+
+
+def _is_low(op: str) -> bool:
+    row = TABLES["halfstep"].get(op)
+    return row is not None and row.rule is Rule.LOW
+
+
+#: A level must be so much faster, or smaller, to be worth its name.
+_FASTER, _SMALLER = 0.97, 0.9
+#: O3 gives up masters: it must take this share of the next best time, or less.
+_WORTH_NO_MASTERS = 0.9
+#: Times of one step that differ by more than this from one part of the rounds to the next, for most of the
+#: settings, say that the machine does other work.
+BUSY = 0.25
+
+
+def verdict(recipe: RecipeRows) -> str:
+    """`Recommended: O2 bf16. 1.4x faster, 15 % less memory, test loss within 0.012 of O0's (...): hs...`."""
+    rows, base, metric = recipe.rows, recipe.base, recipe.metric
+    if base is None or not base.seconds:
+        return "No verdict: compare with O0 (--level O0,...)"
+    good = [row for row in rows if row is not base and _as_good(row, base, metric)]
+    if not good:
+        return f"Keep fp32 (O0): no other setting trains as well ({_count(len(rows) - 1)} compared)"
+    if busy(recipe):
+        return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
+    best = min(good, key=_seconds)
+    with_masters = [row for row in good if row.level != "O3"]
+    if best.level == "O3" and with_masters:
+        second = min(with_masters, key=_seconds)
+        best = best if _seconds(best) <= _WORTH_NO_MASTERS * _seconds(second) else second
+    if _ratio(best.seconds, base.seconds) <= _FASTER:
+        return f"Recommended: {best.label}. {_gains(best, base, recipe)}: {code(best)}"
+    small = min(good, key=lambda row: row.peak_bytes or float("inf"))
+    if _ratio(small.peak_bytes, base.peak_bytes) <= _SMALLER:
+        return f"Keep fp32 (O0): no setting here is faster. {small.label}: {_gains(small, base, recipe)}"
+    return "Keep fp32 (O0): no setting here is faster"
+
+
+def code(row: Row) -> str:
+    """The call that trains at this row's setting."""
+    return f'hs.prepare(model, optimizer, level="{row.level}", dtype="{row.dtype}")'
+
+
+def busy(recipe: RecipeRows) -> str:
+    """A warning where the rounds that were timed in turns differ too much; empty where they do not."""
+    found = [row.noise for row in recipe.rows if row.noise is not None]
+    noise = median(found) if found else 0.0  # other work slows every setting that is timed in turns
+    if noise <= BUSY:
+        return ""
+    return f"this machine is busy: times differ by {100 * noise:.0f} % from round to round"
+
+
+def _as_good(row: Row, base: Row, metric: str) -> bool:
+    if row.failed or row.diverged or row.stopped or not row.seconds or row.difference is None:
+        return False
+    worse = -row.difference if metric == "accuracy" else row.difference
+    return isfinite(worse) and worse <= _margin(row, base, metric)
+
+
+def _margin(row: Row, base: Row, metric: str) -> float:
+    """By how much a test metric may be worse than O0's: twice the spread over seeds, at least 0.005."""
+    spreads = [x.spread for x in (row, base) if x.spread is not None and isfinite(x.spread)]
+    least = 0.005 if metric == "accuracy" else 0.005 * abs(base.mean or 0.0)
+    return max(2 * max(spreads, default=0.0), least)
+
+
+def _seconds(row: Row) -> float:
+    return row.seconds or float("inf")
+
+
+def _ratio(mine: float | None, its: float | None) -> float:
+    return mine / its if mine and its else 1.0
+
+
+def _gains(row: Row, base: Row, recipe: RecipeRows) -> str:
+    speed = speed_in_words(_ratio(row.seconds, base.seconds))
+    memory = size_in_words(_ratio(row.peak_bytes, base.peak_bytes), "memory")
+    margin = f"test {recipe.metric} within {_margin(row, base, recipe.metric):.2g} of O0's ({recipe.trained})"
+    check = "; no masters: check a full run" if row.level == "O3" else ""
+    return f"{speed}, {memory}, {margin}{check}"
+
+
+def _count(n: int) -> str:
+    return f"{n} setting" + ("" if n == 1 else "s")
