@@ -37,7 +37,7 @@ from halfstep.casting.kernel_choice import (
 )
 from halfstep.casting.kernel_functions import Geometry
 from halfstep.casting.kernel_race import HOPELESS, Call, race, stood_in_line
-from halfstep.devices.kept import read_rows, write_rows
+from halfstep.devices.capabilities import read_rows, write_rows
 from halfstep.formats import dtype_name, parse_dtype
 
 #: Lost by so much at one size, a way is not tried at larger ones.

@@ -7,10 +7,12 @@ computes, except `keep_freed_memory`, which is asked for by name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,6 @@ from typing import Any, Literal, cast
 
 import torch
 
-from halfstep.devices.kept import read_rows, write_rows
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 
@@ -335,3 +336,28 @@ def _sound(row: Mapping[str, Any]) -> bool:
     ratio = row.get("ratio")
     known = ratio is None or (isinstance(ratio, float) and 0 < ratio < 1e6)
     return set(row) == {"ratio", "problem"} and known
+
+
+def read_rows(file: Path, sound: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
+    """The rows of a file that are `sound`; none where it is missing or not ours."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    rows = cast("dict[str, Any]", data).items()
+    return {name: row for name, row in rows if isinstance(row, dict) and sound(cast("dict[str, Any]", row))}
+
+
+def write_rows(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the file in one move; where the folder cannot be written, the next process measures again."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
+        try:
+            with os.fdopen(handle, "w") as stream:
+                json.dump(rows, stream)
+            os.replace(name, file)
+        except OSError:
+            os.unlink(name)
