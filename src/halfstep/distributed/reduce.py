@@ -153,8 +153,8 @@ def all_parts(mine: Tensor, group: Group) -> Tensor:
     sent = to_backend(mine, group).reshape(-1)
     parts = sent.new_empty(world_size(group) * sent.numel())
     # torch 2.13 renamed it and warns of the older name.
-    gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather_single(parts, sent, group=group)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(parts, sent, group=group)
     return parts.view(-1, *mine.shape).to(mine.device, non_blocking=True)
 
 
