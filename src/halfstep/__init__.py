@@ -36,8 +36,8 @@ from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare, tune
-from halfstep.session.registry import revert
 from halfstep.session.session import Session
+from halfstep.session.setup import revert
 from halfstep.trainer.loop import Trainer
 from halfstep.trees import all_finite, select_tree
 from halfstep.tuning.search import Tuning

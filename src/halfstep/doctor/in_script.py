@@ -23,7 +23,7 @@ from halfstep.doctor.process import Found, Order, in_words, run_main
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names
-from halfstep.session import registry
+from halfstep.session import setup
 from halfstep.torch_private import disable_current_modes, graph_task
 
 
@@ -48,7 +48,7 @@ class Hooks:
             register_optimizer_step_post_hook(self._after_update),
         ):
             self._stack.callback(handle.remove)
-        for listeners, listener in ((registry.made, self._on_session), (registry.opened, self._on_region)):
+        for listeners, listener in ((setup.made, self._on_session), (setup.opened, self._on_region)):
             listeners.append(listener)
             self._stack.callback(listeners.remove, listener)
         self._replace(torch.amp.GradScaler, "step", self._bracketed)

@@ -24,6 +24,7 @@ from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.session.precision import Precision
 from halfstep.session.steppers import Stepper, parameters_of
 
 LEFT = (
@@ -206,10 +207,10 @@ def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     return "pass skip_nonfinite=True to prepare() to skip such steps"
 
 
-def no_optimizer(level: Level, scale: LossScale) -> str:
+def no_optimizer(precision: Precision, scale: LossScale) -> str:
     """What a backward of a session without optimizers leaves to its caller; nothing where that is little."""
     scaled = "" if isinstance(scale, NoLossScale) else f"nothing divides the loss scale {scale.read():g} out"
-    low = f"{level.name}'s 16-bit weights have no fp32 masters" if level.masters else ""
+    low = f"{precision.level.name}'s 16-bit weights have no fp32 masters" if precision.masters else ""
     what = " and ".join(filter(None, (scaled, low)))
     return what and (
         f"backward() on a session without an optimizer: {what}. Give prepare(model, optimizer) the one that "

@@ -37,6 +37,16 @@ class Precision:
     scales: tuple[LossScale, ...]
 
     @property
+    def masters(self) -> bool:
+        """Whether optimizers update fp32 copies of 16-bit weights."""
+        return self.level.masters
+
+    @property
+    def stores_low(self) -> bool:
+        """Whether weights are stored in 16 bits."""
+        return self.level.param_role != "full"
+
+    @property
     def scaled(self) -> bool:
         """Whether gradients carry a scale."""
         return not all(isinstance(one, NoLossScale) for one in self.scales)

@@ -27,15 +27,13 @@ from halfstep.policy.levels import Level
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.scaling.skips import SkipCount
 from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
 from halfstep.session.nonfinite import skips_of
 from halfstep.session.precision import Precision, lower
 from halfstep.session.ranks import check_group, check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.session.setup import Setup
+from halfstep.session.setup import fit_states
 from halfstep.session.steppers import parameters_of
-from halfstep.session.weights import fit_states
 from halfstep.tuning.search import Tuning
 
 
@@ -126,30 +124,30 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
             )
 
 
-def check_width(level: Level, models: Sequence[nn.Module]) -> None:
+def check_width(precision: Precision, models: Sequence[nn.Module]) -> None:
     """Raise ConfigError for fp64 weights at a level whose masters would be fp32."""
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
-    if wide and level.masters:
+    if wide and precision.masters:
         raise ConfigError(
-            f"{wide} parameters are fp64, of which {level.name} would keep fp32 masters: call model.float() "
-            "before prepare(), or prepare at level O0"
+            f"{wide} parameters are fp64, of which {precision.level.name} would keep fp32 masters: call "
+            "model.float() before prepare(), or prepare at level O0"
         )
 
 
 def check_accumulation(
-    accumulate: str | None, level: Level, optimizers: Sequence[torch.optim.Optimizer]
+    accumulate: str | None, precision: Precision, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Raise ConfigError where gradients cannot add up in fp32, or where the optimizer must be asked."""
     check_accumulate(accumulate)
     if accumulate is None:
         return
-    if level.param_role != "full" and not level.masters:
+    if precision.stores_low and not precision.masters:
         raise ConfigError(
-            f"accumulate='fp32' at {level.name}, whose 16-bit weights have no masters to take an fp32 "
-            "gradient: choose O2"
+            f"accumulate='fp32' at {precision.level.name}, whose 16-bit weights have no masters to take an "
+            "fp32 gradient: choose O2"
         )
     own = [o for o in optimizers if isinstance(o, OnePassOptimizer) and o.accumulate is None]
-    if own and level.masters:
+    if own and precision.masters:
         raise ConfigError(
             f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
         )
@@ -159,43 +157,26 @@ def apply_precision(
     precision: Precision,
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    accumulate: str | None = None,
-) -> tuple[list[Conversion], dict[int, MasterWeights]]:
+    accumulate: str | None,
+    conversions: list[Conversion],
+    masters: dict[int, MasterWeights],
+) -> None:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
     level, compute, plan = precision.level, precision.policy.compute_dtype, precision.plan
-    conversions, masters = list[Conversion](), dict[int, MasterWeights]()
     held = {p for o in optimizers for p in parameters_of(o)}
-    try:
-        for model in models:
-            own = level.masters and any(_is_torchs(o, model) for o in optimizers)
-            conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
-        if level.masters:
-            originals = {p: value for c in conversions for p, value in c.originals.items()}
-            for index, optimizer in enumerate(optimizers):
-                if isinstance(optimizer, OnePassOptimizer):
-                    optimizer.seed_masters(originals)
-                else:
-                    masters[index] = MasterWeights(
-                        optimizer, list(models), initial=originals, accumulate=accumulate
-                    )
-    except Exception:
-        take_back(conversions, masters)
-        raise
-    for conversion in conversions:
-        conversion.forget_originals()
-    fit_states(level, optimizers)
+    for model in models:
+        own = precision.masters and any(_is_torchs(o, model) for o in optimizers)
+        conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
+    originals = {p: value for c in conversions for p, value in c.originals.items()}
+    for index, optimizer in enumerate(optimizers if precision.masters else ()):
+        if isinstance(optimizer, OnePassOptimizer):
+            optimizer.seed_masters(originals)
+        else:
+            masters[index] = MasterWeights(optimizer, list(models), initial=originals, accumulate=accumulate)
+    fit_states(precision, optimizers)
     for optimizer in optimizers:
         if isinstance(optimizer, OnePassOptimizer):
             optimizer.init_states()
-    return conversions, masters
-
-
-def take_back(conversions: Sequence[Conversion], masters: Mapping[int, MasterWeights]) -> None:
-    """Undo a conversion under way; the originals are still there, so the weights are what they were."""
-    for conversion in conversions:
-        conversion.revert()
-    for one in masters.values():
-        one.revert()
 
 
 def warn_of_lost_masters(
@@ -207,7 +188,7 @@ def warn_of_lost_masters(
     """
     compute = precision.policy.compute_dtype
     torchs = [o for o in optimizers if not isinstance(o, OnePassOptimizer) and len(o.state)]
-    if not precision.level.masters or not torchs:
+    if not precision.masters or not torchs:
         return
     weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
     if sum(p.numel() for p in weights) >= 32 and all(
@@ -319,24 +300,29 @@ def prepare(
     device = device_of(models)
     precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_ownership(models, optimizers)
-    check_width(precision.level, models)
+    check_width(precision, models)
     check_group(group)
     check_norm_group(norm_group, optimizers)
-    check_accumulation(accumulate, precision.level, optimizers)
+    check_accumulation(accumulate, precision, optimizers)
     skips = skips_of(on_nonfinite, skip_nonfinite, precision.scaled)
     table = table_of(kernels)
-    counts = SkipCount(limit=max_skips)
     warn_of_lost_masters(precision, models, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
-    setup = Setup(models, optimizers, precision.level, precision.policy, table, device, skips, relayout)
+    conversions, masters = list[Conversion](), dict[int, MasterWeights]()
     try:
-        setup.conversions, setup.masters = apply_precision(precision, models, optimizers, accumulate)
-        session = Session(setup, precision.scales, counts, on_nonfinite, norm_group, group)
+        apply_precision(precision, models, optimizers, accumulate, conversions, masters)
+        session = Session(
+            models, optimizers, precision, table, device, skips, relayout, conversions, masters,
+            scales=precision.scales, max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group,
+            group=group,
+        )  # fmt: skip
     except Exception:
-        take_back(setup.conversions, setup.masters)
-        relayout.revert()
+        for one in (*conversions, *masters.values(), relayout):  # originals are still there
+            one.revert()
         raise
-    session.settle()
+    for conversion in conversions:
+        conversion.forget_originals()
+    session.follow()
     return session
 
 

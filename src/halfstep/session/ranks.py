@@ -32,7 +32,7 @@ class RankGuard:
     """The ranks of one session, and its checks; those that cannot change are made once."""
 
     def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
-        self._setup, self._given, self._stages = setup, group, norm_group
+        self._setup, self._given, self._stages = weakref.proxy(setup), group, norm_group
         self._models, self._optimizers = setup.models, setup.optimizers
         self.number = next(_NUMBERS)
         self._checked = self._knows_group = False

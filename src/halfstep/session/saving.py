@@ -212,7 +212,7 @@ def save(
 
 
 def _check_not_evaluating(session: Session) -> None:
-    if session._setup.evaluates:
+    if session.evaluates:
         raise CheckpointError(
             "save() or load() inside `with amp.evaluating()`, where the weights are stand-ins: call it "
             "after the block"

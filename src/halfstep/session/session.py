@@ -20,16 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting import kernel_choice
+from halfstep.casting.kernel_probes import measurements
+from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
+from halfstep.formats import dtype_name
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.optim.replicas import tell_of_wraps
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import registry, saving
+from halfstep.session import saving
 from halfstep.session.checks import (
     LEFT,
     SKIPPED_IN_A_ROW,
@@ -46,7 +50,6 @@ from halfstep.session.checks import (
     refuse_arguments,
     refuse_direct_steps,
 )
-from halfstep.session.describe import in_words, one_line
 from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.round import (
@@ -63,7 +66,7 @@ from halfstep.session.round import (
     settle,
     unscaled,
 )
-from halfstep.session.setup import OfSetup, Setup
+from halfstep.session.setup import Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
 from halfstep.torch_private import never_compiled
 
@@ -81,8 +84,11 @@ PARTLY = (
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
 
+#: What a session is made of, so that setting it would have no effect.
+FIXED = {"models", "optimizers", "precision", "device", "layout"}
 
-class Session(OfSetup):
+
+class Session(Setup):
     """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
 
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
@@ -92,39 +98,38 @@ class Session(OfSetup):
 
     def __init__(
         self,
-        setup: Setup,
+        *prepared: Any,
         scales: Sequence[LossScale],
-        skips: SkipCount,
+        max_skips: int,
         on_nonfinite: Any,
         norm_group: Any,
         group: Any,
     ) -> None:
-        super().__init__(setup)
-        optimizers = setup.optimizers
-        self.state = StepState(tuple(scales), skips, (None,) * len(optimizers))
+        super().__init__(*prepared)
+        self.state = StepState(tuple(scales), SkipCount(limit=max_skips), (None,) * len(self.optimizers))
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
         self._queue = OutcomeQueue()
-        self._nonfinite = NonFinite(on_nonfinite, setup.models, optimizers)
+        self._nonfinite = NonFinite(on_nonfinite, self.models, self.optimizers)
         self.found_inf: bool | Tensor | None = None
         """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
         self._first, self._wide = True, False
         """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
-        self._steppers: list[Stepper] = steppers_of(setup.models, optimizers, setup.masters, norm_group)
+        self._steppers: list[Stepper] = steppers_of(self.models, self.optimizers, self.masters, norm_group)
         steppers = enumerate(self._steppers)
         self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
-        self._ranks = RankGuard(setup, group, norm_group)
+        self._ranks = RankGuard(self, group, norm_group)
         free = all(isinstance(scale, NoLossScale) for scale in scales)
-        self._handles: list[Any] = [] if free else refuse_direct_steps(optimizers, self._carried)
+        self._handles: list[Any] = [] if free else refuse_direct_steps(self.optimizers, self._carried)
 
-    def settle(self) -> None:
+    def follow(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
-        self._setup.serve_copies()
+        self._follow_copies()
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        self._handles = [*self._handles, *self._setup.follow_loads(), *registry.remember(self)]
+        self._handles = [*self._handles, *self._follow_loads(), *self._remember()]
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""
@@ -134,21 +139,37 @@ class Session(OfSetup):
 
     def __str__(self) -> str:
         """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
-        return in_words(self)
+        read = ", ".join(f"{scale.read():g}" for scale in self.loss_scales)
+        kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "no optimizer"
+        lines = [
+            f"{self.level.name} ({self.level.summary}): {self.policy} on {self.device}, "
+            f"{type(self.loss_scale).__name__}",
+            f"{kinds}: {self.steps} steps, {self.skips.total} skipped, loss scale {read}",
+            "convolution weights in channels_last" if self.layout else "",
+        ]
+        dtype = self.policy.compute_dtype
+        if self.tuning is not None:
+            lines.append(self.tuning.reason)
+        elif dtype in LOW_DTYPES and self.device.type == "cpu" and self.kernels.measures:
+            slow = does_not_pay(measurements.known(), dtype_name(dtype), torch.get_num_threads())
+            lines.append(slow or "")
+        return "\n".join(filter(None, lines))
 
     def __repr__(self) -> str:
-        return one_line(self)
+        kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "none"
+        scales = self.loss_scale if len(self.loss_scales) == 1 else list(self.loss_scales)
+        return (
+            f"Session(level={self.level.name}, policy={self.policy}, optimizers=[{kinds}], "
+            f"loss_scale={scales}, steps={self.steps}, skips={self.skips.total})"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__:
-            own = getattr(type(self), name, None)
-            if isinstance(own, property) and own.fset is None:
-                raise ConfigError(
-                    f"Session.{name} cannot be set: it has no effect any more. revert() and prepare() again "
-                    "with what you want"
-                )
-            if "_handles" in self.__dict__ and own is None:
-                raise ConfigError(f"Session has no setting {name!r}: it would have no effect")
+        known = self.__dict__
+        if "_handles" in known and name != "loss_scale" and (name in FIXED or name not in known):
+            raise ConfigError(
+                f"Session.{name} cannot be set: it would have no effect. revert() and prepare() again with "
+                "what you want"
+            )
         object.__setattr__(self, name, value)
 
     def __getitem__(self, index: Any) -> Never:
@@ -229,8 +250,8 @@ class Session(OfSetup):
         scales = self.state.loss_scales
         check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
-        optimizers = self._setup.optimizers
-        self._ranks.check(self._setup.skip_nonfinite)
+        optimizers = self.optimizers
+        self._ranks.check(self.skip_nonfinite)
         indices = indices_of(optimizers, optimizer)
         apart = len(indices) < len(optimizers)
         mixed = mixing(self.state, indices, loss_id)
@@ -330,10 +351,10 @@ class Session(OfSetup):
         """
         if more or unknown:
             refuse_arguments(more, unknown)
-        index = index_of(self._setup.optimizers, optimizer)
+        index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
-        self._ranks.check_step(self._setup.skip_nonfinite, self._setup.optimizers[index])
+        self._ranks.check_step(self.skip_nonfinite, self.optimizers[index])
         stepper = self._steppers[index]
         losses = losses_to_step(self.state, stepper, index)
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
@@ -359,27 +380,28 @@ class Session(OfSetup):
             self._broken_off(index, error)
             torch.set_grad_enabled(enabled)
             raise
-        self._setup.look_at_buffers()
-        partly = found is True and self._setup.skip_nonfinite and stepper.releases
+        for conversion in self.conversions:
+            conversion.buffers.look()
+        partly = found is True and self.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(carried_value(losses), measured, found, reason, scheduler, looked)
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
         again = bool(self.state.losses)
-        self._wide = (self._wide or not again) and not self._setup.off and ran_wide(loss, self.policy)
+        self._wide = (self._wide or not again) and not self._off and ran_wide(loss, self.policy)
         if not self.optimizers:
             self._first = False
-            if said := no_optimizer(self.level, self.loss_scale):
+            if said := no_optimizer(self.precision, self.loss_scale):
                 warnings.warn(said, HalfstepWarning, stacklevel=3)
 
     def _first_step(self) -> None:
         """Warn where the level says 16 bits and none were computed in, or weights are not its own."""
-        setup, self._first = self._setup, False
-        weights = (p for model in setup.models for p in model.parameters())
-        fault = weights_fault(setup.level, setup.policy, setup.optimizers, weights)
-        if fault is None and self._wide and not setup.off and casts_weights(setup.level, setup.policy):
-            fault = no_region(setup.policy)
+        self._first = False
+        weights = (p for model in self.models for p in model.parameters())
+        fault = weights_fault(self.level, self.policy, self.optimizers, weights)
+        if fault is None and self._wide and not self._off and casts_weights(self.level, self.policy):
+            fault = no_region(self.policy)
         if fault is not None:
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
 
@@ -397,7 +419,7 @@ class Session(OfSetup):
     ) -> tuple[AnyStats, Flag, list[Loss]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
         stepper, wants_max = self._steppers[index], self.state.needs_amax
-        if not self._setup.skip_nonfinite:
+        if not self.skip_nonfinite:
             measured = stepper.look_and_update(inv_scale, wants_max, clip_norm)
             losses, found = self._settle(index, losses, measured)
             return measured, found, losses
@@ -410,7 +432,7 @@ class Session(OfSetup):
 
     def _settle(self, index: int, losses: list[Loss], measured: AnyStats) -> tuple[list[Loss], Flag]:
         """OR over this optimizer, those that share its losses, and the ranks of the session (law 3)."""
-        skips, device = self._setup.skip_nonfinite, self._setup.device
+        skips, device = self.skip_nonfinite, self.device
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
         return settle(losses, self._steppers, index, measured, device, over_ranks)
 
@@ -424,7 +446,7 @@ class Session(OfSetup):
         looked: Looked,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
-        here, skips, step = isinstance(found, bool), self._setup.skip_nonfinite, self.state.steps
+        here, skips, step = isinstance(found, bool), self.skip_nonfinite, self.state.steps
         outcome = Outcome(
             taken=inverse(found) if skips else True,
             finite=inverse(found),
@@ -514,7 +536,7 @@ class Session(OfSetup):
         check_state(state, self.level, self.policy)
         remembered = self.state.restored(state)
         if "kernels" in state:
-            self._setup.kernels = kernel_choice.restored(state["kernels"], self.kernels)
+            self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
         self.state = remembered
 
     def remember(self, history: bool = True) -> Callable[[], None]:
@@ -524,7 +546,7 @@ class Session(OfSetup):
         steppers = [(stepper, dict(vars(stepper))) for stepper in self._steppers]
 
         def restore() -> None:
-            self.state, self._setup.policy, self._queue = state, policy, copy.copy(queue)
+            self.state, self.policy, self._queue = state, policy, copy.copy(queue)
             if past is not None:
                 self.history = copy.copy(past)
             for stepper, saved in steppers:
@@ -584,7 +606,6 @@ class Session(OfSetup):
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        self._setup.revert()
+        super().revert()
         self.stop_watching()
-        registry.forget(self.models, self.optimizers)
         self.state = self.state.emptied()

@@ -1,10 +1,14 @@
-"""What `prepare` made of models and optimizers: how ops run, the exact weights, and the way back."""
+"""What `prepare` made of models and optimizers: how ops run, the exact weights, and the way back.
+
+Which session a model was prepared by is noted here too: for `revert(model)`, and for preparing it again.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,86 +17,105 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
-from halfstep.convert.conversion import Conversion
+from halfstep.convert.conversion import Conversion, is_converted
 from halfstep.convert.layout import Relayout
-from halfstep.errors import ConfigError, show
+from halfstep.convert.strays import undo_copy
+from halfstep.distributed import local_of
+from halfstep.errors import ConfigError, HalfstepWarning, show
+from halfstep.names import unwrap
 from halfstep.optim.loading import HasMasters, LoadedMasters
+from halfstep.optim.master_link import narrow_state
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.optim.replicas import Replica, follow_wraps
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
-from halfstep.policy.policy import Policy
-from halfstep.session import registry
-from halfstep.session.weights import exact_weights, fit_states
+from halfstep.session.precision import Precision
+from halfstep.torch_private import hooks_after_load
 from halfstep.tuning.search import Tuning
 
 
 class Setup:
-    """One prepared training; steps are `Session`'s. `tuning` is what "auto" measured, if it was asked for."""
+    """One prepared training; `Session`, which derives from it, takes its steps.
+
+    models, optimizers: as they were given. device: where the parameters are. policy: what ops run under.
+    kernels: by which a CPU runs LOW ops. skip_nonfinite: whether steps whose gradients are not finite are
+    skipped. layout: convolution weights that were put into channels_last. conversions: what was done to each
+    model. masters: those of torch optimizers, by the optimizer's number. tuning: what "auto" measured.
+    """
 
     def __init__(
         self,
         models: list[nn.Module],
         optimizers: list[torch.optim.Optimizer],
-        level: Level,
-        policy: Policy,
+        precision: Precision,
         kernels: KernelTable,
         device: torch.device,
         skip_nonfinite: bool,
         layout: Relayout,
+        conversions: list[Conversion],
+        masters: dict[int, MasterWeights],
     ) -> None:
-        self.models, self.optimizers, self.level, self.device = models, optimizers, level, device
-        self.policy, self.kernels, self.skip_nonfinite, self.layout = policy, kernels, skip_nonfinite, layout
-        self.conversions: list[Conversion] = []
-        self.masters: dict[int, MasterWeights] = {}
+        self.models, self.optimizers, self.precision, self.device = models, optimizers, precision, device
+        self.policy, self.kernels, self.skip_nonfinite = precision.policy, kernels, skip_nonfinite
+        self.layout, self.conversions, self.masters = layout, conversions, masters
         self.tuning: Tuning | None = None
-        self.off = self.reverted = False
-        """Whether a region that casts nothing was asked for, and whether all was undone."""
-        self.evaluates = False
-        """Whether stand-ins are in the place of 16-bit weights."""
-        self._region = policy, kernels, autocast(device.type, policy=policy, kernels=kernels)
+        self.reverted = self.evaluates = False
+        """Whether all was undone, and whether stand-ins are in the place of 16-bit weights."""
+        self._off = False
+        """Whether a region that casts nothing was asked for."""
+        self._region = self.policy, kernels, autocast(device.type, policy=self.policy, kernels=kernels)
 
-    def region(self, enabled: bool) -> autocast:
-        """The region that ops run in."""
+    @property
+    def model(self) -> nn.Module:
+        """The first (usually the only) model."""
+        return self.models[0]
+
+    @property
+    def level(self) -> Level:
+        """The precision level."""
+        return self.precision.level
+
+    @property
+    def holders(self) -> list[HasMasters]:
+        """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
+        return holders_of(self.optimizers) if self.precision.masters else []
+
+    def autocast(self, enabled: bool = True) -> autocast:
+        """The region to run forward and loss in: ops run under the session's policy."""
+        for listener in opened:
+            listener(self)
         if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"amp.autocast({show(enabled)}): expected enabled=True or False. A session's region has its "
                 "device from the model and its dtype from prepare(dtype=...); hs.autocast takes both"
             )
-        self.off = self.off or not enabled
-        if enabled and not torch.compiler.is_compiling():
-            policy, kernels = self.policy, self.kernels  # a replay tries another policy
-            if self._region[0] is not policy or self._region[1] is not kernels:
-                region = autocast(self.device.type, policy=policy, kernels=kernels)
-                self._region = policy, kernels, region
-            return self._region[2]
-        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
+        self._off = self._off or not enabled
+        policy, kernels = self.policy, self.kernels  # a replay tries another policy
+        if not enabled or torch.compiler.is_compiling():
+            return autocast(self.device.type, policy=policy, enabled=enabled, kernels=kernels)
+        if self._region[0] is not policy or self._region[1] is not kernels:
+            self._region = policy, kernels, autocast(self.device.type, policy=policy, kernels=kernels)
+        return self._region[2]
 
-    def serve_copies(self) -> None:
+    def replica(self, ddp: Any) -> Replica:
+        """The weights with masters that `ddp` keeps the same on all ranks."""
+        return Replica(ddp, ddp.module, [self])
+
+    def _follow_copies(self) -> None:
         """From now on, copies of the models are made of the masters' values, and DDP sends these too."""
-        if self.level.masters:
+        if self.precision.masters:
             follow_wraps(self)
             exact = weakref.WeakMethod(self._exact)
             for conversion in self.conversions:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
 
-    def look_at_buffers(self) -> None:
-        """After each step: warn of 16-bit buffers that the model changes in training, once each."""
-        for conversion in self.conversions:
-            conversion.buffers.look()
-
-    def follow_loads(self) -> list[RemovableHandle]:
+    def _follow_loads(self) -> list[RemovableHandle]:
         """From now on, checkpoints reach masters, and fp32 weights of torch, unrounded; returns hooks."""
-        if not self.level.masters:
+        if not self.precision.masters:
             plain = [o for o in self.optimizers if holder_of(o) is None]
             return [handle for o in plain for handle in SavedMasters().attach(o)]
         own = [o for o in self.optimizers if isinstance(o, HasMasters)]  # MasterWeights follow by themselves
         return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
-
-    @property
-    def holders(self) -> list[HasMasters]:
-        """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
-        return holders_of(self.optimizers) if self.level.masters else []
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
@@ -100,17 +123,37 @@ class Setup:
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters."""
-        suspended = self.conversions if self.level.masters else []
-        self.evaluates = self.level.masters
-        try:
-            with torch.no_grad(), exact_weights(self.models, self.masters, suspended, self.holders):
+        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters.
+
+        Weights that are set or loaded within are set for good. Save and load sessions after it.
+        """
+        holders, modes = self.holders, [(m, m.training) for model in self.models for m in model.modules()]
+        with torch.no_grad(), ExitStack() as stack:
+            for one in self.masters.values():
+                stack.enter_context(one.swap())
+            for conversion in self.conversions if self.precision.masters else ():
+                stack.enter_context(conversion.suspended())
+            made = ((getattr(p, "_stands_for", None), p) for m in self.models for p in m.parameters())
+            copies: dict[Tensor, Tensor] = {weight: copy for weight, copy in made if weight is not None}
+            for holder in holders:
+                for weight, value in holder.masters(copies.keys()).items():
+                    copies[weight].data.copy_(value)
+            for model in self.models:
+                model.eval()
+            self.evaluates = self.precision.masters
+            try:
                 yield
-        finally:
-            self.evaluates = False
+            finally:
+                self.evaluates = False
+                for module, training in modes:
+                    module.training = training
+        for holder in holders:
+            values = holder.masters(copies.keys())
+            changed = [w for w, v in values.items() if not torch.equal(local_of(copies[w]), local_of(v))]
+            holder.seed_masters({w: copies[w].detach() for w in changed})
 
     def revert(self) -> None:
-        """Undo it: fp32 weights (exact where there are masters), optimizers and layout as they were."""
+        """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
         exact = [(holder, holder.masters()) for holder in self.holders]
         for conversion in self.conversions:
             conversion.revert()
@@ -119,107 +162,99 @@ class Setup:
         for masters in self.masters.values():
             masters.revert()
         if self.conversions:
-            fit_states(self.level, self.optimizers)
+            fit_states(self.precision, self.optimizers)
         self.layout.revert()
-        self.conversions, self.masters = [], {}
-        self.reverted = True
+        self.conversions, self.masters, self.reverted = [], {}, True
+        for model in self.models:
+            _MODELS.pop(unwrap(model), None)
+        for optimizer in self.optimizers:
+            _OPTIMIZERS.pop(optimizer, None)
 
+    def _remember(self) -> list[Any]:
+        """Note what was prepared; an earlier session of the same optimizer no longer watches it.
 
-class OfSetup:
-    """Base of `Session`: what was prepared, by name, and what has nothing to do with steps."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    @property
-    def model(self) -> nn.Module:
-        """The first (usually the only) model."""
-        return self._setup.models[0]
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models, as they were given."""
-        return self._setup.models
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, as they were given."""
-        return self._setup.optimizers
-
-    @property
-    def level(self) -> Level:
-        """The precision level."""
-        return self._setup.level
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._setup.device
-
-    @property
-    def policy(self) -> Policy:
-        """What ops run under."""
-        return self._setup.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self._setup.policy = policy
-
-    @property
-    def kernels(self) -> KernelTable:
-        """By which kernels a CPU runs LOW ops."""
-        return self._setup.kernels
-
-    @kernels.setter
-    def kernels(self, kernels: KernelTable) -> None:
-        self._setup.kernels = kernels
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether steps whose gradients are not finite are skipped."""
-        return self._setup.skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, skips: bool) -> None:
-        self._setup.skip_nonfinite = skips
-
-    @property
-    def conversions(self) -> list[Conversion]:
-        """What was done to each model."""
-        return self._setup.conversions
-
-    @property
-    def masters(self) -> dict[int, MasterWeights]:
-        """The fp32 masters of torch optimizers, by the optimizer's number."""
-        return self._setup.masters
-
-    @property
-    def layout(self) -> Relayout:
-        """Convolution weights that were put into channels_last."""
-        return self._setup.layout
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """What `level="auto"` or `layout="auto"` measured, if they were asked for."""
-        return self._setup.tuning
-
-    @tuning.setter
-    def tuning(self, found: Tuning) -> None:
-        self._setup.tuning = found
-
-    def autocast(self, enabled: bool = True) -> autocast:
-        """The region to run forward and loss in: ops run under the session's policy."""
-        for listener in registry.opened:
-            listener(self)
-        return self._setup.region(enabled)
-
-    def replica(self, ddp: Any) -> Replica:
-        """The weights with masters that `ddp` keeps the same on all ranks."""
-        return Replica(ddp, ddp.module, [self._setup])
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Within, the models are in eval mode, without gradients, and compute with the fp32 masters.
-
-        Weights that are set or loaded within are set for good. Save and load sessions after it.
+        Returns the handles of hooks on converted models, for `revert` to remove.
         """
-        return self._setup.evaluating()
+        for optimizer in self.optimizers:
+            earlier = _OPTIMIZERS.get(optimizer)
+            before = None if earlier is None else earlier()
+            if before is not None and before is not self:
+                before.stop_watching()
+            _OPTIMIZERS[optimizer] = weakref.ref(self)
+        for model in self.models:
+            _MODELS[unwrap(model)] = weakref.ref(self)
+        for listener in made:
+            listener(self)
+        changed = [c.model for c in self.conversions if c.changes]
+        return [model.register_load_state_dict_post_hook(Prepared(self)) for model in changed]
+
+    def stop_watching(self) -> None:
+        """Another session prepared the same optimizer: it alone looks after direct steps now."""
+
+
+def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
+    if precision.masters or not precision.stores_low:
+        return
+    for optimizer in (o for o in optimizers if holder_of(o) is None):
+        for p, state in optimizer.state.items():
+            if isinstance(p, Tensor) and p.is_floating_point():
+                optimizer.state[p] = narrow_state(state, p.dtype)
+
+
+# ---- which session prepared a model ---------------------------------------------------------------------
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Setup]] = weakref.WeakKeyDictionary()
+_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Setup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+#: Called with every session that is made.
+made: list[Callable[[Any], None]] = []
+#: Called with each session whose region is asked for, before its policy is read.
+opened: list[Callable[[Any], None]] = []
+
+
+class Prepared:
+    """A hook that does no work, by which a converted model keeps the session that can undo it."""
+
+    def __init__(self, session: Setup | None = None) -> None:
+        self.session = session
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        """Do nothing; torch calls it at the end of `load_state_dict`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        return Prepared()
+
+    def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
+        return Prepared, ()
+
+
+def revert(model: nn.Module) -> None:
+    """Undo `prepare` for a model whose session is not at hand: weights, optimizers and hooks as before.
+
+    A copy with casts of its own (`torch.load` of a whole model) becomes fp32, with the 16-bit values that it
+    has and a HalfstepWarning. ConfigError for a model that was not prepared, or that nothing is left to undo
+    for.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"revert takes the model that was prepared, not {type(model).__name__}")
+    inner = unwrap(model)
+    hooks = [hook.session for hook in hooks_after_load(inner).values() if isinstance(hook, Prepared)]
+    known = _MODELS.get(inner)
+    session = next((one for one in reversed(hooks) if one is not None), None if known is None else known())
+    if session is not None:
+        session.revert()
+    elif not is_converted(inner) and undo_copy(inner):
+        warnings.warn(
+            f"this {type(model).__name__} was a copy of a prepared one: it is fp32 again, with the 16-bit "
+            "values that it had, since masters stay with the original. Where they matter load the "
+            "original's: hs.optim.fp32_state_dict(model, optimizer), or what Session.save wrote",
+            HalfstepWarning,
+            stacklevel=2,
+        )
+    else:
+        raise ConfigError(
+            f"this {type(model).__name__} is not prepared: revert takes the model that was given to prepare()"
+        )
