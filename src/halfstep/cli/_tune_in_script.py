@@ -15,7 +15,7 @@ import halfstep
 from halfstep.convert.layout import convolution_weights
 from halfstep.doctor.process import Enough, in_words, run_main
 from halfstep.formats import dtype_name
-from halfstep.session.auto import arguments_of
+from halfstep.session.prepare import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
 from halfstep.tuning.choices import LevelChoice

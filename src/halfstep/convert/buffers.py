@@ -72,12 +72,12 @@ class LowBuffers:
 
     def __init__(self) -> None:
         self.originals: dict[Tensor, Tensor] = {}
-        self._watched: list[_WatchedBuffer] = []
+        self.watched: list[_WatchedBuffer] = []
         self._looks = 0
 
     def watch(self, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
         """From now on look at the buffers that became 16-bit; `names` gives the public name of each path."""
-        self._watched = [
+        self.watched = [
             _WatchedBuffer(f"{names[path]}.{key}".lstrip("."), module, key)
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
@@ -90,14 +90,12 @@ class LowBuffers:
 
         Values are compared after the first three steps, versions alone later.
         """
-        if not self._watched:
-            return
         self._looks += 1
         if self._looks > _OFTEN and self._looks % _SELDOM:
             return
-        found = [one for one in self._watched if one.looked(self._looks < _COMPARED)]
+        found = [one for one in self.watched if one.looked(self._looks < _COMPARED)]
         if found:
-            self._watched = [one for one in self._watched if one not in found]
+            self.watched = [one for one in self.watched if one not in found]
             _warn(found)
 
 

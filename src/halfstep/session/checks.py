@@ -1,4 +1,4 @@
-"""What a session refuses or warns of: wrong arguments, steps past it, gradients that are missing or foreign.
+"""What a session refuses or warns of: wrong arguments, steps past it, missing, foreign or bad gradients.
 
 Every function looks before anything changes; the words that users read stand here too.
 """
@@ -9,23 +9,34 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.distributed import local_of
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, ScalerStateError, show
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    HalfstepWarning,
+    NonFiniteError,
+    ScalerStateError,
+    show,
+)
 from halfstep.formats import FP16
+from halfstep.names import named_parameters
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
-from halfstep.scaling.loss_scale import LossScale, NoLossScale
+from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session.precision import Precision
-from halfstep.session.steppers import Stepper, parameters_of
+from halfstep.session.steppers import Stepper, weights_of
+
+if TYPE_CHECKING:
+    from halfstep.session.round import Loss
 
 LEFT = (
     "the gradients of this {} (optimizer {}) are the sum of its own loss's and of another optimizer's, whose "
@@ -155,7 +166,7 @@ def refuse_direct_steps(
             scale_of = weak()
             scale = 1.0 if scale_of is None else scale_of(index)
             if scale is None:
-                if not told and any(weight_of(p).grad is not None for p in parameters_of(optimizer)):
+                if not told and any(w.grad is not None for w in weights_of(optimizer)):
                     told.append(True)
                     warnings.warn(UNSCALED.format(type(optimizer).__name__), HalfstepWarning, stacklevel=4)
             elif scale != 1.0:
@@ -174,10 +185,8 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
     """Raise ScalerStateError where a step has nothing to work on; reads no values."""
     if after_backward and stepper.releases:
         return
-    for group in stepper.optimizer.param_groups:
-        for p in group["params"]:
-            if weight_of(p).grad is not None:
-                return
+    if stepper.has_gradients():
+        return
     why = "call backward(loss) on this session first"
     if after_backward:
         kind = type(stepper.optimizer).__name__
@@ -190,7 +199,7 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
 
 def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
     """Whether an optimizer's gradients hold anything but zeros; None where there are none (reads)."""
-    grads = [w.grad for w in map(weight_of, parameters_of(optimizer)) if w.grad is not None]
+    grads = [w.grad for w in weights_of(optimizer) if w.grad is not None]
     return any(bool(local_of(g.detach()).any()) for g in grads) if grads else None
 
 
@@ -221,7 +230,7 @@ def no_optimizer(precision: Precision, scale: LossScale) -> str:
 @contextmanager
 def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collection[int]) -> Generator[None]:
     """Within, backward changes no gradient that belongs to none of the optimizers with these indices."""
-    weights = [{weight_of(p) for p in parameters_of(o)} for o in optimizers]
+    weights = [set(weights_of(o)) for o in optimizers]
     mine = set[Tensor]().union(*(weights[i] for i in named))
     others = set[Tensor]().union(*weights) - mine
     before = [(w, w.grad) for w in others]
@@ -264,3 +273,112 @@ def _sum_of(losses: Sequence[Any]) -> Tensor:
             "each reduced to one number"
         )
     return torch.stack([one.float().reshape(()) for one in losses]).sum()
+
+
+# ---- gradients that are not finite ---------------------------------------------------------------------
+
+CHOICES = ("raise", "skip", "continue")
+
+
+def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool) -> bool:
+    """Whether steps on such gradients are skipped; ConfigError for choices that contradict each other."""
+    if skip_nonfinite is not None and not isinstance(skip_nonfinite, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"skip_nonfinite={show(skip_nonfinite)}: expected True, False or None")
+    if on_nonfinite is not None and on_nonfinite not in CHOICES:
+        raise ConfigError(f"on_nonfinite={show(on_nonfinite)}: expected 'raise', 'skip', 'continue' or None")
+    if on_nonfinite is None:
+        return scaled if skip_nonfinite is None else skip_nonfinite
+    skips = on_nonfinite != "continue"
+    if skip_nonfinite not in (None, skips) or (on_nonfinite == "raise" and skip_nonfinite is not None):
+        raise ConfigError(
+            f"on_nonfinite={show(on_nonfinite)} with skip_nonfinite={skip_nonfinite}: drop one of them"
+        )
+    if scaled and not skips:
+        raise ConfigError(
+            "on_nonfinite='continue' with a loss scale: a scale finds its value by skipping steps that "
+            "overflow; pass loss_scale='none' or leave on_nonfinite out"
+        )
+    return skips
+
+
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """What is kept of a step until it is known whether its gradients were finite."""
+
+    where: str = ""
+    values: tuple[Tensor, ...] = ()
+    """The losses themselves."""
+    losses: tuple[Loss, ...] = ()
+    """What each brought, and the scale that it carried."""
+
+
+NOTHING = Looked()
+
+
+class NonFinite:
+    """One session's choice, and what it has said.
+
+    An overflow under a loss scale that can still go down is that scale's work, NaN too: inf minus inf and
+    inf times 0 make it of an overflow. So "raise" is about losses that are not finite themselves, and about
+    gradients that are not although their loss scale is as low as it goes.
+    """
+
+    def __init__(
+        self, choice: str | None, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._choice, self._models, self._optimizers = choice, models, optimizers
+        self._said = False
+        self._losses: list[Tensor] = []
+
+    def backward(self, loss: Tensor) -> None:
+        """Remember a loss of the coming step."""
+        if self._choice == "raise":
+            self._losses.append(loss.detach())
+
+    def look(self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss]) -> Looked:
+        """Note what somebody will be told if the step was bad; which gradients were while they are there."""
+        values, self._losses = self._losses, []
+        if found is False or self._said or self._choice in ("skip", "continue"):
+            return NOTHING
+        where = self._where(optimizer) if found is True else ""
+        return Looked(where, tuple(values), tuple(losses))
+
+    def _where(self, optimizer: torch.optim.Optimizer) -> str:
+        names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
+        weights = weights_of(optimizer)
+        held = [(w, w.grad) for w in weights if w.grad is not None]
+        bad = [w for w, g in held if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
+        if not bad:
+            return ""
+        first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
+        return f"of {len(bad)} of {len(held)} parameters (first: {first}) "
+
+    def tell(self, step: int | None, taken: bool, finite: bool, looked: Looked) -> None:
+        """Warn once of a bad step that was taken; raise NonFiniteError where that was asked for."""
+        if finite:
+            return
+        if self._choice == "raise":
+            self._raise(step, looked)
+        elif taken and self._choice is None and not self._said:
+            self._said = True
+            warnings.warn(
+                f"step {step}: gradients {looked.where}hold inf or NaN and the step was taken, as plain "
+                f"PyTorch does; {epsilon_hint(self._optimizers)} (said once)",
+                HalfstepWarning,
+                stacklevel=5,
+            )
+
+    def _raise(self, step: int | None, looked: Looked) -> None:
+        bad = [loss for loss in looked.values if not bool(loss.isfinite().all())]
+        lowest = [loss.scale for loss in looked.losses if bool(loss.found) and loss.scale.at_lowest]
+        if not bad and not lowest:
+            return
+        what = f"gradients {looked.where}hold inf or NaN"
+        if bad:
+            what = f"the loss is {float(bad[0].float().sum())}"
+        elif not isinstance(lowest[0], NoLossScale | StaticLossScale):
+            what += f" although the loss scale is down to {lowest[0].read():g}"
+        raise NonFiniteError(
+            f"step {step}: {what}; the step was not taken, weights are those before it "
+            "(on_nonfinite='raise'). `amp.replayable` or `halfstep doctor` name the op"
+        )

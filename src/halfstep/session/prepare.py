@@ -7,34 +7,36 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
-from halfstep.errors import ConfigError, HalfstepWarning, show
-from halfstep.formats import dtype_name
+from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
+from halfstep.formats import dtype_name, parse_dtype
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
-from halfstep.policy.levels import Level
+from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.auto import arguments_of, as_auto, choose, read_plan, settings_of, tell
-from halfstep.session.nonfinite import skips_of
+from halfstep.session.checks import skips_of
 from halfstep.session.precision import Precision, lower
 from halfstep.session.ranks import check_group, check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import fit_states
-from halfstep.session.steppers import parameters_of
-from halfstep.tuning.search import Tuning
+from halfstep.trees import parameters_of
+from halfstep.tuning.choices import LevelChoice
+from halfstep.tuning.search import Tuning, options_of, search
 
 
 def as_optimizers(optimizer: Optimizers, *more: Any) -> list[torch.optim.Optimizer]:
@@ -209,6 +211,75 @@ def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return not theirs.isdisjoint(model.parameters())
 
 
+# ---- level="auto" ---------------------------------------------------------------------------------------
+
+
+def read_plan(plan: Any) -> Plan | None:
+    """Return the plan, read from TOML where a path was given; PlanError where it cannot be read."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.read(plan)
+    raise PlanError(f"got {type(plan).__name__} as a plan: expected a Plan or the path of a TOML file")
+
+
+def settings_of(
+    plan: Plan | None, level: Any, dtype: Any, layout: str
+) -> tuple[Any, str | torch.dtype | None, str]:
+    """Level, dtype and layout with those of the plan's settings, where it has any.
+
+    A level, dtype or layout beside them is an error unless it is the default or the same.
+    """
+    if plan is None or plan.settings is None:
+        return level, dtype, layout
+    own = plan.settings
+    theirs = level_of(own.level)[0].name
+    given = level if level in ("auto", "O1") else level_of(level)[0].name
+    if given not in ("O1", theirs):
+        raise ConfigError(f"level={show(level)} beside a plan made for {own.level}: give one of the two")
+    if dtype is not None and own.dtype is not None and parse_dtype(dtype) != own.dtype:
+        raise ConfigError(
+            f"dtype={dtype!r} beside a plan made for {dtype_name(own.dtype)}: give one of the two"
+        )
+    return own.level, own.dtype, layout if layout != "keep" else own.layout
+
+
+def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
+    """Raise ConfigError for what training steps cannot be run with, where "auto" wants to."""
+    if not callable(step):
+        raise ConfigError(
+            f"{asked} is chosen by running training steps, but step={step!r:.60}: expected a function "
+            "step(amp, *batch) that makes one training step, and batch=(x, y), what it is called with"
+        )
+    if isinstance(batch, Tensor) or not isinstance(batch, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"batch is a {type(batch).__name__}: expected what step(amp, *batch) is called with, as a tuple; "
+            "for one argument batch=(x,)"
+        )
+    try:
+        inspect.signature(step).bind(None, *batch)
+    except TypeError as error:
+        raise ConfigError(
+            f"step(amp, *batch) cannot be called with this batch of {len(batch)}: {error}. Give prepare() "
+            "batch=(x, y), what your step takes after the session"
+        ) from None
+    except ValueError:  # a callable of C tells nothing of its arguments
+        pass
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
+
+
+def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
+    if choice.dtype is None:
+        kept = {k: v for k, v in options.items() if k not in ("policy", "loss_scale")}
+        return {**kept, **options_of(choice)}
+    return {**options, **({} if plan is None else {"plan": plan}), **options_of(choice)}
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
 def prepare(
     model: Models,
     optimizer: Optimizers = None,
@@ -285,7 +356,9 @@ def prepare(
     check_words(unknown)
     models, optimizers = as_models(model), as_optimizers(optimizer, *more)
     plan = read_plan(plan)
-    level, dtype, layout = settings_of(plan, as_auto(level), dtype, check_layout(layout))
+    if isinstance(level, str) and level.strip().lower() == "auto":
+        level = "auto"
+    level, dtype, layout = settings_of(plan, level, dtype, check_layout(layout))
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
@@ -294,7 +367,7 @@ def prepare(
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
-        tell(found)
+        print(f"halfstep: {found.reason}", file=sys.stderr, flush=True)
         return session
     check_unused(step, batch, seconds)
     device = device_of(models)
@@ -366,7 +439,7 @@ def tune(
 def _choose(
     models: list[nn.Module],
     optimizers: list[torch.optim.Optimizer],
-    step: Callable[..., Any] | None,
+    step: Any,
     batch: Sequence[Any],
     level: str | Level,
     dtype: str | torch.dtype | None,
@@ -375,17 +448,23 @@ def _choose(
     seconds: float,
     options: dict[str, Any],
 ) -> Tuning:
-    return choose(
-        prepare,
+    """Measure and decide; leaves everything as it was."""
+    device = device_of(models)
+    check_step(step, batch, seconds, "level='auto'" if level == "auto" else f"layout={layout!r}")
+    word = None if level == "auto" else level_of(level)[1]
+    low = dtype_of(dtype) if dtype is not None else word or devices.default_dtype(device)
+    fixed = level if isinstance(level, str) else level.name
+    return search(
         models,
         optimizers,
         step,
         batch,
-        device=device_of(models),
-        level=level,
-        dtype=dtype,
-        layout=layout,
-        plan=plan,
+        lambda choice: prepare(models, optimizers, **arguments_of(choice, options, plan)),
+        dtype=dtype_name(low),
+        device=device,
+        level=None if level == "auto" else fixed,
+        relayout=layout == "auto",
+        by_module=plan is None,
         seconds=seconds,
-        options=options,
+        group=options.get("group"),
     )

@@ -19,10 +19,9 @@ from halfstep.casting.kernel_probes import whole_table
 from halfstep.convert.sharded import shards_of
 from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.session.setup import Setup
-from halfstep.session.steppers import parameters_of
+from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
 
 _NUMBERS = itertools.count()
@@ -39,8 +38,7 @@ class RankGuard:
         self._wrappers: list[weakref.ref[Any]] | None = None
         self._group: Any = None
         self._sharded, self._same_gradients = False, SameGradients()
-        self._weights: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
-        self._prepared = [weakref.ref(weight_of(p)) for o in setup.optimizers for p in parameters_of(o)]
+        self._prepared = [weakref.ref(w) for o in setup.optimizers for w in weights_of(o)]
 
     @property
     def group(self) -> Any:
@@ -140,15 +138,7 @@ class RankGuard:
         """
         self.check(shares_flag)
         if self._sharded:
-            self._same_gradients.check(self._weights_of(optimizer), self._name_of)
-
-    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The model's parameters that the optimizer updates, listed anew where a group was added or cut."""
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        known = self._weights.get(id(optimizer))
-        if known is None or known[0] != sizes:
-            known = self._weights[id(optimizer)] = sizes, list(map(weight_of, parameters_of(optimizer)))
-        return known[1]
+            self._same_gradients.check(weights_of(optimizer), self._name_of)
 
     def _name_of(self, weight: torch.Tensor) -> str:
         names = (name for model in self._models for name, p in model.named_parameters() if p is weight)
@@ -159,7 +149,7 @@ class RankGuard:
         mine = {id(p) for model in self._models for p in (*model.parameters(), *shards_of(model))}
         prepared = {id(p) for ref in self._prepared if (p := ref()) is not None}
         for optimizer in self._optimizers:
-            held, kind = [weight_of(p) for p in parameters_of(optimizer)], type(optimizer).__name__
+            held, kind = weights_of(optimizer), type(optimizer).__name__
             gone = [p for p in held if id(p) not in mine]
             added = sum(id(p) not in prepared for p in gone)
             if added:
@@ -245,7 +235,7 @@ def refuse_in_ddp(optimizer: Any) -> None:
             "release_gradients updates each parameter before DistributedDataParallel has averaged its "
             "gradient, so ranks would diverge: leave it out, or use fully_shard, which reduces first"
         )
-    weights = [weight_of(p) for p in parameters_of(optimizer)]
+    weights = weights_of(optimizer)
     if any(w.dtype in LOW_DTYPES and w.grad_dtype is torch.float32 for w in weights):
         raise UnsupportedError(
             "accumulate='fp32' gives 16-bit weights fp32 gradients, which DistributedDataParallel's buffers "

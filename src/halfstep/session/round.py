@@ -27,11 +27,10 @@ from torch import Tensor
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ScalerStateError
 from halfstep.gradients.stats import AnyStats
-from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
-from halfstep.session.steppers import Stepper, parameters_of
+from halfstep.session.steppers import Stepper, weights_of
 from halfstep.torch_private import foreach_add_, foreach_mul_
 from halfstep.trees import all_finite
 
@@ -193,7 +192,7 @@ def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]
 @contextmanager
 def set_aside(steppers: Sequence[Stepper]) -> Generator[list[tuple[Tensor, Tensor]]]:
     """Within, the optimizers' weights have no gradients; gives what they had. An error puts it back."""
-    weights = [weight_of(p) for stepper in steppers for p in parameters_of(stepper.optimizer)]
+    weights = [w for stepper in steppers for w in weights_of(stepper.optimizer)]
     before = [(w, w.grad) for w in weights if w.grad is not None]
     for w, _ in before:
         w.grad = None

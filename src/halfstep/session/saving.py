@@ -26,11 +26,12 @@ from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns, named_parameters
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.masters import holder_of, holders_of, weight_of
-from halfstep.session.steppers import parameters_of
+from halfstep.optim.masters import holder_of, holders_of
+from halfstep.session.steppers import weights_of
 from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
 from halfstep.torch_private import is_strided_shard, place_of_shard
+from halfstep.trees import parameters_of
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
@@ -143,7 +144,7 @@ def _tensors(session: Session) -> Iterator[tuple[str, Tensor, bool]]:
 
 def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
     optimizer = session.optimizers[index]
-    held = [weight_of(p) for p in parameters_of(optimizer)]
+    held = weights_of(optimizer)
     places = [
         f"{g}.{i}" for g, group in enumerate(optimizer.param_groups) for i, _ in enumerate(group["params"])
     ]
@@ -394,7 +395,7 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
         raise CheckpointError(
             "the checkpoint's optimizer holds other parameters: build it from the same model"
         )
-    by_number = dict(enumerate(parameters_of(optimizer)))
+    by_number = parameters_of(optimizer)
     ours = isinstance(optimizer, HasMasters)
     state: dict[int, Any] = {}
     for number, name in enumerate(names):
@@ -428,7 +429,7 @@ def _state(found: shardfiles.Index, name: str, p: Tensor, ours: bool) -> Tensor:
 def _load_weights(session: Session, found: shardfiles.Index) -> None:
     names = _names(session)
     for optimizer in session.optimizers:
-        held = [p for p in map(weight_of, parameters_of(optimizer)) if id(p) in names]
+        held = [p for p in weights_of(optimizer) if id(p) in names]
         if (holder := holder_of(optimizer)) is not None:
             holder.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
     known = set(_masters(session))

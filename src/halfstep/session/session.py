@@ -36,8 +36,11 @@ from halfstep.scaling.skips import SkipCount
 from halfstep.session import saving
 from halfstep.session.checks import (
     LEFT,
+    NOTHING,
     SKIPPED_IN_A_ROW,
     SKIPPING,
+    Looked,
+    NonFinite,
     check_loss_id,
     check_scheduler,
     check_state,
@@ -50,7 +53,6 @@ from halfstep.session.checks import (
     refuse_arguments,
     refuse_direct_steps,
 )
-from halfstep.session.nonfinite import NOTHING, Looked, NonFinite
 from halfstep.session.ranks import RankGuard
 from halfstep.session.round import (
     Flag,
@@ -381,7 +383,8 @@ class Session(Setup):
             torch.set_grad_enabled(enabled)
             raise
         for conversion in self.conversions:
-            conversion.buffers.look()
+            if conversion.buffers.watched:
+                conversion.buffers.look()
         partly = found is True and self.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
         return self._tell(carried_value(losses), measured, found, reason, scheduler, looked)
@@ -494,7 +497,9 @@ class Session(Setup):
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
             self.state = self.state._replace(skips=self.state.skips.counted(taken))
         self._nonfinite.tell(step, taken, finite, looked)
-        self.state.skips.check(scale=None if taken else scale)
+        if taken:
+            return
+        self.state.skips.check(scale=scale)
         in_row, limit = self.state.skips.in_row, self.state.skips.limit
         if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.told:
             self.state = self.state.said(SKIPPING)

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,61 +27,78 @@ from halfstep.gradients.stats import (
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.masters import MasterWeights
+from halfstep.optim.masters import MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import foreach_norm
+from halfstep.trees import gradients_of, parameters_of
 
 
-class Stepper(Protocol):
-    """What `Session` needs of an optimizer, whatever its kind."""
+def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The model's weights that an optimizer updates, in order; not the masters in its groups."""
+    return [weight_of(p) for group in optimizer.param_groups for p in group["params"]]
 
-    optimizer: torch.optim.Optimizer
-    releases: bool
-    norm_group: Any
-    """`prepare`'s."""
-    unscaled: bool
-    """Whether the last `update` divided the loss scale out of the gradients where they lie."""
+
+class Stepper:
+    """What `Session` needs of an optimizer, whatever its kind; `norm_group` is `prepare`'s."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
+        self.optimizer: Any = optimizer
+        self.norm_group = norm_group
+        self.releases = False
+        self.unscaled = False
+        """Whether the last `update` divided the loss scale out of the gradients where they lie."""
+        self._inv_scale: Tensor | None = None
+
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on; changes nothing, reads no values."""
+        return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them."""
-        ...
+        """The gradients as backward left them; those of masters widened to fp32."""
+        return gradients_of(self.optimizer)
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
-        ...
+        raise NotImplementedError
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale, clip and update, or skip where `found_inf` is set."""
-        ...
+        raise NotImplementedError
 
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> AnyStats:
         """`measure` and `update` in one, for a step that is taken whatever is found."""
-        ...
+        measured = self.measure(inv_scale, needs_amax)
+        self.update(measured, clip_norm, False)
+        return measured
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
-        ...
+        return unscale_(self.gradients(), inv_scale)
 
     def clear(self) -> None:
-        """Drop the gradients."""
-        ...
+        """Drop the gradients: what torch's own zero_grad does 15 us slower."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def _of_all_stages(self, inv_scale: Tensor | None) -> AnyStats:
+        """What the gradients of all ranks of `norm_group` are, each of which holds other parameters."""
+        params = parameters_of(self.optimizer)
+        sets = dict.fromkeys(shard_groups(p) for p in params)
+        stats = measure_shards([p.grad for p in params], inv_scale, sets, stages=self.norm_group)
+        return _on_host_if_cpu(stats)
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors in the optimizer's groups, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-class OnePassStepper:
+class OnePassStepper(Stepper):
     """An optimizer of `halfstep.optim`: unscale, clip, skip and update happen in its own single pass."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
-        self.optimizer: Any = optimizer
-        self.unscaled = False
-        self.norm_group = norm_group
-        self._inv_scale: Tensor | None = None
+        super().__init__(optimizer, norm_group)
         self.releases = self.optimizer.release is not None
         self._released = False
 
@@ -105,15 +122,11 @@ class OnePassStepper:
         self.optimizer.release.configure(inv_scale, self.optimizer.release.clip_norm)
         return nullcontext()
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them."""
-        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
-
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
         self._inv_scale = inv_scale
         if self.norm_group is not None:
-            return _of_all_stages(self.optimizer, inv_scale, self.norm_group)
+            return self._of_all_stages(inv_scale)
         known = self.optimizer.measure_on_host(inv_scale)
         if known is not None:
             return known
@@ -131,9 +144,7 @@ class OnePassStepper:
     ) -> AnyStats:
         """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
         if self.norm_group is not None or self.releases:
-            measured = self.measure(inv_scale, needs_amax)
-            self.update(measured, clip_norm, False)
-            return measured
+            return super().look_and_update(inv_scale, needs_amax, clip_norm)
         found: list[AnyStats] = []
         self.optimizer.step(inv_scale=inv_scale, look=found, clip_norm=clip_norm)
         return _on_host_if_cpu(found[0])
@@ -151,15 +162,9 @@ class OnePassStepper:
                 p.grad = p.grad.float()
         return unscale_(self.gradients(), inv_scale)
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        _clear(self.optimizer)
 
-
-class TorchStepper:
+class TorchStepper(Stepper):
     """A torch optimizer, with or without masters; skipping reads one flag."""
-
-    releases = False
 
     def __init__(
         self,
@@ -168,16 +173,16 @@ class TorchStepper:
         ordered: bool = False,
         norm_group: Any = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.unscaled = False
-        self._masters, self._ordered, self.norm_group = masters, ordered, norm_group
-        self._inv_scale: Tensor | None = None
+        super().__init__(optimizer, norm_group)
+        self._masters, self._ordered = masters, ordered
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them; those of masters widened to fp32."""
-        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step on; a master's own gradient would be widened by the look."""
+        if self._masters is None:
+            return super().has_gradients()
+        return any(w.grad is not None for w in weights_of(self.optimizer))
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Read the gradients once, twice where the largest magnitude is asked for.
@@ -192,7 +197,7 @@ class TorchStepper:
         self._inv_scale = inv_scale
         wide, known = ([], None) if self._masters is None else self._masters.link.widen()
         if self.norm_group is not None:
-            return _of_all_stages(self.optimizer, inv_scale, self.norm_group)
+            return self._of_all_stages(inv_scale)
         gradients = self.gradients()
         if known is not None:
             return _complete(wide, known, gradients, inv_scale, needs_amax)
@@ -209,14 +214,6 @@ class TorchStepper:
         if clip_norm is not None:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
-
-    def look_and_update(
-        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> AnyStats:
-        """`measure`, then `update`."""
-        measured = self.measure(inv_scale, needs_amax)
-        self.update(measured, clip_norm, False)
-        return measured
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
         gradients = self.gradients()
@@ -245,10 +242,6 @@ class TorchStepper:
             self._masters.link.widen()
         return unscale_(self.gradients(), inv_scale)
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        _clear(self.optimizer)
-
 
 def steppers_of(
     models: Sequence[nn.Module],
@@ -266,16 +259,6 @@ def steppers_of(
     ]
 
 
-def _clear(optimizer: torch.optim.Optimizer) -> None:
-    """What torch's own zero_grad does 15 us slower."""
-    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-    else:
-        optimizer.zero_grad(set_to_none=True)
-
-
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
     if not needs_amax and gradients and all(map(_is_plain, gradients)):
@@ -285,13 +268,6 @@ def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -
     if any(local_of(g) is not g for g in gradients):
         return _on_host_if_cpu(measure_shards(gradients, inv_scale))
     return _on_host_if_cpu(measure(gradients, inv_scale))
-
-
-def _of_all_stages(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, group: Any) -> AnyStats:
-    """What the gradients of all ranks of a group are, each of which holds other parameters."""
-    params = parameters_of(optimizer)
-    sets = dict.fromkeys(shard_groups(p) for p in params)
-    return _on_host_if_cpu(measure_shards([p.grad for p in params], inv_scale, sets, stages=group))
 
 
 def _complete(
