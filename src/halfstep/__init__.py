@@ -5,7 +5,7 @@ from halfstep.casting.context import active_policy, autocast
 from halfstep.casting.functions import custom_bwd, custom_fwd, frozen_weights, op
 from halfstep.compat import device_module as device_module
 from halfstep.convert.conversion import Conversion, convert
-from halfstep.convert.to_float import to_float
+from halfstep.convert.hooks import to_float
 from halfstep.errors import (
     BannedOpError,
     CheckpointError,

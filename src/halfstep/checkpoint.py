@@ -229,17 +229,24 @@ def check_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError that names what is missing, unexpected or misshapen in a `model_state`."""
     present = model.state_dict()
     own = {short: name for name, short in fqns(present).items()}
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shapes = {short: getattr(present[name], "shape", None) for short, name in own.items()}
+    saved = {name: getattr(value, "shape", None) for name, value in state.items()}
+    lazy = {short for short, name in own.items() if isinstance(present[name], UninitializedTensorMixin)}
+    check_shapes(saved, {**shapes, **{name: saved[name] for name in lazy & saved.keys()}})
+
+
+def check_shapes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise CheckpointError that names what is missing, unexpected or misshapen among saved tensors."""
+    missing, extra = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     if missing or extra:
         raise CheckpointError(
             f"the checkpoint is of another model: missing {_some(missing)}, unexpected {_some(extra)}"
         )
-    for name, value in state.items():
-        given, expected = (getattr(t, "shape", None) for t in (value, present[own[name]]))
-        if given != expected and not isinstance(present[own[name]], UninitializedTensorMixin):
+    for name, given in saved.items():
+        if given != here[name]:
             raise CheckpointError(
                 f"the checkpoint is of another model: size mismatch for {name}, {_shape(given)} "
-                f"and here {_shape(expected)}"
+                f"and here {_shape(here[name])}"
             )
 
 

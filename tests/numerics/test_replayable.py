@@ -13,7 +13,7 @@ from halfstep.numerics.trace import trace_step
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
 from halfstep.trainer import Trainer
-from halfstep.trainer.position import MicroBatches
+from halfstep.trainer.loop import MicroBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:5 steps in a row were skipped")
 

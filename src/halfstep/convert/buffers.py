@@ -18,9 +18,7 @@ from halfstep.formats import dtype_name
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import NormWithStatistics, hooks_of
 
-#: Steps after each of which buffers are looked at; later only every SELDOM-th.
-_OFTEN, _SELDOM = 20, 64
-#: Steps in which values are compared, since changes through `.data` count no version.
+#: Steps after which buffers are compared; one that changes in training changes in the first ones already.
 _COMPARED = 3
 
 
@@ -37,37 +35,27 @@ _STATISTICS = (NormWithStatistics,)
 
 
 class _WatchedBuffer:
-    """A buffer's place in the model and how it was when looked at last."""
+    """A buffer's place in the model, and its value when it was looked at last."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name, self.module, self.key = name, module, key
-        self.tensor: Tensor | None = None
-        self.version = self.changes = 0
-        self.value: Tensor | None = None
+        self.before: Tensor | None = None
+        self.changes = 0
 
-    def looked(self, keep_value: bool) -> bool:
-        """Whether it was changed after at least two steps, in place or for another one of its kind."""
-        now, before = self.module._buffers.get(self.key), self.tensor
-        if now is before and now is not None and self.value is None and now._version == self.version:
-            return False
+    def look(self) -> None:
+        """Count a change of its values, in place or by another buffer of its kind."""
+        now, before, self.before = self.module._buffers.get(self.key), self.before, None
         if now is None or now.is_inference() or now.is_meta:
-            self.tensor = self.value = None
-            return False
-        alike = before is not None and (now.shape, now.dtype) == (before.shape, before.dtype)
-        if alike and now.dtype in LOW_DTYPES and (now is not before or self._written(now)):
-            self.changes += 1
-        self.tensor, self.version = now, now._version
-        self.value = now.detach().clone() if keep_value else None
-        return self.changes > 1
-
-    def _written(self, now: Tensor) -> bool:
-        return now._version != self.version or (self.value is not None and not torch.equal(now, self.value))
+            return
+        if before is not None and (now.shape, now.dtype) == (before.shape, before.dtype):
+            self.changes += now.dtype in LOW_DTYPES and not torch.equal(now, before)
+        self.before = now.detach().clone()
 
 
 class LowBuffers:
     """What one conversion made of the model's buffers.
 
-    originals: the values before, by buffer, for the way back.
+    originals: the values before, by buffer, for the way back. watched: those to look at after the next step.
     """
 
     def __init__(self) -> None:
@@ -86,17 +74,15 @@ class LowBuffers:
         ]
 
     def look(self) -> None:
-        """After a step: warn of buffers that were changed after two of them, each once.
-
-        Values are compared after the first three steps, versions alone later.
-        """
+        """After a step, one of the first three: warn of the buffers that changed between all of them."""
         self._looks += 1
-        if self._looks > _OFTEN and self._looks % _SELDOM:
-            return
-        found = [one for one in self.watched if one.looked(self._looks < _COMPARED)]
-        if found:
-            self.watched = [one for one in self.watched if one not in found]
-            _warn(found)
+        for one in self.watched:
+            one.look()
+        if self._looks == _COMPARED:
+            found = [one for one in self.watched if one.changes == _COMPARED - 1]
+            self.watched = []
+            if found:
+                _warn(found)
 
 
 def _warn(found: list[_WatchedBuffer]) -> None:

@@ -17,9 +17,25 @@ from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.convert.buffers import LowBuffers
-from halfstep.convert.copies import Exact, widen_copies
-from halfstep.convert.hooks import CastInputs, CastOutputs, Inside, Power, keeps_fp32
-from halfstep.convert.in_place import cast_together, own_tensors, refresh_flat, replace_data, stand_in
+from halfstep.convert.hooks import (
+    CastInputs,
+    CastOutputs,
+    Exact,
+    Inside,
+    Power,
+    keeps_fp32,
+    own_dtype,
+    widen_copies,
+)
+from halfstep.convert.in_place import (
+    cast_together,
+    own_tensors,
+    powers_of,
+    refresh_flat,
+    replace_data,
+    stand_in,
+    widen_newcomers,
+)
 from halfstep.convert.sharded import (
     announce,
     check_before,
@@ -28,8 +44,6 @@ from halfstep.convert.sharded import (
     has_run,
     is_shard,
 )
-from halfstep.convert.strays import powers_of, widen_newcomers
-from halfstep.convert.to_float import own_dtype
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import fqns, unwrap

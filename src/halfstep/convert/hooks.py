@@ -7,9 +7,10 @@ cast on the fly, and set the autocast region its ops run in.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Never, cast
 
@@ -18,17 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.casting.context import active_policy, autocast
+from halfstep.errors import ConfigError
+from halfstep.formats import parse_dtype
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
-from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, pytree, set_flat_weights
+from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, hooks_of, pytree, set_flat_weights
 from halfstep.trees import cast_floats, is_wide_float
 
 
 class Power:
     """Whether the hooks of one conversion act. A copied model has its own, which stays as it was copied.
 
-    `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`copies.py`).
+    `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`widen_copies`).
     """
 
     def __init__(self) -> None:
@@ -74,8 +77,42 @@ class CastOutputs(Hook):
         return cast_floats(output, self.dtype) if self.power.on else None
 
 
-class Inside:
-    """A pair of hooks around a module's forward: the dtype it computes in, whatever surrounds it.
+class Around:
+    """A pair of hooks around a module's forward, with what is open in between, by thread."""
+
+    def __init__(self, power: Power) -> None:
+        self.power = power
+        self._open: dict[int, list[ExitStack]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": {}}
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        """Register both hooks; returns their handles."""
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    def opened(self) -> ExitStack:
+        """What `leave` closes."""
+        stack = ExitStack()
+        self._open.setdefault(threading.get_ident(), []).append(stack)
+        return stack
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Forward pre-hook."""
+        raise NotImplementedError
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook, also after an exception."""
+        stacks = self._open.get(threading.get_ident())
+        if stacks:
+            stacks.pop().close()
+
+
+class Inside(Around):
+    """The dtype that a module computes in, whatever surrounds it.
 
     `dtype`: inputs, outputs and, for this call, the module's own parameters and buffers are cast to it, and
     autocast is off inside; None takes the dtype of the first floating input. With `ops` alone only the op
@@ -89,23 +126,12 @@ class Inside:
         ops: Mapping[str, Rule] | None = None,
         edge: bool = True,
     ) -> None:
-        self.power, self.dtype, self.ops, self.edge = power, dtype, dict(ops or {}), edge
-        self._open: dict[int, list[ExitStack]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}}
-
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Register both hooks; returns their handles."""
-        return [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
+        super().__init__(power)
+        self.dtype, self.ops, self.edge = dtype, dict(ops or {}), edge
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Forward pre-hook."""
-        stack = ExitStack()
-        self._open.setdefault(threading.get_ident(), []).append(stack)
+        stack = self.opened()
         if not self.power.on:
             return None
         if self.ops:
@@ -121,43 +147,23 @@ class Inside:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook, also after an exception."""
-        stacks = self._open.get(threading.get_ident())
-        if stacks:
-            stacks.pop().close()
+        super().leave(module, args, output)
         dtype = self.dtype if self.power.on and not self.ops else None
         return None if dtype is None or output is None else cast_floats(output, dtype)
 
 
-class InRegion:
-    """A pair of hooks that runs a module's forward in an autocast region."""
+class InRegion(Around):
+    """Runs a module's forward in an autocast region."""
 
     def __init__(self, power: Power, device_type: str, policy: Policy) -> None:
-        self.power, self.device_type, self.policy = power, device_type, policy
-        self._open: dict[int, list[autocast | None]] = {}
+        super().__init__(power)
+        self.device_type, self.policy = device_type, policy
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}}
-
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Register both hooks; returns their handles."""
-        return [
-            module.register_forward_pre_hook(self.enter),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
-
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
-        region = autocast(self.device_type, policy=self.policy) if self.power.on else None
-        self._open.setdefault(threading.get_ident(), []).append(region)
-        if region is not None:
-            region.__enter__()
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook, also after an exception."""
-        regions = self._open.get(threading.get_ident())
-        region = regions.pop() if regions else None
-        if region is not None:
-            region.__exit__(None, None, None)
+        stack = self.opened()
+        if self.power.on:
+            stack.enter_context(autocast(self.device_type, policy=self.policy))
 
 
 def _region(device_type: str, dtype: torch.dtype) -> autocast:
@@ -268,3 +274,114 @@ def _takes_mixed(kind: str, device: str, dtype: torch.dtype) -> bool:
         except (RuntimeError, Warning):
             return False
         return y.dtype == dtype
+
+
+# ---- a module in a dtype of its own ----------------------------------------------------------------------
+
+
+def to_float(module: nn.Module, dtype: str | torch.dtype | None, *, keep_parts: bool = False) -> nn.Module:
+    """Make a module and all in it compute in `dtype`, as MindSpore's `Cell.to_float`; returns the module.
+
+    Floating inputs are cast to it, parameters and buffers are cast in use and stay stored as they are,
+    outputs are in it, and autocast does not reach inside. The last call wins, for a module and for all below
+    it; None takes it off again. `convert` leaves such modules alone. With `keep_parts` the outputs of a
+    module whose parts were given another dtype later are left as they come, as MindSpore does.
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
+    chosen = None if dtype is None else parse_dtype(dtype)
+    for each in module.modules():
+        held = hooks_of(each)
+        hooks = ((k, getattr(hook, "__self__", None)) for some in held[:2] for k, hook in some.items())
+        ours = [k for k, owner in hooks if isinstance(owner, _ToFloat)]
+        for registered, key in itertools.product(held, ours):
+            registered.pop(key, None)
+        if chosen is not None:
+            made = _ToFloat(Power(), chosen)
+            made.keep_parts = keep_parts
+            made.attach(each)
+    return module
+
+
+class _ToFloat(Inside):
+    """What `to_float` hangs on a module."""
+
+    keep_parts = False
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """As `Inside`; see `to_float` for `keep_parts`."""
+        cast_output = super().leave(module, args, output)
+        if not self.keep_parts:
+            return cast_output
+        others = (own_dtype(each) for each in module.modules())
+        return None if any(dtype not in (None, self.dtype) for dtype in others) else cast_output
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that `to_float` gave a module, or None."""
+    for hook in hooks_of(module)[0].values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _ToFloat):
+            return owner.dtype
+    return None
+
+
+# ---- deep copies -----------------------------------------------------------------------------------------
+# An average or a target network is made by copying the model. A copy in 16 bits would stand still where each
+# change is smaller than half a unit in its last place (weights averaged at decay 0.9999).
+
+
+#: The exact values by 16-bit tensor, as far as there are any.
+Exact = Callable[[], Mapping[Tensor, Tensor]]
+
+
+class WideCopies:
+    """A hook that does no work in forward; copied with a module, it widens the copy.
+
+    It is registered for the end of `load_state_dict`, where it does nothing. In a copy, and after pickling,
+    it is empty.
+    """
+
+    def __init__(
+        self,
+        power: Power | None = None,
+        tensors: Sequence[tuple[Tensor, torch.dtype]] = (),
+        exact: Exact | None = None,
+    ) -> None:
+        self.power, self._tensors, self._exact = power, tensors, exact
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        """Do nothing; torch calls it at the end of `load_state_dict`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WideCopies:
+        if self.power is not None and self.power.on:
+            self._widen(memo)
+        return WideCopies()
+
+    def __reduce__(self) -> tuple[type[WideCopies], tuple[()]]:
+        return WideCopies, ()
+
+    def _widen(self, memo: dict[int, Any]) -> None:
+        """Put the wide twin of every tensor where `copy.deepcopy` looks for copies made before."""
+        exact = {} if self._exact is None else self._exact()
+        for tensor, dtype in self._tensors:
+            wide = exact[tensor].clone() if tensor in exact else tensor.detach().to(dtype)
+            made = memo.get(id(tensor))
+            if made is not None:
+                made.data = wide
+            elif isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+            else:
+                memo[id(tensor)] = wide
+
+
+def widen_copies(
+    model: nn.Module, power: Power, tensors: Sequence[tuple[Tensor, torch.dtype]], exact: Exact
+) -> list[Any]:
+    """Make deep copies of the model, or of a module in it, fp32 and free of casts; returns the hooks.
+
+    tensors: what was narrowed, with the dtypes from before. exact: values to take instead of widened ones.
+    """
+    power.off_in_copies = True
+    hook = WideCopies(power, tensors, exact)
+    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]

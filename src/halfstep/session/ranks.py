@@ -35,6 +35,8 @@ class RankGuard:
         self._models, self._optimizers = setup.models, setup.optimizers
         self.number = next(_NUMBERS)
         self._checked = self._knows_group = False
+        self.asks = True
+        """Whether the next call has anything to check."""
         self._wrappers: list[weakref.ref[Any]] | None = None
         self._group: Any = None
         self._sharded, self._same_gradients = False, SameGradients()
@@ -87,7 +89,7 @@ class RankGuard:
 
         Where it `sends` (a collective), its ranks get the kernels of their first one.
         """
-        self._wrappers, self._checked, self._knows_group = None, False, False
+        self._wrappers, self._checked, self._knows_group, self.asks = None, False, False, True
         if sends and self._given is None:
             self._share_kernels([ddp.process_group])
 
@@ -113,7 +115,7 @@ class RankGuard:
             for ddp in self._around():
                 self._check_wrapper(ddp)
             self._sharded = world_size() > 1 and any(map(is_sharded, self._models))
-            self._checked = True
+            self._checked, self.asks = True, self._sharded or bool(self._around())
         if not shares_flag:
             return
         for ddp in self._around():

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
@@ -128,18 +127,16 @@ def _reshard(session: Session) -> None:
             cast(Any, module).reshard()
 
 
-def _tensors(session: Session) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every weight (its master where there is one) and buffer, by name in the file; and whether a weight."""
-    masters = _masters(session)
+def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Every weight and buffer, by name in the file; and the parameter that it is."""
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
         state = model.state_dict()
         short = fqns(state)
         for key, value in state.items():
-            p = by_key.get(key)
             if isinstance(value, Tensor):
-                yield prefix + short[key], masters.get(id(p), value.detach()), p is not None
+                yield prefix + short[key], value, by_key.get(key)
 
 
 def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
@@ -176,7 +173,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
 
 
 def save(
-    session: Session,
+    self: Session,
     path: str | Path,
     *,
     schedulers: Sequence[Any] = (),
@@ -184,29 +181,48 @@ def save(
     extra: Any = None,
     keep_last: int | None = None,
     background: bool = False,
-    stages: bool = False,
 ) -> Path:
-    """`Session.save`; `stages`: each rank has other parameters, whatever their names."""
-    if session.state.losses:
+    """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
+
+    One safetensors file a rank: fp32 masters under the weights' names, optimizer states as they are,
+    random generators; and a manifest with the SHA-256 of each file. No pickle. Any number of ranks reads
+    it, into any master or state format.
+
+    Args:
+        path: a folder on a disk that all ranks see; a checkpoint there is replaced, nothing else.
+        schedulers: learning-rate schedulers, in an order that `load` repeats.
+        position: where this rank stands in its data: tensors, numbers, strings, nests of these.
+        extra: the same on all ranks.
+        keep_last: delete older checkpoints beside it beyond this many, by the number its name ends in.
+        background: copy everything now and write in a thread while training goes on.
+
+    Raises:
+        CheckpointError: a full disk, told on every rank, a value that cannot be saved, or a folder in
+            the way that is no checkpoint. In the background: at the next `save` or `load`, or by
+            `wait_until_saved`.
+    """
+    if self.state.losses:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
-    _check_not_evaluating(session)
-    wait_until_saved(session)
+    _check_not_evaluating(self)
+    wait_until_saved(self)
     path = Path(path)
     check_keep(path, keep_last)
-    _reshard(session)
-    pieces, group = dict[str, Piece](), session.group
-    held: dict[str, Any] = {"": rank(group) if stages else 0}
-    for number, (name, t, is_weight) in enumerate(_tensors(session)):
+    _reshard(self)
+    pieces, group = dict[str, Piece](), self.group
+    held: dict[str, Any] = {"": rank(group) if self.stages else 0}
+    masters = _masters(self)
+    for number, (name, value, p) in enumerate(_tensors(self)):
+        t = masters.get(id(p), value.detach())
         # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
-        piece, held[name] = _split(t, number if is_weight else 0, group), tuple(t.shape)
+        piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece
-    manifest = {**_manifest(session, pieces, schedulers, extra, group), "model": checksum_of(held)}
+    manifest = {**_manifest(self, pieces, schedulers, extra, group), "model": checksum_of(held)}
     own = {"random": rng.random_state(), "position": position}
     about = {"own": _encode(own, f".rank.{rank(group)}", pieces), "ranks": world_size(group)}
     if background:
-        writer = _WRITERS.setdefault(session, GroupWriter())
-        writer.start(path, pieces, about, manifest, keep_last, group)
+        self.writer = self.writer or GroupWriter()
+        self.writer.start(path, pieces, about, manifest, keep_last, group)
     else:
         write(path, pieces, about, manifest, keep_last, group)
     return path
@@ -220,13 +236,13 @@ def _check_not_evaluating(session: Session) -> None:
         )
 
 
-_WRITERS: WeakKeyDictionary[Session, GroupWriter] = WeakKeyDictionary()
+def wait_until_saved(self: Session) -> None:
+    """Return when no save in the background is under way; CheckpointError where the last one failed.
 
-
-def wait_until_saved(session: Session) -> None:
-    """`Session.wait_until_saved`."""
-    if session in _WRITERS:
-        _WRITERS[session].wait()
+    Every rank calls it, before `destroy_process_group` above all.
+    """
+    if self.writer is not None:
+        self.writer.wait()
 
 
 def _manifest(
@@ -288,28 +304,33 @@ def _manifest(
 # ---- load -----------------------------------------------------------------------------------------------
 
 
-def load(session: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
-    """`Session.load`."""
-    _check_not_evaluating(session)
-    wait_until_saved(session)
+def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
+    """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.
+
+    Model, optimizers, level and policy must be those that were saved; master and state formats may
+    differ. Returns `extra` and this rank's `position` (None where the number of ranks changed, which is
+    said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
+    """
+    _check_not_evaluating(self)
+    wait_until_saved(self)
     path = Path(path)
     old = path.with_name(f".{path.name}.old")
     if not path.exists() and (old / MANIFEST).is_file():
         path = old  # killed between two renames
-    manifest = _checked(path, session.group)
-    _reshard(session)
+    manifest = _checked(path, self.group)
+    _reshard(self)
     headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
     found = shardfiles.index(headers)
-    _check(session, manifest, found, schedulers)
+    _check(self, manifest, found, schedulers)
     rest = _decode(manifest["rest"], found.read)
-    session.load_state_dict(rest["session"])
-    for index in range(len(session.optimizers)):
-        _load_optimizer(session, index, manifest["optimizers"][index], found)
-    _load_weights(session, found)
+    self.load_state_dict(rest["session"])
+    for index in range(len(self.optimizers)):
+        _load_optimizer(self, index, manifest["optimizers"][index], found)
+    _load_weights(self, found)
     for scheduler, state in zip(schedulers, rest["schedulers"]):
         scheduler.load_state_dict(state)
     checkpoint.warn_if_threads_differ(manifest["threads"])
-    return Loaded(rest["extra"], _own_part(manifest, headers, found, session.group))
+    return Loaded(rest["extra"], _own_part(manifest, headers, found, self.group))
 
 
 def _checked(path: Path, group: Group | None) -> dict[str, Any]:
@@ -353,20 +374,9 @@ def _check(
     session: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    wanted = {name: tuple(t.shape) for name, t, _ in _tensors(session)}
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
-    saved = {n for n in found.wholes if not n.startswith(own)}
-    missing, extra = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}"
-        )
-    for name, shape in wanted.items():
-        if found.wholes[name] != shape:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name} has shape {list(found.wholes[name])} there and "
-                f"{list(shape)} here"
-            )
+    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
+    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in _tensors(session)})
     algorithms = [one["algorithm"] for one in manifest["optimizers"]]
     here = [checkpoint.algorithm_of(o) for o in session.optimizers]
     if algorithms != here:
@@ -433,19 +443,9 @@ def _load_weights(session: Session, found: shardfiles.Index) -> None:
         if (holder := holder_of(optimizer)) is not None:
             holder.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
     known = set(_masters(session))
-    for index, model in enumerate(session.models):
-        prefix = f"{index}." if len(session.models) > 1 else ""
-        _copy_rest(model, prefix, known, found)
-
-
-def _copy_rest(model: nn.Module, prefix: str, known: set[int], found: shardfiles.Index) -> None:
-    """Weights without a master, and buffers."""
-    by_key = dict(model.named_parameters(remove_duplicate=False))
-    state = model.state_dict()
-    short = fqns(state)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and id(by_key.get(key)) not in known:
-            local_of(value).copy_(_box(found, prefix + short[key], value))
+    for name, value, p in _tensors(session):
+        if id(p) not in known:
+            local_of(value).copy_(_box(found, name, value))
 
 
 def _own_part(

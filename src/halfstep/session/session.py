@@ -13,15 +13,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.casting import kernel_choice
-from halfstep.casting.kernel_probes import measurements
 from halfstep.casting.kernel_facts import does_not_pay
+from halfstep.casting.kernel_probes import measurements
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
@@ -70,6 +69,7 @@ from halfstep.session.round import (
 )
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
+from halfstep.session.writing import GroupWriter
 from halfstep.torch_private import never_compiled
 
 Models = nn.Module | Sequence[nn.Module]
@@ -91,11 +91,15 @@ FIXED = {"models", "optimizers", "precision", "device", "layout"}
 
 
 class Session(Setup):
-    """Models, optimizers, policy and loss scale of one training run; made by `prepare`.
+    """One training run, made by `prepare`: its `models` and `optimizers` as they were given, their `device`,
+    the `policy` that ops run under, `kernels` by which a CPU runs LOW ops, whether steps are skipped whose
+    gradients are not finite (`skip_nonfinite`), what was done to each model (`conversions`), fp32 `masters`
+    of torch optimizers by number, convolution weights in channels_last (`layout`), what "auto" measured
+    (`tuning`).
 
     `history` holds the latest outcomes, `skips` the counts, `loss_scale` the present scale; `listeners` are
     called with (session, outcome) after every step, `early_listeners` with (session, optimizer) before one
-    looks at its gradients; neither may change anything. `kernels` says by which kernels ops run.
+    looks at its gradients; neither may change anything.
     """
 
     def __init__(
@@ -123,6 +127,9 @@ class Session(Setup):
         steppers = enumerate(self._steppers)
         self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
         self._ranks = RankGuard(self, group, norm_group)
+        self.stages = norm_group is not None
+        """Whether each rank has other parameters, whatever their names."""
+        self.writer: GroupWriter | None = None
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(self.optimizers, self._carried)
 
@@ -253,7 +260,8 @@ class Session(Setup):
         check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
         optimizers = self.optimizers
-        self._ranks.check(self.skip_nonfinite)
+        if self._ranks.asks:
+            self._ranks.check(self.skip_nonfinite)
         indices = indices_of(optimizers, optimizer)
         apart = len(indices) < len(optimizers)
         mixed = mixing(self.state, indices, loss_id)
@@ -356,7 +364,8 @@ class Session(Setup):
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
-        self._ranks.check_step(self.skip_nonfinite, self.optimizers[index])
+        if self._ranks.asks:
+            self._ranks.check_step(self.skip_nonfinite, self.optimizers[index])
         stepper = self._steppers[index]
         losses = losses_to_step(self.state, stepper, index)
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
@@ -559,58 +568,11 @@ class Session(Setup):
 
         return restore
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        schedulers: Sequence[Any] = (),
-        position: Any = None,
-        extra: Any = None,
-        keep_last: int | None = None,
-        background: bool = False,
-    ) -> Path:
-        """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
-
-        One safetensors file a rank: fp32 masters under the weights' names, optimizer states as they are,
-        random generators; and a manifest with the SHA-256 of each file. No pickle. Any number of ranks reads
-        it, into any master or state format.
-
-        Args:
-            path: a folder on a disk that all ranks see; a checkpoint there is replaced, nothing else.
-            schedulers: learning-rate schedulers, in an order that `load` repeats.
-            position: where this rank stands in its data: tensors, numbers, strings, nests of these.
-            extra: the same on all ranks.
-            keep_last: delete older checkpoints beside it beyond this many, by the number its name ends in.
-            background: copy everything now and write in a thread while training goes on.
-
-        Raises:
-            CheckpointError: a full disk, told on every rank, a value that cannot be saved, or a folder in
-                the way that is no checkpoint. In the background: at the next `save` or `load`, or by
-                `wait_until_saved`.
-        """
-        return saving.save(
-            self, path, schedulers=schedulers, position=position, extra=extra, keep_last=keep_last,
-            background=background, stages=any(s.norm_group is not None for s in self._steppers),
-        )  # fmt: skip
-
-    def wait_until_saved(self) -> None:
-        """Return when no save in the background is under way; CheckpointError where the last one failed.
-
-        Every rank calls it, before `destroy_process_group` above all.
-        """
-        saving.wait_until_saved(self)
-
-    def load(self, path: str | Path, *, schedulers: Sequence[Any] = ()) -> saving.Loaded:
-        """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.
-
-        Model, optimizers, level and policy must be those that were saved; master and state formats may
-        differ. Returns `extra` and this rank's `position` (None where the number of ranks changed, which is
-        said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
-        """
-        return saving.load(self, path, schedulers=schedulers)
+    save, wait_until_saved, load = saving.save, saving.wait_until_saved, saving.load
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
         super().revert()
+        self._ranks.asks = True
         self.stop_watching()
         self.state = self.state.emptied()

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion, is_converted
+from halfstep.convert.in_place import undo_copy
 from halfstep.convert.layout import Relayout
-from halfstep.convert.strays import undo_copy
 from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, HalfstepWarning, show
 from halfstep.names import unwrap
@@ -35,13 +35,7 @@ from halfstep.tuning.search import Tuning
 
 
 class Setup:
-    """One prepared training; `Session`, which derives from it, takes its steps.
-
-    models, optimizers: as they were given. device: where the parameters are. policy: what ops run under.
-    kernels: by which a CPU runs LOW ops. skip_nonfinite: whether steps whose gradients are not finite are
-    skipped. layout: convolution weights that were put into channels_last. conversions: what was done to each
-    model. masters: those of torch optimizers, by the optimizer's number. tuning: what "auto" measured.
-    """
+    """What was prepared, and what has nothing to do with steps; `Session` derives from it."""
 
     def __init__(
         self,
@@ -76,7 +70,7 @@ class Setup:
         return self.precision.level
 
     @property
-    def holders(self) -> list[HasMasters]:
+    def _holders(self) -> list[HasMasters]:
         """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
         return holders_of(self.optimizers) if self.precision.masters else []
 
@@ -119,7 +113,7 @@ class Setup:
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
-        return {w: value for holder in self.holders for w, value in holder.masters().items()}
+        return {w: value for holder in self._holders for w, value in holder.masters().items()}
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -127,7 +121,7 @@ class Setup:
 
         Weights that are set or loaded within are set for good. Save and load sessions after it.
         """
-        holders, modes = self.holders, [(m, m.training) for model in self.models for m in model.modules()]
+        holders, modes = self._holders, [(m, m.training) for model in self.models for m in model.modules()]
         with torch.no_grad(), ExitStack() as stack:
             for one in self.masters.values():
                 stack.enter_context(one.swap())
@@ -154,7 +148,7 @@ class Setup:
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        exact = [(holder, holder.masters()) for holder in self.holders]
+        exact = [(holder, holder.masters()) for holder in self._holders]
         for conversion in self.conversions:
             conversion.revert()
         for holder, values in exact:

@@ -6,11 +6,14 @@ a gloo group of its own: on the group of training its messages and the gradients
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +23,6 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep import checkpoint, shardfiles
-from halfstep.background import Background
 from halfstep.distributed import gather, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, show
@@ -30,12 +32,18 @@ MANIFEST = "manifest.json"
 
 
 class GroupWriter:
-    """Writes the checkpoints of one session in a thread, from copies taken at the call."""
+    """Writes the checkpoints of one session in a thread, from copies taken at the call; no error is lost.
+
+    The thread is no daemon: an interpreter that ends waits for it. An error that nobody has asked for by then
+    is told on standard error.
+    """
 
     def __init__(self) -> None:
-        self._background = Background()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
         self._group: Group | None = None
         self._made_for: tuple[Any, ...] = ()
+        atexit.register(self._tell)
 
     def start(
         self,
@@ -59,18 +67,27 @@ class GroupWriter:
         def work() -> None:
             try:
                 write(path, copies, about, manifest, keep_last, own)
-            except CheckpointError:
-                raise
-            except RuntimeError as error:
-                raise CheckpointError(
-                    f"{path} was not finished: another rank is gone; what was saved before stands"
-                ) from error
+            except CheckpointError as error:
+                self._error = error
+            except Exception as error:
+                gone = f"{path} was not finished: another rank is gone; what was saved before stands"
+                self._error = CheckpointError(gone) if isinstance(error, RuntimeError) else error
 
-        self._background.start(work)
+        self._thread = threading.Thread(target=work, name="halfstep saves", daemon=False)
+        self._thread.start()
 
     def wait(self) -> None:
         """Return when nothing is being written; raises what the last writing raised, once, on every rank."""
-        self._background.wait()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _tell(self) -> None:
+        if self._error is not None:
+            print(f"halfstep: {self._error}", file=sys.stderr)
 
 
 def write(
@@ -86,18 +103,6 @@ def write(
     All ranks of the group call.
     Raises CheckpointError on every rank where one of them could not.
     """
-    _write(path, pieces, about, manifest, group)
-    if keep_last is not None and rank(group) == 0:
-        _prune(path, keep_last)
-
-
-def _write(
-    path: Path,
-    pieces: Mapping[str, Piece],
-    about: Mapping[str, Any],
-    manifest: dict[str, Any],
-    group: Group | None,
-) -> None:
     own = path.with_name(f".{path.name}.{checkpoint.HOST}-{os.getpid()}.tmp")
     begun: list[tuple[Path, str]] = gather((own, manifest["model"]), group)
     if len({model for _, model in begun}) > 1:
@@ -133,6 +138,8 @@ def _write(
             shutil.rmtree(temporary, ignore_errors=True)
         stands = "what was saved before stands"
         raise CheckpointError(wrong[0] if stands in wrong[0] else f"{wrong[0]}; {stands}")
+    if keep_last is not None and rank(group) == 0:
+        _prune(path, keep_last)
 
 
 def _finish(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:

@@ -16,24 +16,244 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint, rng
 from halfstep.devices import resolve
-from halfstep.distributed import gather, global_max, rank, watchdog, world_size
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning
+from halfstep.distributed import (
+    gather,
+    global_max,
+    is_sharded,
+    rank,
+    started_by_torchrun,
+    watchdog,
+    world_size,
+)
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare
-from halfstep.trainer import checks
-from halfstep.trainer.position import END, MicroBatches, Position
 from halfstep.trainer.records import Callback, EarlyStopping, History, Logger, Metric, ProgressBar, StepLog
+
+# ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
+
+
+def _count(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: type(v) is int and v >= least, f"a whole number, {least} or more"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "loss_fn": (callable, "a function (output, target) -> loss"),
+    "metrics": (
+        lambda v: v is None or (isinstance(v, Mapping) and all(map(callable, cast("Any", v).values()))),
+        "names and functions (output, target) -> value",
+    ),
+    **dict.fromkeys(("callbacks", "loggers"), (_is_list, "a list")),
+    **dict.fromkeys(("accumulate", "read_every", "keep"), _count(1)),
+    "checkpoint_every": _count(0),
+    "checkpoints": (lambda v: v is None or isinstance(v, str | Path), "a folder's path"),
+    "level": (
+        lambda v: v != "auto",
+        "a level that is chosen before training, so that a resumed run is the run that began: find one with "
+        "hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass plan=found.plan or its file",
+    ),
+}
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of a Trainer that cannot be."""
+    for name, (fits, expected) in _EXPECTED.items():
+        if not fits(given[name]):
+            raise ConfigError(f"{name}={show(given[name])}; expected {expected}")
+    if (every := given["checkpoint_every"]) and given["checkpoints"] is None:
+        raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
+
+
+def check_parallel(model: nn.Module, wrapped: bool) -> None:
+    """Raise ConfigError where several ranks would each train a model of their own."""
+    ranks, started, remedy = world_size(), started_by_torchrun(), ""
+    inside = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
+    if ranks == 1 and started > 1 and not dist.is_initialized():
+        remedy = "call torch.distributed.init_process_group() first, torch.distributed is not initialised"
+    elif ranks > 1 and not (wrapped or inside or is_sharded(model)):
+        remedy = "pass wrap=torch.nn.parallel.DistributedDataParallel, or shard the model first"
+    if remedy:
+        raise ConfigError(f"{max(ranks, started)} ranks would each train a model of their own: {remedy}")
+
+
+def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accumulate: int) -> int:
+    """The number of the last step of a `fit`; ConfigError where that is not said once and clearly."""
+    if (steps is None) == (epochs is None):
+        raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"fit got {name}={show(value)}; expected a whole number")
+    if not isinstance(loader, Iterable):
+        raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
+    if steps is None and not hasattr(loader, "__len__"):
+        raise ConfigError(f"a {type(loader).__name__} has no length; give steps= instead of epochs=")
+    last = int(epochs or 0) * len(cast(Any, loader)) // accumulate if steps is None else steps
+    if last < 1:
+        raise ConfigError(f"fit would train {last} steps; give steps= or epochs= of at least 1")
+    return last
+
+
+def check_ranks(loader: Iterable[Any], last: int, alike: bool) -> None:
+    """Raise on all ranks: DataError where they end apart, ConfigError where passes must be `alike`."""
+    found = gather((last, len(cast(Any, loader)) if hasattr(loader, "__len__") else "unknown"))
+    if len({end for end, _ in found}) > 1:
+        ends = ", ".join(f"rank {number} after {end}" for number, (end, _) in enumerate(found))
+        raise DataError(
+            f"ranks would run out of batches at different steps ({ends}), and a step needs all of them: give "
+            "every rank as many (a DistributedSampler does), or fit the same steps= on all, which begins "
+            "another pass where one ends"
+        )
+    lengths = [str(length) for _, length in found]
+    if alike and len(found) > 1 and ("unknown" in lengths or len(set(lengths)) > 1):
+        raise ConfigError(
+            f"EarlyStopping at the end of each pass, whose lengths on the ranks are {', '.join(lengths)}: "
+            "all evaluate together, so give it every=, the steps from one evaluation to the next"
+        )
+
+
+def check_batch(batch: Any, step: int) -> None:
+    """Raise DataError for what is no pair, or holds inf or NaN in a tensor of the CPU."""
+    if not isinstance(batch, tuple | list) or len(cast("Sequence[Any]", batch)) != 2:
+        raise DataError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
+    for part, value in zip(("input", "target"), cast("Sequence[Any]", batch)):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != "cpu":
+            continue
+        # A sum is not finite as soon as one element is not; only then is the exact and slower look needed.
+        if not math.isfinite(value.sum(dtype=torch.float64).item()) and (
+            bad := int((~value.isfinite()).sum())
+        ):
+            kind = "NaN or inf" if bool(value.isnan().any()) else "inf"
+            raise DataError(
+                f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
+                "clean the data, nothing was updated with it"
+            )
+
+
+# ---- batches: a position that can be saved, and steps that can be run again ---------------------------
+
+
+#: What a Position gives between two passes.
+END = object()
+
+
+class Position:
+    """Batches without end from a loader, and where in it training stands.
+
+    A loader with `state_dict` and `load_state_dict` is asked; for any other the random state at the start of
+    the pass is kept, and resuming replays the pass up to the batch. `on_epoch_end` is called once for a pass:
+    by `trained` after its last batch where the loader has a length, else when no further batch comes.
+    """
+
+    def __init__(self, loader: Any, on_epoch_end: Callable[[], None]) -> None:
+        self.loader, self.on_epoch_end = loader, on_epoch_end
+        self.own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.served, self.ended, self._resumed = 0, False, False
+        self.start: dict[str, Any] = {}
+
+    def _begin(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, False
+        if not resumed:
+            self.served, self.ended = 0, False
+        if self.own:
+            return iter(self.loader)
+        now, generator = rng.random_state(), getattr(self.loader, "generator", None)
+        if not resumed:
+            self.start = now if generator is None else {**now, "generator": generator.get_state()}
+            return iter(self.loader)
+        rng.load_random_state(self.start)
+        if generator is not None and "generator" in self.start:
+            generator.set_state(self.start["generator"].cpu())
+        batches = iter(self.loader)
+        for _ in islice(batches, self.served):
+            pass
+        rng.load_random_state(now)
+        return batches
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = 0
+        while True:
+            empty += 1
+            for batch in self._begin():
+                empty = 0
+                if self.own and self.ended:  # resumed behind the end of a pass: the loader began the next
+                    self.served, self.ended = 0, False
+                self.served += 1
+                yield batch
+            if empty > 1:
+                raise DataError(
+                    "a pass over the loader gave no batches; fit needs at least one in every pass "
+                    "(a generator can be read once only: pass a list or a DataLoader)"
+                )
+            self.end()
+            yield END
+
+    def give_back(self) -> None:
+        """The batch just given was not trained on: a resumed run is given it again."""
+        self.served -= 1
+
+    def trained(self) -> None:
+        """End the pass where the batch just trained on was its last."""
+        if hasattr(self.loader, "__len__") and self.served == len(self.loader):
+            self.end()
+
+    def end(self) -> None:
+        """End the pass, unless it has ended."""
+        if not self.ended:
+            self.ended = True
+            self.on_epoch_end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own state, or how to get to the next batch again."""
+        how = {"loader": self.loader.state_dict()} if self.own else {"start": self.start}
+        return {**how, "served": self.served, "ended": self.ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; CheckpointError for the state of another kind of loader."""
+        if self.own != ("loader" in state):
+            raise CheckpointError("the checkpoint was written with another kind of loader")
+        if self.own:
+            self.loader.load_state_dict(state["loader"])
+        self.start = dict(state.get("start", {}))
+        self.served, self.ended, self._resumed = state.get("served", 0), state.get("ended", False), True
+
+
+class MicroBatches:
+    """The batches of one step, fetched as the step asks for them; a replay gets the same ones again.
+
+    Random generators are as they were after each fetch then: a loader may have drawn from them.
+    """
+
+    def __init__(self, fetch: Callable[[], Any], count: int) -> None:
+        self._fetch, self._count = fetch, count
+        self._fetched: list[tuple[Any, Callable[[], None]]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in range(self._count):
+            if place == len(self._fetched):
+                self._fetched.append((self._fetch(), rng.rewinder()))
+            else:
+                self._fetched[place][1]()
+            yield self._fetched[place][0]
+
+
+# ---- the loop -----------------------------------------------------------------------------------------
 
 
 def _train(own: Trainer, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
@@ -126,8 +346,8 @@ class Trainer:
         rank_timeout: float | None = None,
         on_nonfinite: str | None = None,
     ) -> None:
-        checks.check_options(dict(locals()))
-        checks.check_parallel(model, wrap is not None)
+        check_options(dict(locals()))
+        check_parallel(model, wrap is not None)
         if device is not None:
             model.to(resolve(device))
         self.names = checkpoint.parameter_names(model, optimizer)
@@ -184,9 +404,9 @@ class Trainer:
         every rank, before the first step) ranks with batches for different numbers of steps; and
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
-        last = checks.last_step(loader, steps, epochs, self.accumulate)
+        last = last_step(loader, steps, epochs, self.accumulate)
         by_pass = any(isinstance(one, EarlyStopping) and one.every is None for one in self.callbacks)
-        checks.check_ranks(loader, last, alike=by_pass)
+        check_ranks(loader, last, alike=by_pass)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
         unsized = _ranks_max(not hasattr(loader, "__len__"))
@@ -366,7 +586,7 @@ class Trainer:
         return True
 
     def _move(self, batch: Any) -> tuple[Any, Any]:
-        checks.check_batch(batch, self.step + 1)
+        check_batch(batch, self.step + 1)
         x, y = (v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for v in batch)
         return x, y
 

@@ -35,8 +35,7 @@ from halfstep.compat.mindspore._tensor import Tensor, as_tensor
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import Conversion, convert
-from halfstep.convert.hooks import CastOutputs, InRegion, Power
-from halfstep.convert.to_float import own_dtype
+from halfstep.convert.hooks import CastOutputs, InRegion, Power, own_dtype
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule

@@ -14,7 +14,7 @@ from halfstep.casting.context import active_policy, autocast
 from halfstep.compat.mindspore._tensor import Parameter
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
-from halfstep.convert.to_float import to_float
+from halfstep.convert.hooks import to_float
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 __all__ = ["Cell"]

@@ -1,0 +1,65 @@
+"""How many of our files a checked step enters, and how many ask for the level: what a reader has to know."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+
+PACKAGE = str(Path(hs.__file__).parent)
+
+
+def files_of(call: Callable[[], Any], counts: Callable[[FrameType, Any], bool]) -> set[str]:
+    """The files of halfstep in which a call returns from a frame that counts."""
+    entered: set[str] = set()
+
+    def see(frame: FrameType, event: str, value: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "return" and name.startswith(PACKAGE) and counts(frame, value):
+            entered.add(name[len(PACKAGE) + 1 :])
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+def made(cls: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    return model, cls(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, hs.optim.AdamW])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_a_checked_step_enters_eighteen_files(cls: Any, level: str, dtype: str):
+    model, optimizer = made(cls)
+    amp = hs.prepare(model, optimizer, level=level, dtype=dtype, kernels="native")
+    for i in range(5):
+        with amp.autocast():
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        amp.backward(loss)
+        if i < 4:
+            amp.step(clip_norm=1.0)
+    entered = files_of(lambda: amp.step(clip_norm=1.0), lambda frame, value: True)
+    assert 1 <= len(entered) <= 18, sorted(entered)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, hs.optim.AdamW])
+def test_ten_files_ask_for_the_level(cls: Any):
+    def asks(frame: FrameType, value: Any) -> bool:
+        held = frame.f_locals
+        levels = isinstance(held.get("level"), str) or isinstance(value, hs.Level)
+        return levels or any(isinstance(one, hs.Level) for one in held.values())
+
+    model, optimizer = made(cls)
+    asked = files_of(lambda: hs.prepare(model, optimizer, level="O2", dtype="fp16"), asks)
+    assert 1 <= len(asked) <= 10, sorted(asked)
