@@ -228,7 +228,7 @@ def convert(
         raise ConfigError(f"got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
     inner = unwrap(model)
     level, low = _read(plan_or_level, dtype, inner)
-    base = plan_or_level if isinstance(plan_or_level, Plan) else _rules(level, low)
+    base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
     rules = base + (plan or Plan.empty())
     changes = bool(plan) or level is None or level.param_role != "full" or level.cast_inputs
     _check_model(inner, any(rule.dtype is not None for rule in rules.rules), changes)
@@ -264,11 +264,6 @@ def _read(
     if device.type != "meta" and given != torch.float32:
         devices.check_dtype(device, given)
     return level, given
-
-
-def _rules(level: Level | None, low: torch.dtype) -> Plan:
-    assert level is not None
-    return Plan.for_level(level, low)
 
 
 def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Never
 
@@ -225,22 +224,6 @@ def no_optimizer(precision: Precision, scale: LossScale) -> str:
         f"backward() on a session without an optimizer: {what}. Give prepare(model, optimizer) the one that "
         "steps, or prepare at O1 with loss_scale='none'"
     )
-
-
-@contextmanager
-def kept_gradients(optimizers: Sequence[torch.optim.Optimizer], named: Collection[int]) -> Generator[None]:
-    """Within, backward changes no gradient that belongs to none of the optimizers with these indices."""
-    weights = [set(weights_of(o)) for o in optimizers]
-    mine = set[Tensor]().union(*(weights[i] for i in named))
-    others = set[Tensor]().union(*weights) - mine
-    before = [(w, w.grad) for w in others]
-    for w in others:
-        w.grad = None
-    try:
-        yield
-    finally:
-        for w, grad in before:
-            w.grad = grad
 
 
 def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:

@@ -30,7 +30,7 @@ from halfstep.gradients.stats import AnyStats
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
-from halfstep.session.steppers import Stepper, weights_of
+from halfstep.session.steppers import Stepper
 from halfstep.torch_private import foreach_add_, foreach_mul_
 from halfstep.trees import all_finite
 
@@ -190,18 +190,21 @@ def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]
 
 
 @contextmanager
-def set_aside(steppers: Sequence[Stepper]) -> Generator[list[tuple[Tensor, Tensor]]]:
-    """Within, the optimizers' weights have no gradients; gives what they had. An error puts it back."""
-    weights = [w for stepper in steppers for w in weights_of(stepper.optimizer)]
-    before = [(w, w.grad) for w in weights if w.grad is not None]
-    for w, _ in before:
+def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
+    """Within, these weights have no gradients; afterwards what they had, plus the new ones with `add`."""
+    before = [(w, w.grad) for w in weights]
+    for w in weights:
         w.grad = None
+    done = False
     try:
-        yield before
-    except BaseException:
-        for w, grad in before:
-            w.grad = grad
-        raise
+        yield
+        done = True
+    finally:
+        if add and done:
+            add_again([(w, grad) for w, grad in before if grad is not None])
+        else:
+            for w, grad in before:
+                w.grad = grad
 
 
 @torch.no_grad()

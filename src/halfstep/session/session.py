@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Never
@@ -46,7 +46,6 @@ from halfstep.session.checks import (
     holds_values,
     index_of,
     indices_of,
-    kept_gradients,
     no_optimizer,
     one_loss,
     refuse_arguments,
@@ -57,7 +56,6 @@ from halfstep.session.round import (
     Flag,
     Loss,
     StepState,
-    add_again,
     carried_value,
     inverse,
     losses_to_step,
@@ -68,7 +66,7 @@ from halfstep.session.round import (
     unscaled,
 )
 from halfstep.session.setup import Setup
-from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of
+from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of, weights_of
 from halfstep.session.writing import GroupWriter
 from halfstep.torch_private import never_compiled
 
@@ -263,20 +261,20 @@ class Session(Setup):
         if self._ranks.asks:
             self._ranks.check(self.skip_nonfinite)
         indices = indices_of(optimizers, optimizer)
-        apart = len(indices) < len(optimizers)
         mixed = mixing(self.state, indices, loss_id)
         if self._first:
             self._first_backward(loss)
         if LEFT not in self.state.told:
             self._note_leftovers(indices)
-        with ExitStack() if self._releasing or apart or mixed else nullcontext() as stack:
-            if stack is not None and apart:
-                stack.enter_context(kept_gradients(optimizers, indices))
+        with ExitStack() as stack:
+            if len(indices) < len(optimizers):
+                weights = [set(weights_of(o)) for o in optimizers]
+                others = set[Tensor]().union(*weights).difference(*(weights[i] for i in indices))
+                stack.enter_context(set_aside(others, add=False))
             for index, stepper in self._releasing:
-                assert stack is not None
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
-            if stack is not None and mixed:
+            if mixed:
                 stack.enter_context(self._apart(mixed))
             self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
@@ -289,13 +287,13 @@ class Session(Setup):
         self._unscale(mixed)
         before = self.state
         try:
-            with set_aside([self._steppers[index] for index in mixed]) as aside:
+            own = dict.fromkeys(w for index in mixed for w in weights_of(self.optimizers[index]))
+            with set_aside(own, add=True):
                 yield
                 self._unscale(mixed)
         except BaseException:
             self.state = before
             raise
-        add_again(aside)
 
     def _unscale(self, indices: Sequence[int]) -> None:
         for index in indices:
