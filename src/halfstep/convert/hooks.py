@@ -159,7 +159,7 @@ class InRegion(Around):
         super().__init__(power)
         self.device_type, self.policy = device_type, policy
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Forward pre-hook."""
         stack = self.opened()
         if self.power.on:
