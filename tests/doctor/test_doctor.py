@@ -14,7 +14,6 @@ import torch
 
 from halfstep.cli import main
 from halfstep.doctor import script as _script
-from halfstep.doctor.in_script import run_order
 from halfstep.doctor.script import examine_script
 from halfstep.report.doctor import render_doctor
 
@@ -66,7 +65,7 @@ def write(folder, text, fault=-1):
 @pytest.fixture
 def here(monkeypatch):
     """Scripts run in this process: what is tested is what the hooks see, not that a process starts."""
-    monkeypatch.setattr(_script, "run_in_process", lambda order, environment: (run_order(order), ""))
+    monkeypatch.setattr(_script, "run_in_process", lambda run, *how: (run(), ""))
 
 
 def test_a_script_with_a_fault(tmp_path, here, capsys):

@@ -23,23 +23,24 @@ for i in range(4):
 """
 
 BOTH = """
-import atexit, dataclasses, json, os, sys, tempfile
-from halfstep.doctor.process import Order
-from halfstep.doctor.process import can_copy, run_in_process
+import atexit, json, os, sys, tempfile
+from functools import partial
+from halfstep.doctor.in_script import run_order
+from halfstep.doctor.process import Order, can_copy, run_in_process
 script, told, own = sys.argv[1:]
 atexit.register(lambda: open(own, "a").write("once "))
 kept = tempfile.TemporaryDirectory()
-order = Order(script, (told,), 4, 0)
+run = partial(run_order, Order(script, (told,), 4, 0))
 found = []
 for forked in (True, False):
     assert can_copy()
-    one, said = run_in_process(dataclasses.replace(order, forked=forked), os.environ)
+    one, said = run_in_process(run, os.environ, forked)
     document = one.document
     found.append([one.first_bad, document.steps, document.losses[:2], [f.op for f in one.seen.faults]])
 assert os.path.isdir(kept.name)
-dead = dataclasses.replace(order, script=script + ".dead", forked=True)
+dead = Order(script + ".dead", (told,), 4, 0)
 open(dead.script, "w").write("import os, sys; sys.stderr.write('gone\\\\n'); sys.stderr.flush(); os._exit(3)")
-print(json.dumps([*found, run_in_process(dead, os.environ)]))
+print(json.dumps([*found, run_in_process(partial(run_order, dead), os.environ, True)]))
 """
 
 

@@ -6,6 +6,7 @@ And the same verdict by every way to run its steps again.
 import os
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def cases(scripts):
     ]
 
 
-def run_here(order, environment=None):
+def run_here(run, *how):
     """A run of the script in this process, which then is as if the script had never run in it."""
     try:
         before = hs.prepare, hs.convert, torch.float16
-        found = run_order(order)
+        found = run()
         assert (hs.prepare, hs.convert, torch.float16) == before, "hooks are left"
         return found, ""
     finally:
@@ -247,9 +248,9 @@ class Edited:
         path.write_text(text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found, _ = run_here(Order(str(path), (), steps, 0, copies=False))
+            found, _ = run_here(partial(run_order, Order(str(path), (), steps, 0, copies=False)))
             again = None if armed is None else Again(armed, taped=armed)
-            seen = again and run_here(Order(str(path), (), steps, 0, again))[0]
+            seen = again and run_here(partial(run_order, Order(str(path), (), steps, 0, again)))[0]
         self.first_bad, self.error = found.first_bad, found.document.error
         self.settled = found.ledger.settled()
         self.faults = all_faults(found.notes, seen.faults if seen else [])

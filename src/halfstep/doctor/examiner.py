@@ -10,7 +10,6 @@ the moment at which that step begins. `Roster` knows who takes part.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep import formats
 from halfstep.doctor.ledger import (
     Conversions,
     Ledger,
@@ -29,18 +29,26 @@ from halfstep.doctor.ledger import (
     knobs_of,
     length,
     read_amaxes,
-    unmoved,
     update_length,
 )
 from halfstep.doctor.process import Copies, Enough, Order, answer
 from halfstep.names import fqn
-from halfstep.numerics.cause import UnderflowProbe
-from halfstep.numerics.cures import LOOPS, Terms, lowest_scale, placed, terms_of
+from halfstep.numerics.cures import (
+    LOOPS,
+    Terms,
+    bf16_regions,
+    lowest_scale,
+    placed,
+    terms_of,
+    with_attributes,
+)
 from halfstep.numerics.fault import Again, Inquiry, Seen, Spec, Suspect
-from halfstep.numerics.snapshot import StepParticipants, run_eagerly
-from halfstep.numerics.tape import Tape, look
-from halfstep.numerics.trace import Trace, bad_names, finish
+from halfstep.numerics.lint import LintProbe
+from halfstep.numerics.snapshot import StepParticipants, prefixed
+from halfstep.numerics.tape import look, running_loop
+from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
+from halfstep.policy import levels
 from halfstep.torch_private import disable_current_modes
 
 
@@ -116,7 +124,7 @@ class Roster:
         elif next(module.buffers(), None) is not None:
             self.helpers.append(module)
         if self._loop is None:
-            self._loop = _running_loop()
+            self._loop = running_loop(LOOPS)
 
     def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
         """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
@@ -165,16 +173,14 @@ class Roster:
     def named(self) -> dict[str, Tensor]:
         """Parameters by name, those of the first model without a prefix."""
         found: dict[str, Tensor] = {}
-        for number, model in enumerate(self.models):
-            prefix = f"{type(model).__name__}." if number else ""
+        for prefix, model in prefixed(self.models):
             found |= {prefix + fqn(n): p for n, p in model.named_parameters() if p.is_floating_point()}
         return found
 
     def name_of(self, thing: nn.Module | Tensor) -> str:
         """Path of a module (with its class) or parameter; the class of what is in no known model."""
         if id(thing) not in self._names:
-            for number, model in enumerate(self.models):
-                prefix = f"{type(model).__name__}." if number else ""
+            for prefix, model in prefixed(self.models):
                 for name, module in model.named_modules():
                     path = f"{prefix}{fqn(name)}".rstrip(".")
                     self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
@@ -195,18 +201,6 @@ class Roster:
             for name, b in model.named_buffers()
             if b.is_floating_point()
         }
-
-
-def _running_loop() -> str:
-    """Which known training loop calls the script's step; empty where it is the script's own."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename.replace(os.sep, "/")
-        found = next((end for end in LOOPS if file.endswith(end)), None)
-        if found is not None:
-            return found
-        frame = frame.f_back
-    return ""
 
 
 #: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
@@ -241,70 +235,23 @@ def _masters(parts: StepParticipants) -> bool:
 
 
 def ask_for_bf16(stack: ExitStack) -> None:
-    """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or `prepare`."""
-    import halfstep
-
-    half, bf16 = FP16, torch.bfloat16
-
-    def put(owner: Any, name: str, value: Any) -> None:
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    def narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            wanted = kwargs.get("dtype")
-            if wanted is half or str(wanted) in ("fp16", "float16", "half"):
-                kwargs["dtype"] = bf16
-            if str(kwargs.get("level", "")).startswith("fp16") or str(kwargs.get("level", "")).startswith(
-                "16"
-            ):
-                kwargs["level"] = "bf16" + str(kwargs["level"])[str(kwargs["level"]).find("-") :]
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("float16", "half"):
-        put(torch, name, bf16)
-    put(Tensor, "half", Tensor.bfloat16)
-    put(nn.Module, "half", nn.Module.bfloat16)
-    set_dtype = torch.set_autocast_dtype
-
-    def autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(device_type, bf16 if dtype == half else dtype)
-
-    put(torch, "set_autocast_dtype", autocast_dtype)
-    for name in ("prepare", "convert", "to_float"):
-        if hasattr(halfstep, name):
-            put(halfstep, name, narrowed(getattr(halfstep, name)))
+    """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or level."""
+    bf16 = torch.bfloat16
+    words = {w: (level, bf16 if dtype == FP16 else dtype) for w, (level, dtype) in levels.WORDS.items()}
+    for owner, values in (
+        (torch, {"float16": bf16, "half": bf16}),
+        (Tensor, {"half": Tensor.bfloat16}),
+        (nn.Module, {"half": nn.Module.bfloat16}),
+        (levels, {"WORDS": words}),
+        (formats, {"FORMATS": {**formats.FORMATS, "fp16": formats.BF16}}),
+    ):
+        stack.enter_context(with_attributes(owner, **values))
+    stack.enter_context(bf16_regions())
 
 
 def _larger(a: float, b: float) -> float:
     """The larger magnitude; what is not finite counts as largest."""
     return a if not math.isfinite(a) or a > b else b
-
-
-class Taping:
-    """The tape of one step, from when it is armed to the end of the step."""
-
-    def __init__(self, roster: Roster) -> None:
-        from halfstep.numerics.lint import LintProbe
-
-        self._roster = roster
-        self._lint = LintProbe(roster.session)
-        self._probe = UnderflowProbe()
-        self._before = bad_names(roster.parts())
-        self._around = ExitStack()
-        model = roster.models[0] if roster.models else None
-        self.tape = Tape(model, observers=[self._probe.look, self._lint.look])
-        self._around.enter_context(run_eagerly())
-        self.tape.__enter__()
-
-    def end(self, error: BaseException | None = None) -> tuple[Trace, list[Any]]:
-        """Closes the tape; the trace of the step and what the lint found."""
-        self.tape.__exit__()
-        self._around.close()
-        trace = finish(self.tape, self._roster.parts(), self._before, None, error, self._probe)
-        return trace, self._lint.found()
 
 
 class Examiner:
@@ -323,6 +270,7 @@ class Examiner:
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.halves = False
+        self._lint = LintProbe()
         self._copied = False
         self._signed = False
         self._took_effect: Callable[[], bool] | None = None
@@ -380,8 +328,12 @@ class Examiner:
         if not _loads_with_workers():
             self._copies.hold(freely=False)
             self._go_on()
-        if self.seen is None and self._watches() and self.roster.models:
-            roster = self.roster
+        self._watch()
+
+    def _watch(self) -> None:
+        """Begins to watch the model: at the first backward, when all that takes part is there, as a rule."""
+        roster = self.roster
+        if self.seen is None and self._watches() and roster.models:
             what = roster.session if roster.session is not None else roster.optimizers
             every = max(1, self.order.steps // 12)
             self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
@@ -399,7 +351,8 @@ class Examiner:
             if self.done >= first:
                 self._reach(again)
         if self.again is not None and self.again.taped == self.done and self.taping is None:
-            self.taping = Taping(self.roster)
+            self._lint = LintProbe(self.roster.session)
+            self.taping = Taping(self.roster.parts(), observers=[self._lint.look])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
@@ -413,6 +366,7 @@ class Examiner:
 
     def on_loss(self, loss: Tensor) -> None:
         """Backward begins."""
+        self._watch()
         scale = self.roster.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
@@ -470,8 +424,6 @@ class Examiner:
         now.taken = True
         after = [p for g in optimizer.param_groups for p in g["params"]]
         now.update += update_length(self._before, after)
-        if self.seen is None and any(now.rates):
-            now.still = unmoved(self._before, after)
         now.size += length(self._before)
         self._before = []
 
@@ -589,9 +541,9 @@ class Examiner:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace, lint = taping.end(error)
+        trace = taping.end(self.roster.parts(), error)
         self.showed.counts = trace.rows()
-        self.showed.lint = list(dict.fromkeys(lint))
+        self.showed.lint = list(dict.fromkeys(self._lint.found()))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number
             self.showed.faults.append(trace.bad)

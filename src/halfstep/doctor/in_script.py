@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.doctor.document import Document, add_watched
 from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
-from halfstep.doctor.ledger import Ledger
 from halfstep.doctor.process import Found, Order, in_words, run_main
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
@@ -245,16 +244,6 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     document = Document(Path(order.script).name, ledger.iterations, losses, error)
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
-        _add_the_first(document, ledger)
+        for row in document.history:  # the watch counts the steps of all optimizers
+            row["step"] = ledger.numbers[row["step"]] if row["step"] < len(ledger.notes) else row["step"]
     return Found(document, examiner.notes(), examiner.inquiry.seen, examiner.suspects)
-
-
-def _add_the_first(document: Document, ledger: Ledger) -> None:
-    """Puts the step before the watch began into the history."""
-    first, numbers = ledger.notes[0], ledger.numbers
-    if document.history and document.history[0]["step"] == 1:
-        worst = max(first.gradients, key=lambda name: first.gradients[name], default="")
-        row = {"step": first.number, "scale": first.scale, "taken": not first.skipped}
-        document.history.insert(0, {**row, "amax": first.gradient, "worst": worst})
-    for row in document.history:  # the watch counts the steps of all optimizers
-        row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]

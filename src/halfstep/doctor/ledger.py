@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.convert import conversion
-from halfstep.formats import dtype_name, format_of
+from halfstep.formats import format_of
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.names import fqn
 from halfstep.numerics.fault import Cause, Cure, Fault
@@ -74,9 +74,8 @@ class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
-    rate and further options by group; `schedule`: the class of what sets the rates. `still`: the share of the
-    16-bit weights with a gradient that an update left as they were. `rows`: where inputs are largest. `ill`:
-    whose gradients are not finite as a step begins that may be skipped.
+    rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where
+    inputs are largest. `ill`: whose gradients are not finite as a step begins that may be skipped.
     """
 
     number: int
@@ -88,7 +87,6 @@ class Note:
     spoiled: bool = False
     update: float = 0.0
     size: float = 0.0
-    still: float = 0.0
     schedule: str = ""
     knobs: tuple[Knobs, ...] = ()
     gradient: float = 0.0
@@ -115,22 +113,6 @@ def update_length(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
         if old.is_floating_point() and old.shape == new.shape:
             total += float(torch.linalg.vector_norm((new.detach() - old).float())) ** 2
     return math.sqrt(total) if math.isfinite(total) else math.inf
-
-
-@torch.no_grad()
-def unmoved(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
-    """The share of the 16-bit weights with a gradient that an update left as they were."""
-    kept, all_of_them = 0, 0
-    for old, new in zip(before, after):
-        gradient = new.grad
-        if gradient is None or old.dtype.itemsize != 2 or gradient.layout != torch.strided:
-            continue
-        if old.shape != new.shape or gradient.shape != new.shape:
-            continue
-        learning = gradient != 0
-        kept += int((learning & (old == new)).sum())
-        all_of_them += int(learning.sum())
-    return kept / all_of_them if all_of_them else 0.0
 
 
 @torch.no_grad()
@@ -318,61 +300,12 @@ _LOST = 0.5
 
 @dataclass(frozen=True)
 class Flush:
-    """A parameter of which a conversion left `kept` of its `count` values neither zero nor infinite.
-
-    `overflow`: what is lost became infinite.
-    """
+    """A parameter of which a conversion made `lost` values zero or infinite."""
 
     name: str
-    owner: str
-    kind: str
-    dtype: str
-    count: int
-    kept: int
-    amax: float
-    file: str
-    line: int
-    overflow: bool = False
-
-    @property
-    def text(self) -> str:
-        """What happened, in words."""
-        lost = f"{self.count - self.kept} of the {self.count} values of {self.name}"
-        if self.overflow:
-            end = format_of(self.dtype).max
-            text = f"{lost} (up to {self.amax:.3g}) became infinite in {self.dtype}"
-            return f"range: {text}, which ends at {end:.5g}"
-        smallest = format_of(self.dtype).smallest_subnormal
-        return (
-            f"precision: {lost} "
-            f"(up to {self.amax:.3g}) became zero in {self.dtype}, whose smallest value is {smallest:.3g}"
-        )
-
-
-@dataclass(frozen=True)
-class _Size:
-    """A parameter before or after a conversion."""
-
-    dtype: torch.dtype
-    other_than_zero: int
-    infinite: int
-    amax: float
-    owner: str
-    kind: str
-
-
-def _sizes(model: nn.Module) -> dict[str, _Size]:
-    found: dict[str, _Size] = {}
-    with torch.no_grad():
-        modules = dict(model.named_modules())
-        for name, p in model.named_parameters():
-            if p.is_floating_point() and not p.is_meta:
-                owner = name.rpartition(".")[0]
-                kind = type(modules[owner]).__name__ if owner in modules else ""
-                largest = float(largest_of(p)) if p.numel() else 0.0
-                infinite = 0 if math.isfinite(largest) else int(torch.isinf(p).sum())
-                found[name] = _Size(p.dtype, int(torch.count_nonzero(p)), infinite, largest, owner, kind)
-    return found
+    lost: int
+    cause: Cause
+    location: OpLocation
 
 
 class Conversions:
@@ -402,29 +335,39 @@ class Conversions:
         if self._inside:
             yield
             return
-        self._inside, before = True, _sizes(model)
+        self._inside = True
+        before = {
+            n: p.detach() for n, p in model.named_parameters() if p.is_floating_point() and not p.is_meta
+        }
         try:
             yield
         finally:
             self._inside = False
-        self._compare(before, _sizes(model))
-
-    def _compare(self, before: dict[str, _Size], after: dict[str, _Size]) -> None:
         _, file, line = look()
-        for name, new in after.items():
-            old = before.get(name)
-            if old is None or old.dtype == new.dtype or old.other_than_zero == 0:
-                continue
-            overflow = new.infinite > 0 and math.isfinite(old.amax)
-            if not overflow and new.other_than_zero > _LOST * old.other_than_zero:
-                continue
-            kept = new.other_than_zero - new.infinite
-            self.flushes.append(
-                Flush(
-                    fqn(name), fqn(new.owner), new.kind, dtype_name(new.dtype),
-                    old.other_than_zero, kept, old.amax, file, line, overflow,
-                )
-            )  # fmt: skip
+        modules = dict(model.named_modules())
+        for name, new in model.named_parameters():
+            found = _lost_values(fqn(name), before[name], new.detach()) if name in before else None
+            if found is not None:
+                owner = name.rpartition(".")[0]
+                kind = type(modules[owner]).__name__ if owner in modules else ""
+                self.flushes.append(Flush(fqn(name), *found, OpLocation(fqn(owner), kind, None, file, line)))
+
+
+def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | None:
+    """How many values of a parameter became infinite in another dtype, or (if most did) zero, and why."""
+    count = int(torch.count_nonzero(old)) if old.dtype != new.dtype else 0
+    if count == 0:
+        return None
+    amax, fmt = float(largest_of(old)), format_of(new.dtype)
+    infinite = int(torch.isinf(new).sum())
+    lost = count - int(torch.count_nonzero(new)) + infinite
+    told = f"{lost} of the {count} values of {name} (up to {amax:.3g}) became"
+    if infinite and math.isfinite(amax):
+        return lost, Cause("range", f"range: {told} infinite in {fmt.name}, which ends at {fmt.max:.5g}")
+    if lost - infinite < (1 - _LOST) * count:
+        return None
+    smallest = f"whose smallest value is {fmt.smallest_subnormal:.3g}"
+    return lost, Cause("precision", f"precision: {told} zero in {fmt.name}, {smallest}")
 
 
 #: Share of the updates that rounding swallows beyond which a model does not train.
@@ -499,16 +442,14 @@ def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None
 
 
 def _flushed(flushes: list[Flush], terms: Terms) -> Fault:
-    worst = max(flushes, key=lambda f: (f.overflow, f.count - f.kept))
+    worst = max(flushes, key=lambda f: (f.cause.kind == "range", f.lost))
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
-    cause = Cause("range" if worst.overflow else "precision", worst.text + more)
+    cause = replace(worst.cause, text=worst.cause.text + more)
     cures = [
         Cure("bf16", "use bf16: it has the range of fp32", terms.bf16, specs=[("bf16",)]),
         Cure("advice", f"store {worst.name} times a power of two, and divide where it is used"),
     ]
-    fault = _fault(0, "prepare", cause, cures, (worst.file, worst.line), "cast")
-    fault.location = replace(fault.location, module=worst.owner, module_class=worst.kind)
-    return fault
+    return Fault("prepare", "cast", worst.location, cause, cures, taped=False)
 
 
 def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
@@ -575,8 +516,6 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
 def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Terms) -> Fault:
     first = next(note for note in lost if note.share >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
-    if first is lost[0] and first.step == 1 and ledger.notes[0].still >= _ALL_LOST:
-        note = ledger.notes[0]  # the watch began after it
     text = (
         f"rounding: {share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
         "the spacing of the 16-bit weights, which stay as they are"

@@ -1,7 +1,7 @@
 """One run of a script in a process of its own, the one runner of scripts; and a run held as it is.
 
-What is run is an order, which can be pickled and whose `run` gives what was found: in a copy of this process
-where that is safe, else in a fresh one. `Moment.hold()` keeps a running process by fork: it returns None in
+What is run is a function with its order, which can be pickled: in a copy of this process where that is safe,
+else in a fresh one. `Moment.hold()` keeps a running process by fork: it returns None in
 the run itself and an order in each copy that is asked for later, which goes on from that line with everything
 as it was (data iterators, Python's own variables, random state), does what the order says and leaves with
 `answer`. Not for processes that have used an accelerator. `Copies` is this way to run a script's steps again.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import math
 import os
 import pickle
@@ -24,10 +23,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
 class Order:
     """A script to run for `steps` iterations, or, with `again`, until that part of it has been run.
 
-    `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's;
-    `result`: the file for what was found.
+    `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
     """
 
     script: str
@@ -55,13 +53,6 @@ class Order:
     again: Again | None = None
     copies: bool = True
     forked: bool = False
-    result: str = ""
-
-    def run(self) -> Found | Seen | None:
-        """Carries it out in this process."""
-        from halfstep.doctor.in_script import run_order
-
-        return run_order(self)
 
 
 @dataclass
@@ -258,19 +249,6 @@ def _be_quiet() -> None:
 _START = "import sys; from halfstep.doctor.process import carry_out; carry_out(sys.argv[1])"
 
 
-class Written(Protocol):
-    """An order for another process: it writes what `run` gives to the file `result`."""
-
-    @property
-    def result(self) -> str:
-        """The file."""
-        ...
-
-    def run(self) -> Any:
-        """What was found."""
-        ...
-
-
 class Enough(BaseException):
     """Ends a script after the last step that was asked for."""
 
@@ -297,18 +275,10 @@ def in_words(error: BaseException, steps: int) -> str:
     return f"{type(error).__name__} after {steps} steps: {said}"
 
 
-def carry_out(path: str) -> None:
-    """Carries out the order in a file: what a fresh process does."""
-    order: Written = pickle.loads(Path(path).read_bytes())
-    Path(order.result).write_bytes(pickle.dumps(order.run()))
-
-
-def started(order: Written, errors: Any, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A fresh process that carries out an order; what it says on standard error goes to `errors`."""
-    path = Path(f"{order.result}.order")
-    path.write_bytes(pickle.dumps(order))
-    command = [sys.executable, "-c", _START, str(path)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+def carry_out(folder: str) -> None:
+    """Calls what lies in a folder and leaves there what it gives: what a fresh process does."""
+    run = pickle.loads((Path(folder) / "run").read_bytes())
+    (Path(folder) / "found").write_bytes(pickle.dumps(run()))
 
 
 def can_copy() -> bool:
@@ -321,42 +291,52 @@ def can_copy() -> bool:
     return hasattr(os, "fork") and sys.platform != "darwin" and alone and not torch.accelerator.is_available()
 
 
-def run_in_process(order: Order, environment: Mapping[str, str]) -> tuple[Any, str]:
-    """What a run found (None: it ended without an answer), and what it said on standard error."""
-    with tempfile.TemporaryDirectory() as folder:
-        order = dataclasses.replace(order, result=str(Path(folder) / "found"))
-        said = Path(folder) / "said"
-        with said.open("wb") as errors:
-            if order.forked:
-                _copied(order, errors.fileno())
+def run_in_process(
+    run: Callable[[], Any],
+    environment: Mapping[str, str],
+    forked: bool = False,
+    wait: Callable[[subprocess.Popen[bytes]], object] = subprocess.Popen.wait,
+) -> tuple[Any, str]:
+    """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
+
+    `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run").write_bytes(pickle.dumps(run))
+        with (folder / "said").open("wb") as errors:
+            if forked:
+                _copied(name, errors.fileno())
             else:
-                child = started(order, errors, environment)
+                command = [sys.executable, "-c", _START, name]
+                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
                 try:
-                    child.wait()
+                    wait(child)
                 finally:
                     child.kill()
-        result = Path(order.result)
+                    child.wait()
+        result = folder / "found"
         found = pickle.loads(result.read_bytes()) if result.exists() else None
-        return found, said.read_text(encoding="utf-8", errors="replace")
+        return found, (folder / "said").read_text(encoding="utf-8", errors="replace")
 
 
-def _copied(order: Order, errors: int) -> None:
+def _copied(folder: str, errors: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     copy = os.fork()
     if copy == 0:
-        _run_here(order, errors)
+        _run_here(folder, errors)
     os.waitpid(copy, 0)
 
 
-def _run_here(order: Order, errors: int) -> None:
-    """In the copy: run the order, write down what was found, and end without what this process would do."""
+def _run_here(folder: str, errors: int) -> None:
+    """In the copy: do what lies in the folder, and end without what this process would do."""
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(errors, 2)
         atexit._clear()  # what the first process does at its end is not for its copy
-        Path(order.result).write_bytes(pickle.dumps(order.run()))
+        carry_out(folder)
         code = 0
     except BaseException:
         traceback.print_exc()

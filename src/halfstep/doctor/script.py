@@ -15,6 +15,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import Document, keep_latest
+from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
 from halfstep.doctor.process import Found, Order, run_in_process
 from halfstep.errors import ConfigError
@@ -213,7 +215,7 @@ class Anew:
     def run(self, again: Again) -> Seen | None:
         """What the steps to run again showed, on all ranks."""
         order = dataclasses.replace(self._order, again=again)
-        return seen_by_all(run_in_process(order, meeting_place())[0])
+        return seen_by_all(_in_process(order)[0])
 
 
 def _composed(found: Found, traced: Sequence[Fault]) -> Document:
@@ -246,9 +248,13 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     fault.cures.append(Cure("data", words, f"{name}.clamp(-k, k)"))
 
 
+def _in_process(order: Order) -> tuple[Any, str]:
+    return run_in_process(partial(run_order, order), meeting_place(), order.forked)
+
+
 def _first_run(order: Order) -> Found | str:
     """This rank's run. A str says why there is nothing."""
-    found, said = run_in_process(order, meeting_place())
+    found, said = _in_process(order)
     if found is None:
         last = (said.strip().splitlines() or ["no message"])[-1]
         return f"{order.script} could not be run: {last}"

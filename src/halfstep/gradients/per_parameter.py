@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.gradients.cpu import GRADS, _items, kernels_if_any, run_ranges
 from halfstep.gradients.widen import LEAST
 from halfstep.trees import dense_values, home_device
@@ -114,40 +112,6 @@ def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
         values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
         out[torch.tensor(places, device=home)] = values
     return out
-
-
-@dataclass(frozen=True)
-class Amaxes:
-    """The largest gradients of one step on their way to the host; `fate` is its scale and whether it was
-    taken, None where they travel behind the magnitudes."""
-
-    step: int
-    names: tuple[str, ...]
-    packed: AsyncCopy
-    fate: tuple[float, bool] | None
-
-    @classmethod
-    def of(
-        cls, step: int, names: Sequence[str], found: Tensor, scale: float | Tensor, taken: bool | Tensor
-    ) -> Amaxes:
-        """Packs `found` [n], and what of the step's fate is still on the device, into one copy."""
-        if isinstance(scale, Tensor) or isinstance(taken, Tensor):
-            late = [
-                torch.as_tensor(x, dtype=found.dtype, device=found.device).view(1) for x in (scale, taken)
-            ]
-            return cls(step, tuple(names), send_to_host(torch.cat([found, *late])), None)
-        return cls(step, tuple(names), send_to_host(found), (scale, taken))
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the copy has finished."""
-        return self.packed.done()
-
-    def read(self) -> tuple[dict[str, float], float, bool]:
-        """Largest gradient by name, scale, taken; waits if need be."""
-        values = self.packed.wait().tolist()
-        scale, taken = self.fate or (values[-2], bool(values[-1]))
-        return dict(zip(self.names, values)), scale, taken
 
 
 def worst_of(amaxes: dict[str, float]) -> str:

@@ -261,13 +261,16 @@ def _full_by_policy(parts: StepParticipants, op: str) -> Placed | None:
     return with_attributes(session, policy=session.policy.with_rules(full=[op]))
 
 
+_FP16 = torch.float16  # a script that is tried in bf16 finds that by this name
+
+
 @contextmanager
-def _bf16_autocast() -> Generator[None]:
+def bf16_regions() -> Generator[None]:
     """Within, regions that ask for fp16 get bf16."""
     set_dtype = torch.set_autocast_dtype
 
     def swapped(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(device_type, torch.bfloat16 if dtype == torch.float16 else dtype)
+        set_dtype(device_type, torch.bfloat16 if dtype == _FP16 else dtype)
 
     with with_attributes(torch, set_autocast_dtype=swapped):
         yield
@@ -282,7 +285,7 @@ def _bf16(parts: StepParticipants) -> Placed | None:
             return None
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
         return with_attributes(session, policy=policy)
-    return _bf16_autocast()
+    return bf16_regions()
 
 
 def lift_loss_scale(parts: StepParticipants, bits: float) -> Placed | None:

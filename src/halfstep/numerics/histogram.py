@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from halfstep.formats import FORMATS, Format, dtype_name, format_of, round_to
 
 _INT_OF_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _CHUNK = 1 << 22
-_MANY = 1 << 14  # above this a CPU count by bit pattern beats the one by field
 
 
 def lowest_exponent(fmt: Format) -> int:
@@ -177,14 +175,6 @@ def _bincount(index: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, wide, torch.ones_like(wide))
 
 
-@cache
-def _code_bins(name: str) -> Tensor:
-    """Bin of each bit pattern of a format of 16 bits or fewer, sign included; int64 [2**bits]."""
-    fmt = FORMATS[name]
-    magnitude = torch.arange(1 << fmt.bits, dtype=torch.int32) & ((1 << (fmt.bits - 1)) - 1)
-    return _bin_index(magnitude, fmt).to(torch.int64)
-
-
 def _count_codes(flat: Tensor, fmt: Format) -> Tensor:
     """Lossless count of bit patterns, int64 [2**bits]."""
     mask = (1 << fmt.bits) - 1
@@ -193,25 +183,6 @@ def _count_codes(flat: Tensor, fmt: Format) -> Tensor:
         wide = part.view(torch.uint16).to(torch.int32) if fmt.bits == 16 else part.to(torch.int32)
         counts += _bincount(wide & mask, 1 << fmt.bits)
     return counts
-
-
-def _count_fp32_cpu(flat: Tensor, fmt: Format) -> Tensor:
-    """One pass over the sign and exponent fields; only the rare fields that need it are looked at again."""
-    raw = flat.view(torch.int32)
-    both = torch.bincount((raw >> fmt.mantissa_bits) & 0x1FF, minlength=512).numpy()
-    fields = both[:256] + both[256:]
-    out = torch.zeros(_bins(fmt), dtype=torch.int64)
-    out.numpy()[1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = fields[1:255]
-    rare = [field for field in (0, 255) if fields[field]]
-    if rare:
-        magnitude = raw & 0x7FFF_FFFF
-        zeros = flat.numel() - int(torch.count_nonzero(magnitude))
-        if rare == [0] and zeros == fields[0]:
-            out[0], rare = zeros, []
-        for field in rare:
-            some = magnitude[(magnitude >> fmt.mantissa_bits) == field]
-            out += torch.bincount(_bin_index(some, fmt), minlength=_bins(fmt))
-    return out
 
 
 def count_many(parts: Sequence[Tensor]) -> Tensor:
@@ -226,17 +197,20 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
     out[:, 1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = counted[:, 1:255]
     # Zeros, subnormals, infinities and NaN share two fields: only rows that have one are looked at again.
     for i in (counted[:, 0] + counted[:, 255]).nonzero().view(-1).tolist():
-        zeros = parts[i].numel() - int(torch.count_nonzero(parts[i]))
-        if zeros == counted[i, 0] and not counted[i, 255]:
-            out[i, 0] = zeros
-        else:
-            out[i] = _count_fp32_cpu(parts[i], fmt)
+        magnitude = parts[i].view(torch.int32) & 0x7FFF_FFFF
+        field = magnitude >> fmt.mantissa_bits
+        rare = magnitude[(field == 0) | (field == 255)]
+        out[i] += torch.bincount(_bin_index(rare, fmt), minlength=_bins(fmt))
     return out
 
 
-def _count_few_cpu(flat: Tensor, fmt: Format) -> Tensor:
-    """A small 16-bit or smaller tensor, counted as the fp32 values it holds exactly."""
-    wide = _count_fp32_cpu(flat.to(torch.float32), FORMATS["fp32"])
+def _count_on_cpu(flat: Tensor, fmt: Format) -> Tensor:
+    """A tensor of 32 bits or fewer, counted as the fp32 values that it holds exactly."""
+    parts = flat.split(_CHUNK) if flat.numel() else ()
+    wide = sum(
+        (count_many([part.to(torch.float32)])[0] for part in parts),
+        torch.zeros(_bins(FORMATS["fp32"])).long(),
+    )
     start = 1 + lowest_exponent(fmt) - lowest_exponent(FORMATS["fp32"])
     return torch.cat([wide[:1], wide[start : start + _bins(fmt) - 3], wide[-2:]])
 
@@ -252,16 +226,8 @@ def count(t: Tensor) -> Counts:
     """
     flat = _flat(t)
     fmt = format_of(flat.dtype)
-    on_cpu = flat.device.type == "cpu"
-    if on_cpu and fmt.bits <= 16 and flat.numel() > _MANY:
-        codes = _count_codes(flat, fmt)
-        bins = torch.zeros(_bins(fmt), dtype=torch.int64).index_add_(0, _code_bins(fmt.name), codes)
-    elif on_cpu and fmt.bits <= 16:
-        bins = _count_few_cpu(flat, fmt)
-    elif on_cpu and fmt.bits == 32:
-        bins = sum(
-            (_count_fp32_cpu(part, fmt) for part in flat.split(_CHUNK)), torch.zeros(_bins(fmt)).long()
-        )
+    if flat.device.type == "cpu" and fmt.bits <= 32:
+        bins = _count_on_cpu(flat, fmt)
     else:
         bins = torch.zeros(_bins(fmt), dtype=torch.int64, device=flat.device)
         for part in flat.split(_CHUNK):
@@ -319,8 +285,10 @@ class Codes:
 
     def histogram(self) -> Histogram:
         """The exponent histogram of the same tensor."""
-        bins = torch.zeros(_bins(FORMATS[self.dtype]), dtype=torch.int64)
-        return Counts(self.dtype, bins.index_add_(0, _code_bins(self.dtype), self.counts.cpu())).read()
+        fmt = FORMATS[self.dtype]
+        magnitude = torch.arange(1 << fmt.bits, dtype=torch.int32) & ((1 << (fmt.bits - 1)) - 1)
+        bins = torch.zeros(_bins(fmt), dtype=torch.int64)
+        return Counts(self.dtype, bins.index_add_(0, _bin_index(magnitude, fmt), self.counts.cpu())).read()
 
     def what_if(self, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> WhatIf:
         """What storing the tensor in `fmt` after scaling by 2**scale_log2 would do, exactly."""

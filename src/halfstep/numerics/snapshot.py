@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim.base import OnePassOptimizer
 from halfstep.rng import rewinder
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
 
@@ -33,6 +32,11 @@ def listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
+
+
+def prefixed(models: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Models with what stands before their names: nothing for the first, its class for any other."""
+    return ((f"{type(model).__name__}." if number else "", model) for number, model in enumerate(models))
 
 
 class StepParticipants:
@@ -141,60 +145,7 @@ def run_eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-class _Values:
-    """Values of some tensors and of their gradients."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._saved = [(t, t.detach().clone(), _copied(t.grad) if t.is_leaf else None) for t in tensors]
-
-    def restore(self) -> None:
-        for tensor, value, gradient in self._saved:
-            if tensor.shape == value.shape and tensor.dtype == value.dtype:
-                tensor.data.copy_(value)
-            else:
-                tensor.data = value.clone()
-            if tensor.is_leaf:
-                tensor.grad = _copied(gradient)
-
-
-def _copied(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().clone()
-
-
-class _Buffers:
-    """Buffers may be rebound by forward, so the binding is restored as well as the value."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._training = [(m, m.training) for m in modules]
-        self._bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
-        buffers = {id(b): b for _, own in self._bound for b in own.values() if b is not None}
-        self._values = _Values(buffers.values())
-
-    def restore(self) -> None:
-        for module, training in self._training:
-            module.training = training
-            module._buffers.clear()
-        for module, buffers in self._bound:
-            module._buffers.update(buffers)
-        self._values.restore()
-
-
-class _OptimizerState:
-    """State and options of one optimizer, restored in place: others may hold its groups."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        self._state = {p: _deep(s) for p, s in optimizer.state.items()}
-
-    def restore(self) -> None:
-        for group, saved in zip(self._optimizer.param_groups, self._groups):
-            group.update(saved)
-        for parameter in list(self._optimizer.state):
-            if parameter not in self._state:
-                del self._optimizer.state[parameter]
-        for parameter, saved in self._state.items():
-            self._optimizer.state[parameter] = _deep(saved)
+Restore = Callable[[], None]
 
 
 def _deep(value: Any) -> Any:
@@ -205,28 +156,74 @@ def _deep(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-class _SessionState:
-    """All that a step changes in a session, as the session itself tells it."""
-
-    def __init__(self, session: Any, history: bool) -> None:
-        self.restore: Callable[[], None] = session.remember(history)
-
-
-class _Released:
-    """What an optimizer that releases gradients knows of a step under way."""
-
-    def __init__(self, release: Any) -> None:
-        self.restore: Callable[[], None] = release.memory()
+def _put_back(saved: Any, live: Any) -> Any:
+    """What was saved, in the tensors that are there now where they fit: they stay what others know."""
+    if isinstance(saved, dict):
+        now: dict[Any, Any] = live if isinstance(live, dict) else {}
+        return {k: _put_back(v, now.get(k)) for k, v in saved.items()}
+    alike = isinstance(saved, Tensor) and isinstance(live, Tensor) and saved.shape == live.shape
+    if not alike or saved.dtype != live.dtype:
+        return _deep(saved)
+    live.data.copy_(saved)
+    return live
 
 
-class _ByStateDict:
+def _values(tensors: Iterable[Tensor]) -> Restore:
+    """Values of some tensors and of their gradients."""
+    saved = [(t, t.detach().clone(), _deep(t.grad) if t.is_leaf else None) for t in tensors]
+
+    def restore() -> None:
+        for tensor, value, gradient in saved:
+            if _put_back(value, tensor) is not tensor:
+                tensor.data = value.clone()
+            if tensor.is_leaf:
+                tensor.grad = _deep(gradient)
+
+    return restore
+
+
+def _buffers(modules: Sequence[nn.Module]) -> Restore:
+    """Buffers may be rebound by forward, so the binding is restored as well as the value."""
+    training = [(m, m.training) for m in modules]
+    bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
+    restore_values = _values({id(b): b for _, own in bound for b in own.values() if b is not None}.values())
+
+    def restore() -> None:
+        for module, mode in training:
+            module.training = mode
+            module._buffers.clear()
+        for module, buffers in bound:
+            module._buffers.update(buffers)
+        restore_values()
+
+    return restore
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Restore:
+    """State and options of one optimizer, restored in place: others may hold its groups."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = {p: _deep(s) for p, s in optimizer.state.items()}
+
+    def restore() -> None:
+        for group, saved in zip(optimizer.param_groups, groups):
+            group.update(saved)
+        for parameter in [p for p in optimizer.state if p not in state]:
+            del optimizer.state[parameter]
+        for parameter, saved in state.items():
+            optimizer.state[parameter] = _put_back(saved, optimizer.state.get(parameter))
+
+    return restore
+
+
+def _by_state_dict(thing: Any) -> Restore:
     """Schedulers, scalers and whatever else offers state_dict and load_state_dict."""
+    state = copy.deepcopy(thing.state_dict())
+    return lambda: thing.load_state_dict(copy.deepcopy(state))
 
-    def __init__(self, thing: Any) -> None:
-        self._thing, self._state = thing, copy.deepcopy(thing.state_dict())
 
-    def restore(self) -> None:
-        self._thing.load_state_dict(copy.deepcopy(self._state))
+def _norm_of(release: Any) -> Restore:
+    """What an optimizer that releases gradients clips the next ones by."""
+    return partial(release.load, release.state())
 
 
 class Snapshot:
@@ -237,43 +234,30 @@ class Snapshot:
 
     def __init__(self, parts: StepParticipants, weights: bool = True) -> None:
         self._random = rewinder()
-        self._parts: list[tuple[Callable[[], Any], Any]] = []
-        self._keep(_Buffers, parts.modules)
+        self._take: list[Callable[[], Restore]] = [partial(_buffers, parts.modules)]
         if weights:
-            self._keep_weights(parts)
+            self._take += [partial(_values, [p]) for p in parts.parameters()]
+            self._take += [partial(_optimizer_state, o) for o in parts.optimizers]
+            self._take += [partial(_by_state_dict, thing) for thing in parts.others]
         if parts.session is not None:
-            self._keep(_SessionState, parts.session, weights)
-        for optimizer in parts.optimizers:
-            if release := getattr(optimizer, "release", None):
-                self._keep(_Released, release)
-
-    def _keep(self, kind: Callable[..., Any], *of: Any) -> None:
-        take = partial(kind, *of)
-        self._parts.append((take, take()))
-
-    def _keep_weights(self, parts: StepParticipants) -> None:
-        for parameter in parts.parameters():
-            self._keep(_Values, [parameter])
-        for optimizer in parts.optimizers:
-            # One of `halfstep.optim` keeps addresses of its state, and forgets them when it loads another.
-            own = isinstance(optimizer, OnePassOptimizer)
-            self._keep(_ByStateDict if own else _OptimizerState, optimizer)
-        for thing in parts.others:
-            self._keep(_ByStateDict, thing)
+            self._take.append(partial(parts.session.remember, weights))
+        for release in filter(None, (getattr(o, "release", None) for o in parts.optimizers)):
+            self._take += [release.memory, *([partial(_norm_of, release)] if weights else [])]
+        self._restore = [take() for take in self._take]
 
     def restore(self) -> None:
         """Writes every value back and sets the random generators."""
         with torch.no_grad():
-            for _, part in self._parts:
-                part.restore()
+            for restore in self._restore:
+                restore()
         self._random()
 
     def exchange(self) -> None:
         """Restores, and keeps what was there until now instead; never a second copy of everything."""
         random = rewinder()
         with torch.no_grad():
-            for place, (take, part) in enumerate(self._parts):
-                self._parts[place] = take, take()
-                part.restore()
+            for place, restore in enumerate(self._restore):
+                self._restore[place] = self._take[place]()
+                restore()
         self._random()
         self._random = random

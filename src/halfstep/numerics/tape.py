@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 import sys
 import sysconfig
 from collections import Counter, OrderedDict
@@ -127,14 +128,21 @@ def is_users(file: str) -> bool:
     return file.startswith(_PACKAGES) or not file.startswith(_STDLIB)
 
 
+def _stack() -> Iterable[Any]:
+    """The frames of this thread, innermost first: the one place where they are read."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def look() -> tuple[str, str, int]:
     """Walks the Python stack outward: (`backward`, `recompute` or "", the user's file, the user's line).
 
     Inside backward the walk stops at the engine: what lies beyond is the call of backward itself.
     """
-    frame = sys._getframe(2)
     file, line = "", 0
-    while frame is not None:
+    for frame in _stack():
         code = frame.f_code
         if code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH):
             return "backward", file, line
@@ -142,8 +150,13 @@ def look() -> tuple[str, str, int]:
             return "recompute", file, line
         if not file and is_users(code.co_filename):
             file, line = code.co_filename, frame.f_lineno
-        frame = frame.f_back
     return "", file, line
+
+
+def running_loop(ends: Iterable[str]) -> str:
+    """Of sources named by the ends of their paths, the one whose function is running; else nothing."""
+    files = (frame.f_code.co_filename.replace(os.sep, "/") for frame in _stack())
+    return next((end for file in files for end in ends if file.endswith(end)), "")
 
 
 def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -172,12 +185,7 @@ def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by the names of the user's variables that hold them now, outermost function first."""
     wanted = {_shows(t): t for t in tensors if t.numel()}
     wanted.pop(None, None)
-    frames: list[Any] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None and wanted:
-        if is_users(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
+    frames = [f for f in _stack() if is_users(f.f_code.co_filename)] if wanted else []
     found: dict[str, torch.Tensor] = {}
     for one in reversed(frames):
         for name, value in _variables(one):

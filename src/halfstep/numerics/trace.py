@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from halfstep.numerics.cause import (
 from halfstep.numerics.cures import larger_scale, lowest_scale, placed, propose, to_bf16, with_attributes
 from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spec, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
+from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, prefixed, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
 from halfstep.torch_private import (
     TorchDispatchMode,
@@ -344,46 +344,56 @@ def _run(
     keep_bytes: int,
     observers: Iterable[Observer] = (),
 ) -> Trace:
-    before = bad_names(parts)
-    probe = UnderflowProbe() if underflow else None
-    tape = Tape(parts.model, keep_bytes, [*observers, *([probe.look] if probe else [])])
     result, error = None, None
-    # The tape sees kernels only where Python calls them; compiled regions run as written.
-    with run_eagerly(), replay(), _expected_reductions(tape.collectives), tape:
+    taping = Taping(parts, underflow, keep_bytes, observers)
+    with replay(), _expected_reductions(taping.tape.collectives), taping.around:
         try:
             result = step(*batch)
         except Exception as caught:
             error = caught
-    for value in tensors_in(result):
-        tape.check("loss", "result", value)
-    return finish(tape, parts, before, result, error, probe, batch)
+    return taping.end(parts, error, result, batch)
 
 
-def finish(
-    tape: Tape,
-    parts: StepParticipants,
-    before: frozenset[tuple[str, str]],
-    result: Any,
-    error: BaseException | None,
-    probe: UnderflowProbe | None,
-    batch: Any = (),
-) -> Trace:
-    """Turns a closed tape into a Trace; `before` are the values that were not finite to begin with."""
-    spoiled = _spoiled(tape, parts, before)
-    bad = _verdict(tape, parts, spoiled, batch)
-    flushed = () if probe is None else probe.report(tape)
-    if bad is None and flushed:
-        bad = _underflow(flushed[0], parts, spoiled)
-    return Trace(
-        bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
-        collectives=tuple(tape.collectives),
-    )  # fmt: skip
+class Taping:
+    """The tape of one step, which runs from here on, and what makes a trace of it."""
+
+    def __init__(
+        self,
+        parts: StepParticipants,
+        underflow: bool = True,
+        keep_bytes: int = 1 << 30,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self._before = bad_names(parts)
+        self._probe = UnderflowProbe()
+        self.tape = Tape(parts.model, keep_bytes, [*observers, *([self._probe.look] if underflow else [])])
+        self.around = ExitStack()
+        # The tape sees kernels only where Python calls them; compiled regions run as written.
+        self.around.enter_context(run_eagerly())
+        self.around.enter_context(self.tape)
+
+    def end(
+        self, parts: StepParticipants, error: BaseException | None = None, result: Any = None, batch: Any = ()
+    ) -> Trace:
+        """Closes the tape; what it showed."""
+        self.around.close()
+        tape = self.tape
+        for value in tensors_in(result):
+            tape.check("loss", "result", value)
+        spoiled = _spoiled(tape, parts, self._before)
+        bad = _verdict(tape, parts, spoiled, batch)
+        flushed = self._probe.report(tape)
+        if bad is None and flushed:
+            bad = _underflow(flushed[0], parts, spoiled)
+        return Trace(
+            bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
+            collectives=tuple(tape.collectives),
+        )  # fmt: skip
 
 
 def _named_values(parts: StepParticipants) -> Iterable[tuple[str, str, Tensor]]:
     names: dict[Tensor, str] = {}
-    for number, model in enumerate(parts.models):
-        prefix = f"{type(model).__name__}." if number else ""
+    for prefix, model in prefixed(parts.models):
         for name, parameter in model.named_parameters():
             names[parameter] = prefix + name
             yield "parameter", prefix + name, parameter

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.devices.transfer import send_to_host
+from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, dtype_name, format_of
-from halfstep.gradients.per_parameter import Amaxes, Ends, EndsBuffer, amaxes, amaxes_of, ends_of, worst_of
+from halfstep.gradients.per_parameter import Ends, EndsBuffer, amaxes, amaxes_of, ends_of, worst_of
 from halfstep.names import fqn
-from halfstep.numerics.histogram import Counts, count, count_many, lowest_exponent
+from halfstep.numerics.histogram import Counts, count, count_many
 from halfstep.numerics.snapshot import is_session, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
@@ -149,12 +149,6 @@ class Series:
     amax: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
-    def add(self, sample: Sample, keep: int) -> None:
-        """Appends a sample; the oldest histogram goes when there are more than `keep`."""
-        self.note(sample.step, sample.amax)
-        self.samples.append(sample)
-        del self.samples[:-keep]
-
     def note(self, step: int, amax: float) -> None:
         """Appends a largest magnitude alone."""
         self.steps.append(step)
@@ -178,6 +172,11 @@ class _SampledTensor:
     ends: Ends
     counts: Counts | None = None
     parts: tuple[Tensor, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The format whose exponents its bins are."""
+        return "fp32" if self.parts else self.dtype
 
     def joined(self, other: _SampledTensor) -> _SampledTensor:
         """Both together; the later alone where they cannot be added."""
@@ -209,60 +208,6 @@ def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
     together = iter(count_many(parts).double()) if parts else iter(())
     return [next(together) if s.counts is None else s.counts.bins.double() for s in seen]
-
-
-class _Late:
-    """Device values on their way to the host, copied together, read when they have arrived."""
-
-    def __init__(self, step: int, what: str, keys: list[Any], packed: Tensor, more: tuple[Any, ...]) -> None:
-        self._step, self._what, self._keys, self._more = step, what, keys, more
-        self._packed = send_to_host(packed)
-
-    @classmethod
-    def counts(cls, step: int, found: Mapping[Any, _SampledTensor], scale: float | Tensor) -> _Late:
-        """Sampled histograms and largest magnitudes by (kind, name)."""
-        bins = _finished(list(found.values()))
-        amaxes = amaxes_of([seen.ends for seen in found.values()]).double()
-        last = torch.as_tensor(scale, dtype=torch.float64, device=amaxes.device).view(1)
-        packed = torch.cat([*bins, amaxes, last])
-        shapes = tuple(
-            (s.dtype, "fp32" if s.parts else s.dtype, b.numel()) for s, b in zip(found.values(), bins)
-        )
-        return cls(step, "counts", list(found), packed, shapes)
-
-    @classmethod
-    def shares(cls, step: int, found: dict[str, tuple[Tensor, Tensor]]) -> _Late:
-        """Lost updates and all updates by parameter."""
-        return cls(step, "shares", list(found), torch.stack([v for pair in found.values() for v in pair]), ())
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the copy has finished."""
-        return self._packed.done()
-
-    def deliver(self, to: Watch) -> None:
-        """Waits if need be, and hands the values over."""
-        if self._what == "counts":
-            self._deliver_counts(to, self._packed.wait().numpy())
-            return
-        values = self._packed.wait().tolist()
-        pairs = zip(self._keys, values[0::2], values[1::2])
-        to.take_lost(self._step, {n: (int(a), int(b)) for n, a, b in pairs})
-
-    def _deliver_counts(self, to: Watch, values: Any) -> None:
-        at, scale = 0, float(values[-1])
-        amaxes = values[-1 - len(self._keys) : -1]
-        for (kind, name), (dtype, layout, size), amax in zip(self._keys, self._more, amaxes):
-            bins = values[at : at + size]
-            at += size
-            present = bins[1:-2].nonzero()[0]
-            first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
-            counts = tuple(bins[1 + first : 2 + last].astype(int).tolist())
-            lowest = lowest_exponent(FORMATS[layout])
-            zeros, infs, nans = int(bins[0]), int(bins[-2]), int(bins[-1])
-            scaled = scale if kind in ("gradient", "activation_grad") else 1.0
-            sample = Sample(self._step, float(amax), dtype, lowest + first, counts, zeros, infs, nans, scaled)
-            to.take_sample(kind, name, sample)
 
 
 def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
@@ -388,7 +333,7 @@ class Watch:
         self._seen: dict[tuple[str, str], _SampledTensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
-        self._late: deque[_Late | Amaxes] = deque()
+        self._late: deque[tuple[AsyncCopy, Callable[[], None]]] = deque()
         self._scale_of_step = self._scale()
         self._handles: list[Any] = []
         self._install()
@@ -544,7 +489,8 @@ class Watch:
                 lost = lost & (old == spread(new))
             shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
         if shares:
-            self._late.append(_Late.shares(self.step, shares))
+            packed = send_to_host(torch.stack([v for pair in shares.values() for v in pair]))
+            self._late.append((packed, partial(self._take_lost, self.step, list(shares), packed)))
 
     def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
         seen = _see(tensor, self.exact, amax)
@@ -560,11 +506,16 @@ class Watch:
         if self._sampling:
             for parameter, name in self._names.items():
                 self._count("weight", name, parameter)
-            self._late.append(_Late.counts(self.step, self._seen, scale))
+            self._send_counts(scale)
         if self._ends:
             self._gradients = tuple(self._ends), amaxes_of(list(self._ends.values()))
         if self._gradients is not None:
-            self._late.append(Amaxes.of(self.step, *self._gradients, scale, taken))
+            names, found = self._gradients
+            fate = [
+                torch.as_tensor(x, dtype=torch.float64, device=found.device).view(1) for x in (scale, taken)
+            ]
+            packed = send_to_host(torch.cat([found.double(), *fate]))
+            self._late.append((packed, partial(self._take_note, self.step, names, packed)))
         self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
@@ -577,12 +528,8 @@ class Watch:
 
     def collect(self, wait: bool = True) -> None:
         """Takes in what has arrived on the host; with `wait`, all of it."""
-        while self._late and (wait or self._late[0].arrived):
-            late = self._late.popleft()
-            if isinstance(late, Amaxes):
-                self._take_note(late)
-            else:
-                late.deliver(self)
+        while self._late and (wait or self._late[0][0].done()):
+            self._late.popleft()[1]()
 
     @property
     def notes(self) -> Sequence[StepNote]:
@@ -602,12 +549,13 @@ class Watch:
         self.collect(wait=False)
         return self._lost
 
-    def _take_note(self, found: Amaxes) -> None:
-        found_amaxes, scale, taken = found.read()
-        worst = worst_of(found_amaxes)
-        self._notes.append(StepNote(found.step, found_amaxes[worst], scale, taken, worst))
-        for name, amax in found_amaxes.items():
-            self._series("gradient", name).note(found.step, amax)
+    def _take_note(self, step: int, names: tuple[str, ...], packed: AsyncCopy) -> None:
+        *amaxes, scale, taken = packed.wait().tolist()
+        found = dict(zip(names, amaxes))
+        worst = worst_of(found)
+        self._notes.append(StepNote(step, found[worst], scale, bool(taken), worst))
+        for name, amax in found.items():
+            self._series("gradient", name).note(step, amax)
 
     def _series(self, kind: str, name: str) -> Series:
         key = (kind, name)
@@ -615,21 +563,35 @@ class Watch:
             self._all_series[key] = Series(name, kind)
         return self._all_series[key]
 
-    def take_sample(self, kind: str, name: str, sample: Sample) -> None:
-        """Takes in one tensor's histogram."""
-        series = self._series(kind, name)
-        if kind == "gradient":  # its magnitude is noted every step
-            series.samples = [*series.samples, sample][-self.keep :]
-        else:
-            series.add(sample, self.keep)
+    def _send_counts(self, scale: float | Tensor) -> None:
+        """Sends the step's histograms, largest magnitudes and scale to the host, in one copy."""
+        found = list(self._seen.values())
+        bins = _finished(found)
+        amaxes = amaxes_of([seen.ends for seen in found]).double()
+        last = torch.as_tensor(scale, dtype=torch.float64, device=amaxes.device).view(1)
+        packed = send_to_host(torch.cat([*bins, amaxes, last]))
+        kinds = [(*key, s.dtype, s.layout, b.numel()) for key, s, b in zip(self._seen, found, bins)]
+        self._late.append((packed, partial(self._take_counts, self.step, kinds, packed)))
 
-    def take_lost(self, step: int, lost: dict[str, tuple[int, int]]) -> None:
-        """Takes in how many of how many updates were lost, by parameter."""
-        shares = {name: a / b for name, (a, b) in lost.items() if b}
+    def _take_counts(self, step: int, kinds: list[tuple[str, str, str, str, int]], packed: AsyncCopy) -> None:
+        *bins, amaxes = packed.wait().split([*(size for *_, size in kinds), len(kinds) + 1])
+        *largest, scale = amaxes.tolist()
+        for (kind, name, dtype, layout, _), counted, amax in zip(kinds, bins, largest):
+            seen = Counts(layout, counted.long()).read()
+            scaled = scale if kind in ("gradient", "activation_grad") else 1.0
+            sample = Sample(step, amax, dtype, *seen.trimmed(), seen.zeros, seen.infs, seen.nans, scaled)
+            series = self._series(kind, name)
+            series.samples = [*series.samples, sample][-self.keep :]
+            if kind != "gradient":  # its magnitude is noted every step
+                series.note(step, amax)
+
+    def _take_lost(self, step: int, names: list[str], packed: AsyncCopy) -> None:
+        values: list[float] = packed.wait().tolist()
+        lost, of = values[0::2], values[1::2]
+        shares = {name: a / b for name, a, b in zip(names, lost, of) if b}
         if shares:
             worst = max(shares, key=lambda n: shares[n])
-            everything = sum(a for a, _ in lost.values()) / max(1, sum(b for _, b in lost.values()))
-            self._lost.append(LostUpdates(step, everything, worst, shares[worst]))
+            self._lost.append(LostUpdates(step, sum(lost) / sum(of), worst, shares[worst]))
 
     # Reading.
 
