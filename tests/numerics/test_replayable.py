@@ -81,8 +81,13 @@ def test_a_bad_step_is_replayed_and_the_run_goes_on_as_if_not(skip):
 def test_a_replay_makes_no_copy_of_the_weights_but_the_traces_own_and_that_of_an_update_gone_wrong(
     skip, monkeypatch
 ):
-    copies, keep = [], Snapshot._keep_weights
-    monkeypatch.setattr(Snapshot, "_keep_weights", lambda *args: (copies.append(args), keep(*args)))
+    copies, init = [], Snapshot.__init__
+
+    def counted(self, parts, weights=True):
+        copies.extend([parts] * weights)
+        init(self, parts, weights)
+
+    monkeypatch.setattr(Snapshot, "__init__", counted)
     _, amp, step = make(skip)
     replay = Replayable(amp, warn=False)
     for batch in batches(bad_at=2, n=3):

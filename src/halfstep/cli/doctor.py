@@ -13,9 +13,10 @@ from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import clean, console, print_json, table
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.doctor.document import Document
-from halfstep.doctor.step import examine_recipe
 from halfstep.errors import ConfigError
-from halfstep.recipes import recipe_of
+from halfstep.formats import parse_dtype
+from halfstep.policy.levels import level_of
+from halfstep.recipes import as_script, recipe_of
 
 FAULT = 1
 
@@ -61,7 +62,7 @@ def run(
         if args:
             raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
         where = computing_device(device)
-        document = examine_recipe(recipe_of(target), level, dtype, loss_scale, steps, seed, where)
+        document = _examine_recipe(recipe_of(target).name, level, dtype, loss_scale, steps, seed, where)
     if report is not None:
         from halfstep.report.doctor import write_doctor
 
@@ -86,6 +87,22 @@ def _examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> D
                 raise
             return None
         return document if rank() == 0 else None
+
+
+def _examine_recipe(
+    name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, where: torch.device
+) -> Document:
+    """Examines the recipe's training as any script."""
+    from halfstep.doctor.process import can_copy
+    from halfstep.doctor.script import examine_script
+
+    row = level_of(level)[0]
+    if dtype is not None:
+        parse_dtype(dtype)
+    args = (name, level, dtype or "", scale or "", str(seed), str(where))
+    document = examine_script(Path(as_script.__file__), args, steps, seed, forked=can_copy(), label=name)
+    document.target = f"{name} {row.name}" + ("" if row.name == "O0" else f" {document.format}")
+    return document
 
 
 def _print(document: Document, report: Path | None) -> None:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.distributed import world_size
 from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger, RunNotes
 from halfstep.numerics.fault import Again, Seen, Suspect
@@ -287,8 +286,7 @@ def can_copy() -> bool:
     For the command line, which has done nothing but load: a process that has computed may hold threads that
     its copies miss.
     """
-    alone = threading.active_count() == 1 and world_size() == 1
-    return hasattr(os, "fork") and sys.platform != "darwin" and alone and not torch.accelerator.is_available()
+    return can_fork() and threading.active_count() == 1 and not torch.accelerator.is_available()
 
 
 def run_in_process(

@@ -153,10 +153,12 @@ def examine_script(
     seed: int = 0,
     copies: bool = True,
     forked: bool = False,
+    label: str = "",
 ) -> Document:
     """Runs the script and returns what was found; without `copies` each look is a run of its own.
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
+    `label`: what errors call it, in place of its path.
 
     Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 
@@ -173,13 +175,13 @@ def examine_script(
         raise ConfigError(f"{path} is not a Python script: {error}") from error
     alone = world_size() == 1
     order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
-    document = _examined(order)
+    document = _examined(order, label or str(path))
     document.lint = [*dict.fromkeys(findings), *document.lint]
     return document
 
 
-def _examined(order: Order) -> Document:
-    everyone = from_all(_first_run(order))
+def _examined(order: Order, label: str) -> Document:
+    everyone = from_all(_first_run(order, label))
     own = everyone[rank()]
     inquiry = Inquiry(Anew(order), order.steps, own.seen)
     for suspect in suspects(everyone):
@@ -195,7 +197,7 @@ def _examined(order: Order) -> Document:
     document.lint = list(dict.fromkeys(inquiry.seen.lint))
     if document.steps == 0 and not document.bad:
         why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
-        raise ConfigError(f"{order.script} took no training step: {why}")
+        raise ConfigError(f"{label} took no training step: {why}")
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
         at = own.ledger.index_of(fault.step)
@@ -252,12 +254,12 @@ def _in_process(order: Order) -> tuple[Any, str]:
     return run_in_process(partial(run_order, order), meeting_place(), order.forked)
 
 
-def _first_run(order: Order) -> Found | str:
+def _first_run(order: Order, label: str) -> Found | str:
     """This rank's run. A str says why there is nothing."""
     found, said = _in_process(order)
     if found is None:
         last = (said.strip().splitlines() or ["no message"])[-1]
-        return f"{order.script} could not be run: {last}"
+        return f"{label} could not be run: {last}"
     found.document.warnings = _warnings(said)
     return found
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,10 +170,9 @@ class AtLocation(TorchFunctionMode):
     `met`: whether that call was made.
     """
 
-    def __init__(self, location: OpLocation, op: str, change: Callable[..., Any]) -> None:
+    def __init__(self, op: str, file: str, line: int, change: Callable[..., Any]) -> None:
         super().__init__()
-        self._where = (location.file, location.line)
-        self._op, self._change = op, change
+        self._op, self._where, self._change = op, (file, line), change
         self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,42 +203,27 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _full_at(location: OpLocation, op: str) -> Placed:
-    return AtLocation(location, op, _in_fp32)
+def _scaled(bits: float, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
+    return out.float() * 2.0**bits
 
 
-def _scaled_at(location: OpLocation, op: str, bits: int) -> Placed:
-    def change(func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
-        return out.float() * 2.0**bits
+def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
+    def lift(x: Any) -> Any:
+        return value if isinstance(x, float) and 0 < abs(x) < value else x
 
-    return AtLocation(location, op, change)
-
-
-def _epsilon_at(location: OpLocation, op: str, value: float) -> Placed:
-    def change(func: Any, args: Any, kwargs: Any) -> Any:
-        def lift(x: Any) -> Any:
-            return value if isinstance(x, float) and 0 < abs(x) < value else x
-
-        args, kwargs = tree_map(lift, (args, kwargs))
-        return func(*args, **kwargs)
-
-    return AtLocation(location, op, change)
+    args, kwargs = tree_map(lift, (args, kwargs))
+    return func(*args, **kwargs)
 
 
-def _clamped_at(location: OpLocation, op: str, value: float) -> Placed:
-    def change(func: Any, args: Any, kwargs: Any) -> Any:
-        args = list(args)
-        if op == "div":
-            last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
-            args[last] = torch.where(args[last].abs() < value, value, args[last])
-        elif op == "exp":
-            args[0] = args[0].clamp_max(value)
-        else:
-            args[0] = args[0].clamp_min(value)
-        return func(*args, **kwargs)
-
-    return AtLocation(location, op, change)
+def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
+    args, op = list(args), op_label(func, getattr(func, "__name__", ""))
+    if op == "div":
+        last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
+        args[last] = torch.where(args[last].abs() < value, value, args[last])
+    else:
+        args[0] = args[0].clamp_max(value) if op == "exp" else args[0].clamp_min(value)
+    return func(*args, **kwargs)
 
 
 @contextmanager
@@ -425,7 +410,7 @@ def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
         return None
     op, file, line, *amount = rest
     by_policy = _full_by_policy(parts, op) if kind == "full" else None
-    return by_policy or _AT_SITE[kind](OpLocation("", "", None, file, line), op, *amount)
+    return by_policy or AtLocation(op, file, line, partial(_AT_SITE[kind], *amount))
 
 
 _ANYWHERE: dict[str, Callable[..., Placed | None]] = {
@@ -434,9 +419,8 @@ _ANYWHERE: dict[str, Callable[..., Placed | None]] = {
     "loss": _Divided,
     "rate": _NoFaster,
 }
-_AT_SITE: dict[str, Callable[..., Placed]] = {
-    "full": _full_at, "full_here": _full_at, "scale": _scaled_at, "epsilon": _epsilon_at,
-    "clamp": _clamped_at,
+_AT_SITE: dict[str, Callable[..., Any]] = {
+    "full": _in_fp32, "full_here": _in_fp32, "scale": _scaled, "epsilon": _with_epsilon, "clamp": _clamped,
 }  # fmt: skip
 
 

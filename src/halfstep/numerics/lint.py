@@ -25,6 +25,7 @@ from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
 from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_flatten
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -321,7 +322,7 @@ def _missing_scale(parts: StepParticipants) -> Iterable[Finding]:
     session = parts.session
     if session is None or session.policy.compute_dtype != torch.float16 or not session.optimizers:
         return
-    if type(session.loss_scale).__name__ == "NoLossScale":
+    if isinstance(session.loss_scale, NoLossScale):
         text = "fp16 without a loss scale: gradients below 6e-08 become zero"
         yield Finding("loss scale", "prepare", text, 'loss_scale="dynamic"')
 

@@ -392,38 +392,18 @@ _NO_SEQUENCE = 1 << 62
 _UNCOUNTED = frozenset(
     ["_local_scalar_dense", "copy_", "clone", "detach", "zeros_like", "zero_", "alias", "_unsafe_view"]
 )
-_FILLS = frozenset(
-    [
-        "masked_fill",
-        "full",
-        "fill",
-        "full_like",
-        "new_full",
-        "scalar_tensor",
-        "index_fill",
-        "where",
-        "lift_fresh",
-    ]
-)
+_FILLS = (
+    "masked_fill", "full", "fill", "full_like", "new_full", "scalar_tensor", "index_fill", "where",
+    "lift_fresh",
+)  # fmt: skip
 # Ops that are there to turn infinities into finite values; the end of a kernel's name.
 _MAY_SWALLOW = (
-    *("softmax", "exp", "where", "masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min", "clamp_max"),
-    *(
-        "maximum",
-        "minimum",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "nan_to_num",
-        "sigmoid",
-        "tanh",
-        "erf",
-        "logsumexp",
-    ),
-    *("flash_attention_for_cpu", "efficient_attention", "_backward", "_backward_data", "unscale_", "topk"),
-    *("gather", "index", "index_select", "sort", "select_backward", "relu", "hardtanh", "masked_select"),
-)
+    "softmax", "exp", "where", "masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min",
+    "clamp_max", "maximum", "minimum", "amax", "amin", "max", "min", "nan_to_num", "sigmoid", "tanh",
+    "erf", "logsumexp", "flash_attention_for_cpu", "efficient_attention", "_backward",
+    "_backward_data", "unscale_", "topk", "gather", "index", "index_select", "sort", "select_backward",
+    "relu", "hardtanh", "masked_select",
+)  # fmt: skip
 
 
 def _storage(t: Tensor) -> int:
@@ -491,13 +471,11 @@ class Tape:
         self.calls: list[tuple[Any, int, bool]] = []
         self.call_count = 0
         self._modules = ModuleStack(model, self._adopt)
-        self._handles: list[Any] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Tape:
-        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_post_hook(self._after_step))
-        self._stack.callback(self._remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._stack.enter_context(self._modules)
         self._stack.enter_context(_Calls(self))
         self._stack.enter_context(_TapeMode(self))
@@ -507,11 +485,6 @@ class Tape:
         self._stack.close()
         self._made.clear()
         self._versions.clear()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
@@ -524,7 +497,7 @@ class Tape:
         for name, parameter in names:
             if parameter.is_leaf and parameter.requires_grad:
                 hook = _gradient_hook(self, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
                 # It must come before the hook of an optimizer that uses each gradient up at once, and the
                 # engine reads the dict in the order of insertion, whatever move_to_end says.
                 hooks = gradient_hooks(parameter)

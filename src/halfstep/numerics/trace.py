@@ -128,23 +128,6 @@ class _ReplayReport:
     through: bool
     known: bool
 
-    @classmethod
-    def of(cls, bad: Fault | None, error: BaseException | None, collectives: Sequence[str]) -> _ReplayReport:
-        """What to tell of a replay that showed `bad`; another rank's fault is not this one's."""
-        through = error is None or isinstance(error, LossScaleCollapsed)
-        own = None if bad is None or bad.cause.kind == "rank" else bad
-        return cls(own, through, _ANSWERED.issuperset(collectives))
-
-    @property
-    def underflow(self) -> bool:
-        """Whether trials must look for gradients that vanish."""
-        return self.fault is not None and self.fault.underflow
-
-    @property
-    def cures(self) -> list[Cure]:
-        """What the rank proposes."""
-        return [] if self.fault is None else self.fault.cures
-
 
 class _Together:
     """Runs a step again on all ranks together: each must make one of these and call it alike.
@@ -575,10 +558,13 @@ def _try_cures(
 ) -> None:
     """Tries the cures of the bad op: on all ranks where the step made them talk, else on this one."""
     bad = trace.bad
-    told = _ReplayReport.of(trace.bad, trace.error, trace.collectives)
+    own = None if bad is None or bad.cause.kind == "rank" else bad
+    through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
+    told = _ReplayReport(own, through, _ANSWERED.issuperset(trace.collectives))
     together = world_size() > 1 and bool(trace.collectives)
     everyone = gather(told, parts.group) if together else [told]
-    underflow = any(one.underflow for one in everyone)
+    found = [one.fault for one in everyone if one.fault is not None]
+    underflow = any(fault.underflow for fault in found)
 
     def look() -> Fault | None:
         again = _run(step, batch, parts, underflow, 1 << 28)
@@ -588,14 +574,15 @@ def _try_cures(
 
     alone = _InPlace(lambda: step(*batch), look, restore, parts)
     rerun = _Together(everyone, alone) if together else alone
-    for fault in (one.fault for one in everyone if one.fault is not None):
+    for fault in found:
         try_cures(fault, Again(taped=0), rerun)
     if not together:
         return
     if bad is not None and bad.cause.kind == "rank":
         _say_others(bad, everyone)
     elif bad is not None:
-        bad.cures = everyone[rank(parts.group)].cures
+        own = everyone[rank(parts.group)].fault
+        bad.cures = [] if own is None else own.cures
 
 
 def _say_others(bad: Fault, everyone: Sequence[_ReplayReport]) -> None:
@@ -612,4 +599,5 @@ def _say_others(bad: Fault, everyone: Sequence[_ReplayReport]) -> None:
     assert found is not None
     story = f"{found.phase}: {found.op} {found.placed}: {found.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
-    bad.cures = list({cure.text: cure for one in everyone for cure in one.cures}.values())
+    faults = [one.fault for one in everyone if one.fault is not None]
+    bad.cures = list({cure.text: cure for fault in faults for cure in fault.cures}.values())
