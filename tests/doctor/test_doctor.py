@@ -157,6 +157,13 @@ def test_a_recipe_is_healthy_and_says_which_op_ran_in_which_dtype(tmp_path, caps
     assert 20_000 < page.stat().st_size < 2_000_000
 
 
+def test_the_history_of_a_script_begins_with_its_first_step(tmp_path, here):
+    document = examine_script(write(tmp_path, SCRIPT), ["0.01"], steps=9)
+    assert [row["step"] for row in document.history] == list(range(9))
+    assert document.lost[0]["step"] == 0
+    assert {"gradient", "update", "weight"} <= {s["kind"] for s in document.series if s["steps"][0] == 0}
+
+
 class Collector(HTMLParser):
     def __init__(self):
         super().__init__()

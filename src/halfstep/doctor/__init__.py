@@ -1,4 +1,4 @@
-"""Examines a training (a step, a recipe or a script) and says in a document what was found."""
+"""Examines a training (a step or a script) and says in a document what was found."""
 
 from halfstep.doctor.document import CauseFound, CureFound, Document, Fault
 from halfstep.doctor.script import examine_script
