@@ -126,8 +126,8 @@ def _narrowest(seen: Watch) -> Format:
     return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
 
 
-def add_watched(document: Document, seen: Watch, skips: Sequence[int] | None = None) -> None:
-    """Put what a watch saw into the document; `skips`: the steps that were skipped, if it did not see all."""
+def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
+    """Puts what a watch saw into the document; `skips`: the steps that were skipped."""
     seen.collect()
     document.format = (seen.format or _narrowest(seen)).name
     document.series = [
@@ -149,9 +149,7 @@ def add_watched(document: Document, seen: Watch, skips: Sequence[int] | None = N
     ]
     document.forecasts = [str(f) for f in seen.forecasts()]
     document.lost = [dict(n.__dict__) for n in seen.lost]
-    own = skips is None
-    skips = [note.step for note in seen.skipped()] if skips is None else skips
-    document.summary = [*skips_in_words(skips, len(seen.notes) if own else document.steps), *seen.outlook()]
+    document.summary = [*skips_in_words(skips, document.steps), *seen.outlook()]
 
 
 def keep_latest(document: Document, until: int | None = None) -> None:

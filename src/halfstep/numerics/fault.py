@@ -270,7 +270,7 @@ class Fault:
 
     def as_dict(self) -> dict[str, Any]:
         """The fault as plain values: a row of the doctor's JSON."""
-        plain = (
+        plain = [
             "step",
             "phase",
             "module",
@@ -281,8 +281,8 @@ class Fault:
             "aten",
             "harmless",
             "behind",
-        )
-        plain += ("origin", "underflow", "hidden", "rank")
+        ]
+        plain += ["origin", "underflow", "hidden", "rank"]
         return {name: getattr(self, name) for name in plain} | {
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
             "cures": [dict(vars(cure)) for cure in self.cures],
