@@ -159,7 +159,9 @@ def test_a_process_of_its_own_for_each_run_gives_the_same_verdict(name, forked, 
     by_copies = examine(script, tmp_path, monkeypatch)
     monkeypatch.undo()
     path = tmp_path / f"{name}.py"
-    found = examine_script(path, [], script.steps, 0, copies=False, forked=forked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # as in a process that pytest did not start
+        found = examine_script(path, [], script.steps, 0, copies=False, forked=forked)
     assert told(found) == told(by_copies)
     assert found.verdict == by_copies.verdict
 
