@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -86,7 +87,7 @@ def test_ranks_that_begin_apart_train_rank_0s_masters():
 
 
 def odd_wraps(rank):
-    """A second DDP around trained weights, one that ignores a parameter, one that sends nothing, several."""
+    """A second DDP around trained weights, one that ignores a parameter, one that sends no weights, several."""
     told = {}
     model, optimizer, amp = prepared(1, "ours", "bf16")
     train(amp, DDP(model), [rank])
@@ -104,8 +105,11 @@ def odd_wraps(rank):
 
     model, optimizer, amp = prepared(1 + rank, "ours", "fp16")
     ddp = DDP(model, init_sync=False)
-    ddp.module = model
     told["init_sync=False"] = masters_of(model, optimizer)
+    with torch.no_grad():
+        model[0].weight.add_(0.25 * rank)
+    ddp.module = model
+    told["put back"] = masters_of(model, optimizer)
 
     model, optimizer, amp = prepared(1 + rank, "torch", "bf16")
     amp.masters[0].revert()
@@ -120,7 +124,7 @@ def odd_wraps(rank):
     return told
 
 
-def test_every_wrap_sends_what_its_ddp_sends():
+def test_every_wrap_sends_masters():
     first, second = run(odd_wraps, 2)
     assert same(first["again"], second["again"])
     assert same(first["after"], second["after"])
@@ -128,7 +132,8 @@ def test_every_wrap_sends_what_its_ddp_sends():
     assert same(first["second"], second["second"])
     assert not torch.equal(first["ignoring"].pop("0.weight"), second["ignoring"].pop("0.weight"))
     assert same(first["ignoring"], second["ignoring"])
-    for apart in ("init_sync=False", "unwrapped"):
+    assert same(first["init_sync=False"], second["init_sync=False"])
+    for apart in ("put back", "unwrapped"):
         assert not torch.equal(first[apart]["0.weight"], second[apart]["0.weight"])
 
 
@@ -155,3 +160,16 @@ def test_ranks_leave_a_join_with_the_same_masters():
             amp.step(clip_norm=0.5)
         assert same(mine, theirs), setting
         assert same(mine, masters_of(model, optimizer)), setting
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_values_that_are_loaded_after_a_wrap_are_the_masters_where_they_differ(dtype):
+    model, optimizer, _ = prepared(1, "ours", dtype)
+    optimizer.expect_writes(model.parameters())
+    before, values = masters_of(model, optimizer), {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(values)
+    assert same(masters_of(model, optimizer), before)
+    optimizer.expect_writes(model.parameters())
+    values["0.weight"] += 0.5
+    model.load_state_dict(values)
+    assert torch.equal(masters_of(model, optimizer)["0.weight"], values["0.weight"].float())

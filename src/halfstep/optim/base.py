@@ -12,7 +12,6 @@ from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from halfstep.distributed import local_of, shard_groups
 from halfstep.errors import ConfigError, UnsupportedError
@@ -424,15 +423,16 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return self.master_of(p)
 
     def awaits(self, p: Tensor) -> bool:
-        """Whether the bits that `p` lacks were loaded before the weight that they belong to."""
-        return hand_edits.AWAITED in cast("Group", self.state.get(p, {}))
+        """Whether the bits that `p` lacks were said to be those of the value that it has now."""
+        known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
+        return known is not None and checkpoints.is_described(local_of(p), known, p.dtype)
 
     def expect_writes(self, weights: Iterable[Tensor]) -> None:
-        """Each of these is about to be written once, with the values that it has: no edit by hand."""
+        """The values that these have are theirs, however often somebody is about to write them again."""
         for p in weights:
             entry = cast("Group", self.state.get(p, {}))
-            if "lacking" in entry:
-                increment_version(entry["lacking"])
+            if "lacking" in entry and local_of(p) is p:
+                entry[hand_edits.AWAITED] = checkpoints.describe_weight(p)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Group]]:
         """Exact masters: weights, the bits they lack, and their entries."""

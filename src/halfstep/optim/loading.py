@@ -32,11 +32,11 @@ class HasMasters:
         raise NotImplementedError
 
     def awaits(self, p: Tensor) -> bool:
-        """Whether the bits that `p` lacks were loaded before the weight that they belong to."""
+        """Whether the bits that `p` lacks were said to be those of the value that it has now."""
         return False
 
     def expect_writes(self, weights: Iterable[Tensor]) -> None:
-        """Each of these is about to be written once, with the values that it has: no edit by hand."""
+        """The values that these have are theirs, however often somebody is about to write them again."""
 
 
 class HooksOfHolder:
@@ -86,8 +86,6 @@ class LoadedMasters(HooksOfHolder):
         assigns = bool(about and about[0].get("assign_to_params_buffers"))
         for p, master in holder.masters(came).items():
             value = state[names[p]]
-            if value.dtype == p.dtype and holder.awaits(p):
-                continue
             if saved_masters.is_of_other_bits(value, p) and not assigns:
                 value = saved_masters.widened(value.detach().to(p.device), master)
                 state[names[p]] = value
@@ -100,7 +98,8 @@ class LoadedMasters(HooksOfHolder):
         values: dict[Tensor, Tensor] = {}
         for p in (p for p in module._parameters.values() if p is not None and p in self._came):
             version, before, value, master = self._came.pop(p)
-            if p._version != version:
+            loaded = holder is not None and p._version != version
+            if loaded and not (value.dtype == p.dtype and holder.awaits(p)):
                 if value.dtype in LOW_DTYPES:
                     same, known = p == before, master
                 else:

@@ -1,16 +1,15 @@
 """DDP makes ranks agree on the 16-bit weights; here the fp32 masters behind those go along.
 
 When it wraps a model, DDP writes rank 0's weights over those of the other ranks. Each rank would keep its own
-masters, and train these. Wrapping is a collective, so the masters are sent right there, and no step asks.
+masters, and train these. Wrapping is a collective, so the masters are sent right there, and no step asks; also
+with `init_sync=False`, for DDP trains whatever each rank has, and ranks are one run (law 14).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Generator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +49,6 @@ class Wrapped(Protocol):
 
 _TRAININGS: weakref.WeakSet[Training] = weakref.WeakSet()
 _TOLD: weakref.WeakSet[Wrapped] = weakref.WeakSet()
-_AT_ONCE = 1 << 26
-"""How many masters are sent before they are put in their places: 256 MiB of memory in between."""
 
 
 class Replica:
@@ -71,7 +68,7 @@ class Replica:
         """In the module's order, which is that of all ranks."""
 
     def expect_broadcast(self) -> None:
-        """DDP is about to write every weight once: nobody's edit by hand, here or on the rank it sends."""
+        """DDP is about to write weights: on the rank whose values they are, that is nobody's edit by hand."""
         for holder in self._holders:
             holder.expect_writes(self.weights)
 
@@ -80,31 +77,12 @@ class Replica:
         """Set the masters of all ranks to those of `rank` of DDP's group, a collective; weights follow."""
         if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
             return
-        sends = torch.distributed.get_rank(self._group) == rank
-        for part in _parts(self.weights):
-            values = {p: _like(p) for p in part}
-            if sends:
-                exact = {p: v for holder in self._holders for p, v in holder.masters(values.keys()).items()}
-                for p, value in values.items():
-                    value.copy_(exact.get(p, p))
-            for value in values.values():
-                torch.distributed.broadcast(value, group=self._group, group_src=rank)
-            for holder in self._holders:
-                holder.seed_masters(values)
-
-
-def _like(p: Tensor) -> Tensor:
-    return torch.empty(p.shape, dtype=torch.float32, device=p.device)
-
-
-def _parts(weights: Sequence[Tensor]) -> Generator[list[Tensor]]:
-    part: list[Tensor] = []
-    for p in weights:
-        if part and sum(q.numel() for q in part) + p.numel() > _AT_ONCE:
-            yield part
-            part = []
-        part.append(p)
-    yield part
+        exact = {p: v for holder in self._holders for p, v in holder.masters(set(self.weights)).items()}
+        values = {p: exact.get(p, p).detach().to(torch.float32, copy=True) for p in self.weights}
+        for value in values.values():
+            torch.distributed.broadcast(value, group=self._group, group_src=rank)
+        for holder in self._holders:
+            holder.seed_masters(values)
 
 
 def follow_wraps(training: Training) -> None:
@@ -130,22 +108,13 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     """Called for every module that becomes part of another; acts where DDP's constructor takes its own."""
     if not isinstance(parent, nn.parallel.DistributedDataParallel) or module is None:
         return
-    sends = _broadcasts()
+    if hasattr(parent, "reducer"):  # another module in the place of the one that it was made around
+        return
     told = sorted((one for one in _TOLD if one.trains_in(module)), key=lambda one: one.number)
     for one in told:  # collectives for the latest alone: older ones may be gone on other ranks
-        one.wrapped(parent, sends and one is told[-1])
-    if sends:
-        replica = Replica(parent, module, list(_TRAININGS))
-        if replica.weights:
-            check_same_shapes(parent.process_group, replica.weights)
-            replica.take_from(0)
-            replica.expect_broadcast()
-
-
-def _broadcasts() -> bool:
-    """Whether a DDP is under construction and will send the weights: `init_sync`, which it does not keep."""
-    code = nn.parallel.DistributedDataParallel.__init__.__code__
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None and bool(frame.f_locals.get("init_sync", True))
+        one.wrapped(parent, one is told[-1])
+    replica = Replica(parent, module, list(_TRAININGS))
+    if replica.weights:
+        check_same_shapes(parent.process_group, replica.weights)
+        replica.take_from(0)
+        replica.expect_broadcast()
