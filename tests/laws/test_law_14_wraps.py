@@ -87,7 +87,7 @@ def test_ranks_that_begin_apart_train_rank_0s_masters():
 
 
 def odd_wraps(rank):
-    """A second DDP around trained weights, one that ignores a parameter, one that sends no weights, several."""
+    """A second DDP around trained weights, one that ignores a parameter, one that sends nothing, several."""
     told = {}
     model, optimizer, amp = prepared(1, "ours", "bf16")
     train(amp, DDP(model), [rank])

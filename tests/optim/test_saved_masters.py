@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.optim import saved_masters
+from halfstep.optim import checkpoints
 
 KINDS = {
     "torch": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -134,11 +134,11 @@ def test_8_bit_states_reach_torch_s_optimizers_as_numbers(saved):
 
 def test_masters_are_known_by_place_and_a_file_that_does_not_say_whose_they_are_is_refused(saved):
     _, (weights, state, _) = saved("torch", "bf16")
-    assert state[saved_masters.PLACES] == [0, 1, 4, 5]  # the norm has fp32 weights and no masters
+    assert state[checkpoints.PLACES] == [0, 1, 4, 5]  # the norm has fp32 weights and no masters
     amp = run("exact", seed=1, steps=0)
     amp.model.load_state_dict(weights)
     before = masters(amp)
-    older = {key: value for key, value in state.items() if key != saved_masters.PLACES}
+    older = {key: value for key, value in state.items() if key != checkpoints.PLACES}
     with pytest.raises(hs.CheckpointError, match="6 parameters and 4 fp32 masters, and does not say whose"):
         amp.optimizers[0].load_state_dict(copy.deepcopy(older))
     assert equal(masters(amp), before)

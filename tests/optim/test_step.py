@@ -199,10 +199,10 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
     for step, now in enumerate(grads):
         for p, g in zip(params, now):
             p.grad = g.reshape(p.shape).clone()
-        found = bundles_of(members_of(optimizer.param_groups), optimizer.algorithm)
-        for bundle in found:
+        for bundle in bundles_of(members_of(optimizer.param_groups), optimizer.algorithm):
             bundle.complete(optimizer.state)
-        backends.on_device(found, (torch.tensor(0.5), None), torch.tensor(step == 1), optimizer.seed)
+            skip = torch.tensor(step == 1)
+            backends.by_reference(bundle, (torch.tensor(0.5), None), skip, optimizer.seed)
     assert all(torch.equal(p, q) for p, q in zip(host, params))
 
 

@@ -135,14 +135,12 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
     Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
     tensors are cut up.
     """
-    found = [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)]
-    return combined(found, inv_scale)
+    return combined(sums_of(grads), inv_scale)
 
 
-def wide_sums(grads: Sequence[Tensor]) -> tuple[float, float]:
-    """Sum of squares, in float64, and largest magnitude of dense CPU gradients; NaN wins over inf."""
-    found = [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)] or [(0.0, 0.0)]
-    return sum(squares for squares, _ in found), float(np.max([peak for _, peak in found]))
+def sums_of(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Sums of squares, in float64, and largest magnitudes of dense CPU gradients, a pair for each dtype."""
+    return [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)]
 
 
 def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ line is one correctly rounded operation, so that kernels can equal it bit for bi
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,32 +60,17 @@ def _root(v: Tensor) -> Tensor:
 
 
 def _moments(g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
-    """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them, or none."""
+    """Kingma & Ba, Adam (arXiv 1412.6980), with the bias corrections as torch applies them, or none.
+
+    With a third state v never falls: Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237).
+    """
     _, c2, c3, c4, unbias, eps, step_size = s
-    m, v = states
+    m, v, *top = states
     m = m + (g - m) * c2
     v = v * c3 + (g * g) * c4
-    return step_size * (m / (_root(v) * unbias + eps)), [m, v]
-
-
-def _greatest(g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
-    """Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237): v never falls."""
-    _, c2, c3, c4, unbias, eps, step_size = s
-    m, v, top = states
-    m = m + (g - m) * c2
-    v = v * c3 + (g * g) * c4
-    top = torch.maximum(top, v)
-    return step_size * (m / (_root(top) * unbias + eps)), [m, v, top]
-
-
-def _adamw_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
-    change, states = _greatest(g, states, s)
-    return w * s[0] - change, states
-
-
-def _adam_amsgrad(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
-    change, states = _greatest(g + w * s[0], states, s)
-    return w - change, states
+    top = [torch.maximum(one, v) for one in top]
+    root = _root((top or [v])[0])
+    return step_size * (m / (root * unbias + eps)), [m, v, *top]
 
 
 def _adamw(w: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
@@ -156,36 +141,14 @@ def _momentum_bounds(old: list[Tensor], g: Tensor, s: Scalars) -> list[Tensor]:
     return [old[0] * s[1] + g * s[2]]
 
 
-_TWO = ("exp_avg", "exp_avg_sq")
+_TWO, _BUFFER = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 ADAMW = Algorithm("AdamW", L.ADAMW, _TWO, _adamw_scalars, _adamw, _adam_bounds, True, counts=True)
 ADAM = Algorithm("Adam", L.ADAM, _TWO, _adam_l2_scalars, _adam, _adam_bounds, False, counts=True)
-_THREE = (*_TWO, "max_exp_avg_sq")
-ADAMW_AMSGRAD = Algorithm(
-    "AdamW", L.NO_KERNEL, _THREE, _adamw_scalars, _adamw_amsgrad, _adam_bounds, True, counts=True
-)
-ADAM_AMSGRAD = Algorithm(
-    "Adam", L.NO_KERNEL, _THREE, _adam_l2_scalars, _adam_amsgrad, _adam_bounds, False, counts=True
-)
+ADAMW_AMSGRAD = replace(ADAMW, code=L.NO_KERNEL, states=(*_TWO, "max_exp_avg_sq"))
+ADAM_AMSGRAD = replace(ADAM, code=L.NO_KERNEL, states=(*_TWO, "max_exp_avg_sq"))
 LION = Algorithm("Lion", L.LION, ("exp_avg",), _lion_scalars, _lion, _lion_bounds, True)
 SGD = Algorithm("SGD", L.SGD, (), _sgd_scalars, _sgd, _momentum_bounds, False)
-_BUFFER = ("momentum_buffer",)
-SGD_MOMENTUM = Algorithm(
-    "SGD",
-    L.SGD_MOMENTUM,
-    _BUFFER,
-    _sgd_scalars,
-    _sgd_momentum,
-    _momentum_bounds,
-    False,
-    starts_with_buffer=True,
+SGD_MOMENTUM = replace(
+    SGD, code=L.SGD_MOMENTUM, states=_BUFFER, update=_sgd_momentum, starts_with_buffer=True
 )
-SGD_NESTEROV = Algorithm(
-    "SGD",
-    L.SGD_NESTEROV,
-    _BUFFER,
-    _sgd_scalars,
-    _sgd_nesterov,
-    _momentum_bounds,
-    False,
-    starts_with_buffer=True,
-)
+SGD_NESTEROV = replace(SGD_MOMENTUM, code=L.SGD_NESTEROV, update=_sgd_nesterov)

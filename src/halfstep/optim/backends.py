@@ -20,7 +20,6 @@ from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import KEY, Bundle
-from halfstep.torch_private import foreach_add_
 
 Scalar = float | Tensor | None
 _RANGE = (
@@ -113,24 +112,6 @@ class Table:
         return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 
 
-def on_host(bundle: Bundle, factors: tuple[Scalar, Scalar], seed: int) -> bool:
-    """Update CPU parameters by plain torch; true where one left its master's range."""
-    hyper, steps = numbers_of(bundle.group), bundle.columns["step"].tensors
-    foreach_add_(steps, 1)
-    counts = [float(step) for step in steps]
-    rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
-    keys = [
-        (cast(int, rounding.key_of(base, int(step))) + shift) & rounding.WORD
-        for base, step, shift in zip(bundle.base_keys(seed), counts, bundle.key_shifts())
-    ]
-    work = [
-        (slot, storage.flat(grad), rows[step], key)
-        for slot, grad, step, key in zip(bundle.slots(), bundle.grads.tensors, counts, keys)
-    ]
-    flag = reference.update(bundle.algorithm, work, as_fp32((_factor_of(factors, hyper),))[0], None)
-    return flag is not None and bool(flag)
-
-
 def check_range(over: bool) -> None:
     """Raise MasterRangeError where a weight left the range of its master."""
     if over:
@@ -163,42 +144,19 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
     return combine(parts) if parts else measure([])
 
 
-def on_device(
-    bundles: Sequence[Bundle],
-    scalars: tuple[Scalar, Scalar],
-    found_inf: bool | Tensor | None,
-    seed: int,
-    plans: cuda.Plans | None = None,
-) -> Tensor | None:
-    """Update one group's parameters on one accelerator without reading anything back.
-
-    `scalars` are the inverse scale and the clip factor, `plans` the optimizer's for the Triton kernels;
-    without them the plain reference runs. Returns the out-of-range flag.
-    """
-    if plans is not None:
-        return _by_kernels(bundles, scalars, found_inf, seed, plans)
-    flags = [_by_reference(bundle, scalars, found_inf, seed) for bundle in bundles]
-    known = [flag for flag in flags if flag is not None]
-    return torch.stack(known).any() if known else None
-
-
-def _by_reference(
+def by_reference(
     bundle: Bundle, scalars: tuple[Scalar, Scalar], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
+    """Update a bundle in plain torch; returns the flag of weights that left their master's range.
+
+    `scalars` are the inverse scale and the clip factor. On an accelerator, or where `found_inf` is a tensor,
+    nothing is read back.
+    """
     device, steps = bundle.device, bundle.columns["step"].tensors
-    skip = None if found_inf is None else _there(found_inf, device).to(torch.bool)
+    skip = _there(found_inf, device).to(torch.bool) if isinstance(found_inf, Tensor) else None
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
-    counts = torch.stack(steps).to(_wide(device))
-    hyper = {
-        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in bundle.group.items()
-    }
-    columns = bundle.algorithm.scalars(hyper, counts)
-    rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
-    factor = torch.ones((), device=device)
-    for scalar in scalars:
-        factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
-    factor = -factor if bundle.group["maximize"] else factor
+    rows, factor = (_numbers if device.type == "cpu" and skip is None else _tensors)(bundle, scalars)
     keys: list[rounding.Int] = [0] * len(steps)
     if bundle.rounds_randomly:
         keys = [
@@ -212,14 +170,39 @@ def _by_reference(
     return reference.update(bundle.algorithm, work, factor, skip)
 
 
-def _by_kernels(
+def _numbers(bundle: Bundle, factors: tuple[Scalar, Scalar]) -> tuple[list[Scalars], Number]:
+    """The scalars of each parameter, and what multiplies gradients, as Python numbers."""
+    hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.columns["step"].tensors]
+    rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
+    return [rows[step] for step in counts], as_fp32((_factor_of(factors, hyper),))[0]
+
+
+def _tensors(bundle: Bundle, factors: tuple[Scalar, Scalar]) -> tuple[list[Scalars], Number]:
+    """The same as tensors of the device."""
+    device, steps = bundle.device, bundle.columns["step"].tensors
+    counts = torch.stack(steps).to(torch.float32 if device.type == "mps" else torch.float64)
+    hyper = {
+        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in bundle.group.items()
+    }
+    columns = bundle.algorithm.scalars(hyper, counts)
+    rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
+    factor = torch.ones((), device=device)
+    for scalar in factors:
+        factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
+    return rows, -factor if bundle.group["maximize"] else factor
+
+
+def by_kernels(
     bundles: Sequence[Bundle],
     scalars: tuple[Scalar, Scalar],
     found_inf: bool | Tensor | None,
     seed: int,
     plans: cuda.Plans,
 ) -> Tensor | None:
-    """`on_device` by the Triton kernels."""
+    """Update one group's parameters on one accelerator by the Triton kernels, without reading anything back.
+
+    `plans` are the optimizer's. Returns the flag of weights that left their master's range.
+    """
     device, group = bundles[0].device, bundles[0].group
     skip = None
     if isinstance(found_inf, Tensor):
@@ -236,10 +219,6 @@ def _by_kernels(
     for bundle in bundles:
         bundle.count_versions()
     return flag
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:

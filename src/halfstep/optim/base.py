@@ -4,7 +4,6 @@ What is updated and with which scalars is decided here; arithmetic is in referen
 and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
@@ -27,9 +26,7 @@ from halfstep.optim import (
     cuda,
     entries,
     hand_edits,
-    saved_masters,
     shards,
-    state_dicts,
     storage,
 )
 from halfstep.optim.algorithms import Algorithm
@@ -37,7 +34,6 @@ from halfstep.optim.backends import Scalar
 from halfstep.optim.bundles import Bundle, Group, Members, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
-from halfstep.optim.shards import PLAIN
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -46,6 +42,7 @@ from halfstep.torch_private import (
     profiling,
     step_hooks,
 )
+from halfstep.trees import parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -69,21 +66,29 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         params: Any,
         defaults: Group,
         *,
+        maximize: bool = False,
+        master: str | None = "exact",
+        state_dtype: str = "fp32",
         release_gradients: bool = False,
         accumulate: str | None = None,
         seed: int = 0,
         backend: str = "auto",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r}: choose one of {', '.join(map(repr, BACKENDS))}")
         if accumulate not in (None, "fp32"):
             raise ConfigError(f"accumulate={accumulate!r}: choose 'fp32' or None (the weights' own dtype)")
-        self.seed = seed
-        self.backend = backend
-        self.accumulate = accumulate
+        self.seed, self.backend, self.accumulate = seed, backend, accumulate
         self.release_gradients = release_gradients
         self._prepare()
-        super().__init__(params, defaults)
+        how = {"foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(
+            params, {**defaults, **how, "maximize": maximize, "master": master, "state_dtype": state_dtype}
+        )
 
     def _prepare(self) -> None:
         self._late = backends.LateErrors()
@@ -99,9 +104,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield p, group, (g, i)
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
@@ -157,41 +159,33 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
         With released gradients the answer speaks of those freed since the last step as well.
         """
-        params = self._params()
+        params = parameters_of(self)
         if shards.any_shard(params):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
-        grads = [grad for members in bundles.members_of(self.param_groups) for grad in members.grads.tensors]
-        seen = None if self.release is None else self.release.stats(None)
-        if seen is None:
-            return self._measure(grads, inv_scale)
-        rest = self._measure(grads, inv_scale) if grads else None
-        assert self.release is not None
-        return self.release.stats(rest) or seen
+        members = bundles.members_of(self.param_groups)
+        rest = self._measure(members, inv_scale)
+        if self.release is None:
+            return rest
+        return self.release.stats(rest if members else None) or rest
+
+    def _measure(self, members: Sequence[Members], inv_scale: Scalar) -> GradStats:
+        grads = [grad for own in members for grad in own.grads.tensors]
+        return backends.measure_all(grads, inv_scale, self.backend, self._plans)
 
     @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
-        if self.release is not None:
+        if self.release is not None or not all(p.is_cpu for p in parameters_of(self)):
             return None
-        params, members = self._params(), bundles.members_of(self.param_groups)
-        if not shards.any_shard(params):
-            return self._by_kernels([grad for own in members for grad in own.grads.tensors], inv_scale)
-        if not all(p.is_cpu for p in params) or self._runner(torch.device("cpu")) != "numba":
+        if self._runner(torch.device("cpu")) != "numba":
             return None
         sets: dict[Any, list[Tensor]] = {}
-        for p, grad in ((p, grad) for own in members for p, grad in zip(own.params, own.grads.tensors)):
-            sets.setdefault(shard_groups(p), []).append(grad)
-        found = [(groups, *cpus_.wide_sums(own)) for groups, own in sets.items()]
-        return shards.combined(found, _sets_of(params), backends.number(inv_scale))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or with `set_to_none=False` fill them with zeros, as in torch."""
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-        else:
-            for p in self._params():
-                p.grad = None
+        for own in bundles.members_of(self.param_groups):
+            for p, grad in zip(own.params, own.grads.tensors):
+                sets.setdefault(shard_groups(p), []).append(grad)
+        sums = [(groups, *pair) for groups, own in sets.items() for pair in cpus_.sums_of(own)]
+        return self._combined(sums, inv_scale)
 
     @torch.no_grad()
     def init_states(self) -> None:
@@ -199,17 +193,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for p, group, place in self.places():
             if p.requires_grad:
                 self._settle(p, group, place, None)
-
-    def _by_kernels(self, grads: list[Tensor], inv_scale: Scalar) -> HostStats | None:
-        if grads and all(grad.is_cpu for grad in grads) and self._runner(grads[0].device) == "numba":
-            return cpus_.measure(grads, backends.number(inv_scale))
-        return None
-
-    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
-        known = self._by_kernels(grads, inv_scale)
-        if known is None:
-            return backends.measure_all(grads, inv_scale, self.backend, self._plans)
-        return GradStats(*map(torch.tensor, known))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -234,49 +217,33 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         measured first, over all ranks that hold parts of them. ConfigError for one below 0, or both;
         UnsupportedError for one where gradients were released.
         """
-        compiled = torch.compiler.is_dynamo_compiling()
-        if not (compiled or _is_watched(self)):
-            return self._checked_step(closure, inv_scale, clip_coef, found_inf, look, clip_norm)
-        options = {
-            "inv_scale": inv_scale,
-            "clip_coef": clip_coef,
-            "found_inf": found_inf,
-            "look": look,
-            "clip_norm": clip_norm,
-        }
-        if compiled:
-            return _step_outside(self, closure, options)
-        given = {name: value for name, value in options.items() if value is not None}
-        return _hooked_step(self, *(() if closure is None else (closure,)), **given)
+        run: Any = OnePassOptimizer._checked_step
+        if torch.compiler.is_dynamo_compiling():
+            run = _step_outside
+        elif any(step_hooks(self)) or global_step_pre_hooks or global_step_post_hooks or profiling():
+            run = _hooked_step
+        return run(
+            self,
+            *(() if closure is None else (closure,)),
+            inv_scale=inv_scale,
+            clip_coef=clip_coef,
+            found_inf=found_inf,
+            look=look,
+            clip_norm=clip_norm,
+        )
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _checked_step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        inv_scale: Scalar = None,
-        clip_coef: Scalar = None,
-        found_inf: bool | Tensor | None = None,
-        look: list[AnyStats] | None = None,
-        clip_norm: float | None = None,
-    ) -> Any:
+    def _checked_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if clip_norm is not None:
-            arguments.check_clipping(clip_norm, clip_coef, self.release is not None)
+        if (clip_norm := options.get("clip_norm")) is not None:
+            arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
         self._late.check()
         with torch.no_grad():
-            found = self._bundles(bundles.members_of(self.param_groups), found_inf)
-            tables = [backends.Table(bundle) for bundle in found if self._runner_of(bundle) == "numba"]
-            if clip_norm is not None and found_inf is not True:
-                stats = self._measured(found, tables, inv_scale)
-                clip_coef = clip_coefficient(stats.norm, clip_norm)
-                if look is not None:
-                    look.append(stats)
-                look = None
-            self._update(found, tables, (inv_scale, clip_coef), found_inf, look)
+            self._update(bundles.members_of(self.param_groups), **options)
         if self.release is not None:
             self.release.finish()
         return loss
@@ -293,61 +260,64 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             bundle.complete(self.state)
         return found
 
-    def _measured(
-        self, found: Sequence[Bundle], tables: Sequence[backends.Table], inv_scale: Scalar
-    ) -> AnyStats:
-        if not found or len(tables) < len(found):
-            return self.measure_on_host(inv_scale) or self.measure(inv_scale)
-        return self._combined([table.measure() for table in tables], inv_scale)
-
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
-        return shards.combined(found, _sets_of(self._params()), backends.number(inv_scale))
+        return shards.combined(found, _sets_of(parameters_of(self)), backends.number(inv_scale))
 
     def _update(
         self,
-        found: Sequence[Bundle],
-        tables: Sequence[backends.Table],
-        scalars: tuple[Scalar, Scalar],
-        found_inf: bool | Tensor | None,
+        members: Sequence[Members],
+        inv_scale: Scalar = None,
+        clip_coef: Scalar = None,
+        found_inf: bool | Tensor | None = None,
         look: list[AnyStats] | None = None,
+        clip_norm: float | None = None,
     ) -> None:
-        """Update all; the kernels of a CPU, which the tables are for, look on the way."""
-        in_one_pass = look is not None and self.release is None and 0 < len(tables) == len(found)
-        if look is not None and not in_one_pass:
-            look.append(self.measure_on_host(scalars[0]) or self.measure(scalars[0]))
-        over = [table.update(scalars, self.seed, in_one_pass) for table in tables]
-        away: dict[tuple[int, torch.device, str], list[Bundle]] = {}
-        for bundle in found if len(tables) < len(found) else ():
-            runner = self._runner_of(bundle)
-            if runner == "reference" and bundle.device.type == "cpu":
-                over.append(backends.on_host(bundle, scalars, self.seed))
-            elif runner != "numba":
-                away.setdefault((bundle.members.number, bundle.device, runner), []).append(bundle)
-        for (_, _, runner), own in away.items():
-            plans = self._plans if runner == "triton" else None
-            self._late.add(backends.on_device(own, scalars, found_inf, self.seed, plans))
-        if look is not None and in_one_pass:
-            look.append(self._combined([table.totals() for table in tables], scalars[0]))
-        backends.check_range(any(over))
+        """Update these; where kernels of a CPU do it and nothing clips, they look on the way."""
+        found = self._bundles(members, found_inf)
+        runners = list(map(self._runner_of, found))
+        tables = [backends.Table(bundle) for bundle, runner in zip(found, runners) if runner == "numba"]
+        alone = self.release is None and 0 < len(tables) == len(found)
+        clips = clip_norm is not None and found_inf is not True
+        on_the_way = look is not None and alone and not clips
+        if clips or (look is not None and not on_the_way):
+            stats = self._combined([table.measure() for table in tables], inv_scale) if alone else None
+            stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
+            if clip_norm is not None and clips:
+                clip_coef = clip_coefficient(stats.norm, clip_norm)
+            if look is not None:
+                look.append(stats)
+        scalars = inv_scale, clip_coef
+        over: list[Any] = [table.update(scalars, self.seed, on_the_way) for table in tables]
+        away: dict[tuple[int, torch.device], list[Bundle]] = {}
+        for bundle, runner in zip(found, runners):
+            if runner == "triton":
+                away.setdefault((bundle.number, bundle.device), []).append(bundle)
+            elif runner == "reference" and bundle.device.type == "cpu":
+                over.append(backends.by_reference(bundle, scalars, None, self.seed))
+            elif runner == "reference":
+                self._late.add(backends.by_reference(bundle, scalars, found_inf, self.seed))
+        for own in away.values():
+            self._late.add(backends.by_kernels(own, scalars, found_inf, self.seed, self._plans))
+        if look is not None and on_the_way:
+            look.append(self._combined([table.totals() for table in tables], inv_scale))
+        backends.check_range(any(map(bool, over)))
 
     def _runner_of(self, bundle: Bundle) -> str:
         no_kernel = bundle.algorithm.code == L.NO_KERNEL
         return "reference" if no_kernel else self._runner(bundle.device)
 
     @torch.no_grad()
-    def measure_one(self, p: Tensor, inv_scale: Scalar) -> GradStats | None:
-        """`measure` for one parameter; None where it has no gradient."""
-        grads = [grad for members in bundles.member(p, self.param_groups) for grad in members.grads.tensors]
-        return self._measure(grads, inv_scale) if grads else None
+    def release_one(self, p: Tensor, inv_scale: Scalar, clip_coef: Scalar) -> GradStats | None:
+        """`measure` and `step` for one parameter; None where it has no gradient.
 
-    @torch.no_grad()
-    def step_one(
-        self, p: Tensor, *, inv_scale: Scalar, clip_coef: Scalar, found_inf: bool | Tensor | None
-    ) -> None:
-        """`step` for one parameter."""
-        found = self._bundles(bundles.member(p, self.param_groups), found_inf)
-        tables = [backends.Table(bundle) for bundle in found if self._runner_of(bundle) == "numba"]
-        self._update(found, tables, (inv_scale, clip_coef), found_inf)
+        With `inv_scale` given, nothing changes where the gradient is not finite.
+        """
+        members = bundles.members_of(self.param_groups, p)
+        if not members:
+            return None
+        stats = self._measure(members, inv_scale)
+        self._update(members, inv_scale, clip_coef, None if inv_scale is None else ~stats.finite)
+        return stats
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
         """Complete the entry of one parameter; `value` (of this rank's part) sets its master and weight.
@@ -358,7 +328,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         weight, known = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
         algorithm, kind, state_kind = self.formats(weight, group)
         trains = p.requires_grad or any(key not in storage.MASTER_KEYS for key in known)
-        entry = self.state[p] if isinstance(self.state, defaultdict) else self.state.setdefault(p, {})
+        entry = self.state.setdefault(p, {})
         if value is not None:
             entry.pop(hand_edits.AWAITED, None)
         with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
@@ -398,7 +368,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
         """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
-        return self._master(p, self.param_groups[bundles.find(p, self.param_groups)[0]])
+        for own in self.masters({p}).values():
+            return own
+        raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
 
     def _master(self, p: Tensor, group: Group) -> Tensor:
         weight, entry = local_of(p).detach(), cast("Group", self.state.get(p, {}))
@@ -425,14 +397,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def awaits(self, p: Tensor) -> bool:
         """Whether the bits that `p` lacks were said to be those of the value that it has now."""
         known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
-        return known is not None and checkpoints.is_described(local_of(p), known, p.dtype)
+        return known is not None and hand_edits.is_described(local_of(p), known, p.dtype)
 
     def expect_writes(self, weights: Iterable[Tensor]) -> None:
         """The values that these have are theirs, however often somebody is about to write them again."""
         for p in weights:
             entry = cast("Group", self.state.get(p, {}))
             if "lacking" in entry and local_of(p) is p:
-                entry[hand_edits.AWAITED] = checkpoints.describe_weight(p)
+                entry[hand_edits.AWAITED] = hand_edits.describe_weight(p)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Group]]:
         """Exact masters: weights, the bits they lack, and their entries."""
@@ -470,14 +442,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for group, own in zip(packed["param_groups"], self.param_groups):
             group["algorithm"] = self.algorithm(own).name
         known = cast("dict[Any, Group]", packed["state"])
-        own = {n: checkpoints.pack(known[n], p) for n, p in enumerate(self._params()) if n in known}
+        own = {n: checkpoints.pack(known[n], p) for n, p in enumerate(parameters_of(self)) if n in known}
         packed["state"] = {**own, **{key: value for key, value in known.items() if key not in own}}
         return packed
 
     @contextmanager
     def _without_strangers(self) -> Generator[None]:
         """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
-        whole, known = self.state, set(self._params())
+        whole, known = self.state, set(parameters_of(self))
         try:
             if any(isinstance(p, Tensor) and p not in known for p in whole):
                 kept = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
@@ -500,39 +472,29 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for hook in load_hooks(self)[0].values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        state_dict = saved_masters.into_entries(state_dict)
+        state_dict = checkpoints.into_entries(state_dict)
         self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
         try:
-            self._load(state_dicts.read(self, state_dict))
+            self._load(*checkpoints.read(self, state_dict))
         finally:
-            params = self._params()
-            if not PLAIN.issuperset(map(type, params)):
-                shards.agree_on_counts(params, self.state)
+            if shards.any_shard(parameters_of(self)):
+                shards.agree_on_counts(parameters_of(self), self.state)
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
         for hook in load_hooks(self)[1].values():
             hook(self)
 
-    def _load(self, loaded: state_dicts.LoadedState) -> None:
-        for group, options in zip(self.param_groups, loaded.groups):
+    def _load(self, groups: Sequence[Group], held: Mapping[Tensor, tuple[Group, Tensor | None]]) -> None:
+        for group, options in zip(self.param_groups, groups):
             group.update(options)
         self.state.clear()
-        for p, entry in loaded.entries.items():
-            if entry.weight is not None:
-                local_of(p).copy_(entry.weight)
-            own = self.state.setdefault(p, {})
-            if type(p) in PLAIN:
-                own.update(entry.state)
-            else:
-                shards.show(entry.state, own, p)
-            if "lacking" in own:
-                hand_edits.even(p, own["lacking"])
-
-
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook runs around the step, or a profiler."""
-    return bool(any(step_hooks(optimizer)) or global_step_pre_hooks or global_step_post_hooks or profiling())
+        for p, (own, weight) in held.items():
+            if weight is not None:
+                local_of(p).copy_(weight)
+            shards.show(own, self.state.setdefault(p, {}), p)
+        for p, lacking, _ in self._pairs():
+            hand_edits.even(p, lacking)
 
 
 def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -541,9 +503,9 @@ def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 
 
 @disable_dynamo
-def _step_outside(optimizer: OnePassOptimizer, closure: Any, options: dict[str, Any]) -> Any:
+def _step_outside(optimizer: OnePassOptimizer, *args: Any, **options: Any) -> Any:
     """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
-    return optimizer.step(closure, **options)
+    return optimizer.step(*args, **options)
 
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
@@ -570,24 +532,46 @@ class Keeping(TypedDict, total=False):
     differentiable: bool
 
 
-class _Optimizer(OnePassOptimizer):
-    """Puts the options that may differ between groups with the algorithm's own."""
+class Adam(OnePassOptimizer):
+    """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient.
+
+    `decoupled_weight_decay=True` makes it AdamW, whose options are this one's too.
+    """
 
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
-        maximize: bool = False,
-        master: str | None = "exact",
-        state_dtype: str = "fp32",
-        **keeping: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Keeping],
     ) -> None:
-        run = {name: keeping.pop(name, default) for name, default in arguments.HARMLESS.items()}
-        kept = {"maximize": maximize, "master": master, "state_dtype": state_dtype}
-        super().__init__(params, {**defaults, **run, **kept}, **keeping)
+        if not isinstance(bias_correction, bool):
+            raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "bias_correction": bias_correction,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, **options)
+
+    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        """L2 weight decay, unless the group says `decoupled_weight_decay`."""
+        if group["decoupled_weight_decay"]:
+            return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
+        return algorithms.ADAM_AMSGRAD if group["amsgrad"] else algorithms.ADAM
 
 
-class AdamW(_Optimizer):
+class AdamW(Adam):
     """AdamW with 16-bit weights (arXiv 1711.05101), arguments as in `torch.optim.AdamW`.
 
     `master`: "exact" (the default) keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a
@@ -612,62 +596,13 @@ class AdamW(_Optimizer):
         bias_correction: bool = True,
         **options: Unpack[Keeping],
     ) -> None:
-        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
-        super().__init__(params, {**own, "decoupled_weight_decay": True}, **options)
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """Decoupled weight decay."""
-        return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            bias_correction=bias_correction, decoupled_weight_decay=True, **options,
+        )  # fmt: skip
 
 
-class Adam(_Optimizer):
-    """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        decoupled_weight_decay: bool = False,
-        **options: Unpack[Keeping],
-    ) -> None:
-        own = _adam(lr, betas, eps, weight_decay, amsgrad, bias_correction)
-        super().__init__(params, {**own, "decoupled_weight_decay": decoupled_weight_decay}, **options)
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """L2 weight decay, unless the group says `decoupled_weight_decay`."""
-        if group["decoupled_weight_decay"]:
-            return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
-        return algorithms.ADAM_AMSGRAD if group["amsgrad"] else algorithms.ADAM
-
-
-def _adam(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    bias_correction: bool,
-) -> dict[str, Any]:
-    """The defaults that AdamW and Adam share."""
-    if not isinstance(bias_correction, bool):
-        raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
-    return {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "bias_correction": bias_correction,
-    }
-
-
-class SGD(_Optimizer):
+class SGD(OnePassOptimizer):
     """SGD with momentum and Nesterov, as in `torch.optim.SGD`; the options are those of `AdamW`."""
 
     def __init__(
@@ -696,7 +631,7 @@ class SGD(_Optimizer):
         return algorithms.SGD_NESTEROV if group["nesterov"] else algorithms.SGD_MOMENTUM
 
 
-class Lion(_Optimizer):
+class Lion(OnePassOptimizer):
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors.
 
     The options are those of `AdamW`.

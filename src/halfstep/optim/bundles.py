@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,44 +110,31 @@ class Members:
         return Members(self.number, self.group, params, places, *columns)
 
 
-def members_of(groups: Sequence[Group]) -> list[Members]:
+def members_of(groups: Sequence[Group], only: Tensor | None = None) -> list[Members]:
     """The parameters that have a gradient, by group; partial gradients of DTensors are added up first.
 
     Raises:
         UnsupportedError: a parameter or gradient that is not dense or not of floating numbers. ConfigError:
             a gradient of another shape or device than its parameter's, as after `p.data = ...`.
     """
-    found = [_members(number, group, group["params"]) for number, group in enumerate(groups)]
-    return [members for members in found if members.params]
-
-
-def member(p: Tensor, groups: Sequence[Group]) -> list[Members]:
-    """`members_of` for one parameter."""
-    place = find(p, groups)
-    group = groups[place[0]]
-    members = _members(place[0], group, [p])
-    members.places = [place[1]] * len(members.params)
-    return [members] if members.params else []
-
-
-def find(p: Tensor, groups: Sequence[Group]) -> Place:
-    """The number of p's group and its number within; ConfigError where it is in none."""
+    found: list[Members] = []
     for number, group in enumerate(groups):
-        ids = list(map(id, group["params"]))
-        if id(p) in ids:
-            return number, ids.index(id(p))
-    raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
+        params: list[Tensor] = list(group["params"])
+        places: Sequence[int] = range(len(params))
+        if only is not None:
+            places = [i for i, p in enumerate(params) if p is only]
+        elif not PLAIN.issuperset(map(type, params)):
+            shards.add_partial_sums(params)
+        if only is not None or NoneType in set(map(type, map(_grads, params))):
+            places = [i for i in places if params[i].grad is not None]
+            params = [params[i] for i in places]
+        if params:
+            found.append(_members(number, group, params, places))
+    return found
 
 
-def _members(number: int, group: Group, among: Sequence[Tensor]) -> Members:
-    params, places = list(among), cast("Sequence[int]", range(len(among)))
-    plain = PLAIN.issuperset(map(type, params))
-    if not plain:
-        shards.add_partial_sums(params)
-    given: list[Any] = list(map(_grads, params))
-    if NoneType in set(map(type, given)):
-        places = [i for i, grad in enumerate(given) if grad is not None]
-        params, given = [params[i] for i in places], [given[i] for i in places]
+def _members(number: int, group: Group, params: list[Tensor], places: Sequence[int]) -> Members:
+    plain, given = PLAIN.issuperset(map(type, params)), list(map(_grads, params))
     weights = Column.of(params if plain else _locals(params))
     if weights.strides is not None:
         for weight in weights.tensors:
@@ -194,31 +181,45 @@ def dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
 # ---- bundles ----------------------------------------------------------------------------------------------
 
 
-class Bundle:
-    """Parameters of one group, on one device, whose weights, gradients and states are kept in one way.
+class Bundle(Members):
+    """Members on one device, whose weights, gradients and states are kept in one way.
 
     A kernel updates them in one call. It lives for one step and keeps what it looked at alive.
     """
 
     def __init__(self, members: Members, algorithm: Algorithm) -> None:
-        self.members, self.algorithm, self.group = members, algorithm, members.group
-        self.params, self.weights, self.grads = members.params, members.weights, members.grads
-        weight = self.weights.tensors[0]
-        self.device, self.grad_dtype = weight.device, self.grads.dtypes[0]
+        super().__init__(**vars(members))
+        self.algorithm, weight = algorithm, self.weights.tensors[0]
         self.kind = arguments.kind_of(weight.dtype, self.group["master"])
         self.state_kind = L.STATE_FP32
         if algorithm.states:
             self.state_kind = arguments.state_kind_of(weight, self.group["state_dtype"])
-        self.sharded = not PLAIN.issuperset(map(type, self.params))
-        self.set_of_groups: Any = shard_groups(self.params[0]) if self.sharded else ()
-        """The process groups over which the parameters are split."""
-        self.elements = tuple(self.weights.elements)
         blocks = self.state_kind == L.STATE_8BIT
         self.widths = tuple(map(storage.width_of, self.weights.tensors)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
         self.columns: dict[str, Column] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
         self._lacking: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it lies."""
+        return self.weights.tensors[0].device
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of all gradients."""
+        return self.grads.dtypes[0]
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """How many each weight has here."""
+        return tuple(self.weights.elements)
+
+    @property
+    def set_of_groups(self) -> Any:
+        """The process groups over which the parameters are split."""
+        return shard_groups(self.params[0])
 
     @property
     def extra_key(self) -> str | None:
@@ -240,14 +241,14 @@ class Bundle:
             held = [state.setdefault(p, {}) for p in self.params]
         if not self._found(held):
             with torch.inference_mode(False), torch.no_grad():
-                rows = zip(self.params, self.weights.tensors, held, self.members.places)
+                rows = zip(self.params, self.weights.tensors, held, self.places)
                 for p, weight, entry, place in rows:
-                    name = arguments.name_of(self.group, (self.members.number, place))
+                    name = arguments.name_of(self.group, (self.number, place))
                     with shards.local_entry(entry, p) as own:
                         entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
             if not self._found(held):
                 raise ConfigError(
-                    f"the states of {len(held)} parameters of group {self.members.number} hold other than "
+                    f"the states of {len(held)} parameters of group {self.number} hold other than "
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
         if self.kind in storage.EXACT:
@@ -258,13 +259,14 @@ class Bundle:
         """Look at the states; false where one is missing or does not fit."""
         if self.extra_key is None and any("lacking" in entry or "master" in entry for entry in held):
             return False
-        placements = [getattr(p, "placements", None) for p in self.params] if self.sharded else []
+        sharded = not PLAIN.issuperset(map(type, self.params))
+        placements = [getattr(p, "placements", None) for p in self.params] if sharded else []
         for key, (dtype, elements, strides) in self._wanted().items():
             try:
                 shown = list(map(itemgetter(key), held))
             except KeyError:
                 return False
-            if self.sharded and key != "step":
+            if sharded and key != "step":
                 if [getattr(t, "placements", None) for t in shown] != placements:
                     return False
                 shown = list(map(local_of, shown))
@@ -310,9 +312,9 @@ class Bundle:
         return table
 
     def _check_memory(self, addresses: Sequence[int]) -> None:
-        for address, count, place in zip(addresses, self.elements, self.members.places):
+        for address, count, place in zip(addresses, self.elements, self.places):
             if address == 0 and count:
-                name = arguments.name_of(self.group, (self.members.number, place))
+                name = arguments.name_of(self.group, (self.number, place))
                 raise ConfigError(
                     f"{name}, its gradient or a state has no memory (on the meta device, or its storage was "
                     "freed): give it values before the step"
@@ -321,14 +323,11 @@ class Bundle:
     def base_keys(self, seed: int) -> list[int]:
         """What keys the random bits of each parameter, by its name or place."""
         names = self.group.get("param_names")
-        places = self.members.places
-        known = [names[i] if names else f"{self.members.number}.{i}" for i in places]
+        known = [names[i] if names else f"{self.number}.{i}" for i in self.places]
         return [zlib.crc32(f"{seed}:{name}".encode()) for name in known]
 
     def key_shifts(self) -> list[int]:
-        """What is added to the random keys of shards: bits count from the start of the whole tensor."""
-        if not self.sharded:
-            return [0] * len(self.params)
+        """What is added to the random keys: bits count from the start of a whole tensor that is cut up."""
         return [((first_element(p) or 0) * rounding.WEYL) & rounding.WORD for p in self.params]
 
     def slots(self) -> list[storage.Slot]:

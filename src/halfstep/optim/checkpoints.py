@@ -1,56 +1,45 @@
-"""Optimizer checkpoints that load into another master or state format.
+"""Optimizer states as files hold them, of any master and state format, for optimizers of any other.
 
 A saved entry describes itself: the moments' own dtype, `<name>_exponents` beside 8-bit codes, `master` or
 `lacking` for the weight, and `weight`, which 16-bit weight the lacking bits belong to. What the target
-holds in the same form is copied bit for bit; anything else goes through fp32.
+holds in the same form is copied bit for bit; anything else goes through fp32. A file is read whole, and
+refused by name where it does not fit, before anything is changed.
 """
 
+from __future__ import annotations
+
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning
 from halfstep.kernels import codes as L
-from halfstep.optim import entries, split, storage
+from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.hand_edits import UNSUMMED, describe_weight, is_described, of_shards
+from halfstep.optim.storage import EXPONENTS
 
+if TYPE_CHECKING:
+    from halfstep.optim.base import OnePassOptimizer
+
+Group = dict[str, Any]
 OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release", "algorithm")
 """What a group keeps of its own when a checkpoint is loaded."""
+MASTERS = "masters"
+"""What `MasterWeights` saves: fp32 masters by name."""
+PLACES = "master_places"
+"""Beside `masters`: which parameter of the optimizer each is of, counted over all groups."""
 CODES = "_codes"
 """Ends the names of 8-bit moments in a file: whoever cannot read codes must not find moments there."""
-EXPONENTS = "_exponents"
-"""Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
-UNSUMMED = 1 << 62
-"""In the place of a checksum: no rank knows that of a whole weight, of which each has a shard."""
 WIDE = torch.int32
 """What lacking bits of shards are saved as: no backend gathers 16-bit integers."""
 _OF_ENTRIES = ("step", "master", "lacking", "weight")
 _EXACTLY = (L.PLAIN, *storage.EXACT, *storage.WITH_MASTER)
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
-
-
-def describe_weight(p: Tensor) -> dict[str, Any]:
-    """The format and a checksum of a 16-bit weight, by which its lacking bits know it again.
-
-    Numbers only: torch's own optimizers take a string apart on the way through.
-    """
-    total = p.detach().view(torch.int16).sum(dtype=torch.int64)
-    return {"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16, "sum": int(total)}
-
-
-def of_shards(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What `describe_weight` says of a shard or of a whole weight that is cut up, as all ranks can say it."""
-    return {**described, "sum": UNSUMMED}
-
-
-def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -> bool:
-    """Whether `known` describes the 16-bit weight `half`, as far as it says; `came_as`: the model's dtype."""
-    if known["sum"] == UNSUMMED:
-        return came_as in (half.dtype, torch.float32)
-    return describe_weight(half) == known
 
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
@@ -202,6 +191,138 @@ def _hint(saved: torch.dtype, here: torch.dtype) -> str:
         f", both after prepare() at O2, where its master holds the {_word(saved)} values: a "
         f"{_word(here)} parameter alone cannot"
     )
+
+
+def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves one.
+
+    CheckpointError where the state does not say which parameter a master is of.
+    """
+    rest = {key: value for key, value in state.items() if key not in (MASTERS, PLACES)}
+    masters = state.get(MASTERS)
+    if masters is None:
+        return rest
+    if not isinstance(masters, Mapping) or not all(isinstance(value, Tensor) for value in masters.values()):
+        raise CheckpointError(f"saved masters are tensors by name, got {masters!r:.60}")
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    found = dict(state["state"])
+    for place, value in zip(_places_in(state, len(numbers)), masters.values()):
+        found[numbers[place]] = {**found.get(numbers[place], {}), "master": value}
+    return {**rest, "state": found}
+
+
+def _places_in(state: Mapping[str, Any], count: int) -> list[int]:
+    masters, saved = state[MASTERS], state.get(PLACES)
+    known = list(range(count)) if saved is None else saved
+    if len(known) != len(masters) or any(place not in range(count) for place in known):
+        raise CheckpointError(
+            f"the saved optimizer has {count} parameters and {len(masters)} fp32 masters, and does not say "
+            "whose they are: load it at the level and into the kind of optimizer that saved it, and save anew"
+        )
+    return known
+
+
+@torch.no_grad()
+def of_one_weight(own: Tensor, value: Tensor) -> bool:
+    """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
+    own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
+    half = value.half()
+    same = (own == value) | (own.isnan() & value.isnan())
+    same |= (own == half.float()) | (own == half.bfloat16().float()) | (own.half() == half)
+    for rounded in (split.round_away, Tensor.bfloat16):
+        low = rounded(value)
+        same |= (own == low.float()) | (own == low.half().float()) | (rounded(own) == low)
+    return bool(same.all())
+
+
+def other_weight(name: str) -> CheckpointError:
+    """The error where a state's master is of another weight than the model holds."""
+    return CheckpointError(
+        f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the model: "
+        "load the model's weights before the optimizer's"
+    )
+
+
+# ---- reading a file ----------------------------------------------------------------------------------------
+
+
+def read(
+    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]
+) -> tuple[list[Group], dict[Tensor, tuple[Group, Tensor | None]]]:
+    """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
+
+    The options of each group, and for each parameter this rank's state and, where a master says so, its part
+    of the weight.
+    """
+    saved_groups = state_dict["param_groups"]
+    sources = match_groups(optimizer.param_groups, saved_groups)
+    for group, saved in zip(optimizer.param_groups, saved_groups):
+        check_kind(saved, optimizer.algorithm(group).name)
+    groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    found: dict[Tensor, tuple[Group, Tensor | None]] = {}
+    names: dict[Tensor, str] = {}
+    for p, _, place in optimizer.places():
+        saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
+        if saved is None and p.requires_grad:
+            continue
+        own = None if saved and has_master(saved) else optimizer.settled_master(p)
+        if saved is None and own is None:  # frozen, which has no state but its master
+            continue
+        weight, saved = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
+        names[p], formats = arguments.name_of(group, place), optimizer.formats(weight, group)
+        given = saved if own is None else {**saved, "master": local_of(own)}
+        known = None if own is not None else _known(optimizer, names[p], saved, p, formats[1])
+        found[p] = restore(names[p], given, weight, formats, known)
+    for number, group in enumerate(optimizer.param_groups):
+        held = {names[p]: found[p][0] for p in group["params"] if p in found}
+        _mend(held, optimizer.algorithm(groups[number]).states)
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
+
+
+def _mend(held: Mapping[str, Group], moments: Sequence[str]) -> None:
+    """Give a count of 0 beside moments that are not 0 the largest of its group, in place, with a warning.
+
+    Files written from shards held such a 0 where the rank that wrote the count had no elements.
+    """
+    counts = {name: float(entry["step"]) for name, entry in held.items() if "step" in entry}
+    most = max(counts.values(), default=0.0)
+    lost = [name for name, count in counts.items() if most and not count]
+    lost = [name for name in lost if any(bool(held[name][key].any()) for key in moments)]
+    for name in lost:
+        held[name]["step"].fill_(most)
+    if lost:
+        warnings.warn(
+            f"the checkpoint counts 0 steps for {', '.join(lost[:3])}, whose moments are not 0 (saved from "
+            f"shards of which a rank had no elements): {most:.0f} is taken, the most of its parameter group",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+
+
+def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind: int) -> Tensor | None:
+    """What the optimizer knows of `p` beyond its 16 bits, where the saved entry asks for it.
+
+    CheckpointError for a whole master whose weight is yet to come, where that weight would undo it: nothing
+    beside `p` keeps the master, or only the bits of another rounding.
+    """
+    weight = local_of(p)
+    if is_of_other_dtype(saved, weight):
+        return local_of(optimizer.master_of(p)) if p.dtype in storage.LOW_DTYPES else None
+    if not isinstance(saved.get("master"), Tensor) or kind not in (L.PLAIN, *storage.EXACT):
+        return None
+    value = saved["master"]
+    fits = value.shape == weight.shape  # what does not is refused with its shape
+    if fits and not (of_one_weight(weight, value) or of_one_weight(local_of(optimizer.master_of(p)), value)):
+        raise other_weight(name)
+    return None
+
+
+def _options(group: Group, saved: Mapping[str, Any]) -> Group:
+    options = {**group, **{k: v for k, v in saved.items() if k not in OWN_OPTIONS}}
+    if "param_names" in saved:
+        options.setdefault("param_names", saved["param_names"])
+    arguments.settle_group(options)
+    return options
 
 
 def check_kind(saved: Mapping[str, Any], name: str) -> None:

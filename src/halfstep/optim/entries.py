@@ -67,7 +67,10 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
     if given is None:
         entry[key] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
         if state_kind == L.STATE_8BIT:
-            entry[key + "_exponents"] = _least_exponents(p)
+            shape = storage.exponents_shape(p)
+            entry[key + "_exponents"] = torch.full(
+                shape, L.LEAST_EXPONENT, dtype=torch.uint8, device=p.device
+            )
         return
     _check(key, given, p, name)
     exponents = entry.get(key + "_exponents")
@@ -80,10 +83,6 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
     if there and (exponents is None or exponents.device == p.device):
         return
     entry.update(moment(key, index, given, exponents, p, state_kind))
-
-
-def _least_exponents(p: Tensor) -> Tensor:
-    return torch.full(storage.exponents_shape(p), L.LEAST_EXPONENT, dtype=torch.uint8, device=p.device)
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:
@@ -166,7 +165,9 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         entry["lacking"] = torch.zeros_like(p, dtype=torch.int16)
     if value is not None:
         wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-        storage.write_weight(kind, storage.flat(wide), storage.flat(p), storage.extra_of(entry, kind), None)
+        storage.write_weight(
+            kind, storage.flat(wide), storage.flat(p), storage.flat(entry[wanted]) if wanted else None, None
+        )
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:

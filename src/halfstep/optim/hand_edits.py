@@ -7,7 +7,7 @@ value are exact. Steps change both alike, so torch's own counts of changes tell:
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import repeat
 from operator import attrgetter, contains
 from typing import Any
@@ -17,10 +17,33 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.distributed import local_of
-from halfstep.optim import checkpoints
+from halfstep.kernels import codes as L
 
 AWAITED = "weight"
 """In an entry: which weight its lacking bits belong to, where they were loaded before it."""
+UNSUMMED = 1 << 62
+"""In the place of a checksum: no rank knows that of a whole weight, of which each has a shard."""
+
+
+def describe_weight(p: Tensor) -> dict[str, Any]:
+    """The format and a checksum of a 16-bit weight, by which its lacking bits know it again.
+
+    Numbers only: torch's own optimizers take a string apart on the way through.
+    """
+    total = p.detach().view(torch.int16).sum(dtype=torch.int64)
+    return {"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16, "sum": int(total)}
+
+
+def of_shards(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What `describe_weight` says of a shard or of a whole weight that is cut up, as all ranks can say it."""
+    return {**described, "sum": UNSUMMED}
+
+
+def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -> bool:
+    """Whether `known` describes the 16-bit weight `half`, as far as it says; `came_as`: the model's dtype."""
+    if known["sum"] == UNSUMMED:
+        return came_as in (half.dtype, torch.float32)
+    return describe_weight(half) == known
 
 
 def changes(t: Tensor) -> int:
@@ -61,7 +84,7 @@ def take_one(p: Tensor, lacking: Tensor, entry: MutableMapping[str, Any]) -> Non
 def bits_of(p: Tensor, lacking: Tensor, entry: MutableMapping[str, Any]) -> Tensor:
     """This rank's lacking bits as the next step will use them."""
     weight, bits, awaited = local_of(p).detach(), local_of(lacking), entry.get(AWAITED)
-    if awaited is not None and checkpoints.is_described(weight, awaited, weight.dtype):
+    if awaited is not None and is_described(weight, awaited, weight.dtype):
         return bits
     return bits.masked_fill(_was_set(weight, bits), 0) if is_set(p, lacking) else bits
 

@@ -1,7 +1,7 @@
-"""Who holds fp32 masters, and how the values that `load_state_dict` brings to a model reach them unrounded.
+"""Who holds fp32 masters, and how the values that `load_state_dict` brings reach them unrounded.
 
-torch rounds an fp32 checkpoint into 16-bit weights; the hooks here hand the values to whoever holds the bits
-that the weights lack. Copies and pickles of a model keep empty ones.
+torch rounds an fp32 checkpoint into 16-bit weights; hooks of modules hand the values to whoever holds the
+bits that the weights lack. Copies and pickles of a model keep empty ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.distributed import local_of
-from halfstep.optim import saved_masters
+from halfstep.optim import split
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import is_traceable_wrapper_subclass
 
 
 class HasMasters:
     """What keeps fp32 masters of a model's weights: an optimizer of `halfstep.optim`, or `MasterWeights`."""
+
+    accumulate: str | None
+    """"fp32" where the gradients of micro-batches add up in fp32."""
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
         """The exact fp32 value of every weight, or of those in `only`, by weight: to be read, not written."""
@@ -30,6 +34,9 @@ class HasMasters:
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set masters to fp32 `values` by weight, and weights to their rounding; others are left alone."""
         raise NotImplementedError
+
+    def init_states(self) -> None:
+        """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
 
     def awaits(self, p: Tensor) -> bool:
         """Whether the bits that `p` lacks were said to be those of the value that it has now."""
@@ -86,8 +93,8 @@ class LoadedMasters(HooksOfHolder):
         assigns = bool(about and about[0].get("assign_to_params_buffers"))
         for p, master in holder.masters(came).items():
             value = state[names[p]]
-            if saved_masters.is_of_other_bits(value, p) and not assigns:
-                value = saved_masters.widened(value.detach().to(p.device), master)
+            if is_of_other_bits(value, p) and not assigns:
+                value = widened(value.detach().to(p.device), master)
                 state[names[p]] = value
             self._came[p] = p._version, p.detach().clone(), value.detach(), master
 
@@ -98,14 +105,14 @@ class LoadedMasters(HooksOfHolder):
         values: dict[Tensor, Tensor] = {}
         for p in (p for p in module._parameters.values() if p is not None and p in self._came):
             version, before, value, master = self._came.pop(p)
-            loaded = holder is not None and p._version != version
-            if loaded and not (value.dtype == p.dtype and holder.awaits(p)):
-                if value.dtype in LOW_DTYPES:
-                    same, known = p == before, master
-                else:
-                    known = value.to(p.device, torch.float32)
-                    same = known.to(p.dtype) == p
-                values[p] = torch.where(same, known, p.to(torch.float32))
+            if holder is None or p._version == version or (value.dtype == p.dtype and holder.awaits(p)):
+                continue
+            if value.dtype in LOW_DTYPES:
+                same, known = p == before, master
+            else:
+                known = value.to(p.device, torch.float32)
+                same = known.to(p.dtype) == p
+            values[p] = torch.where(same, known, p.to(torch.float32))
         if holder is not None and values:
             holder.seed_masters(values)
 
@@ -114,3 +121,21 @@ def _fits(value: Any, p: Tensor) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.shape != p.shape or not value.is_floating_point():
         return False
     return (local_of(value) is value) == (local_of(p) is p)
+
+
+def is_of_other_bits(value: Tensor, weight: Tensor) -> bool:
+    """Whether 16-bit values come in for a weight of the other 16-bit dtype."""
+    alike = is_traceable_wrapper_subclass(value) == is_traceable_wrapper_subclass(weight)
+    low = value.dtype in LOW_DTYPES and weight.dtype in LOW_DTYPES
+    return alike and low and value.dtype != weight.dtype and value.shape == weight.shape
+
+
+def widened(value: Tensor, master: Tensor | None) -> Tensor:
+    """16-bit values in fp32: those of a master where they are its rounding."""
+    wide = value.to(torch.float32)
+    if master is None:
+        return wide
+    same = master.to(value.dtype) == value
+    if value.dtype == torch.bfloat16:
+        same |= split.round_away(master) == value
+    return torch.where(same, master, wide)

@@ -22,10 +22,11 @@ from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any, run_ranges
 from halfstep.gradients.stats import HostStats
 from halfstep.gradients.widen import widen
 from halfstep.names import fqn, named_parameters
-from halfstep.optim import saved_masters
+from halfstep.optim import checkpoints
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm, use_foreach_for
+from halfstep.trees import map_floats, parameters_of
 
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
@@ -61,12 +62,8 @@ class Master(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient shared with the weight, in fp32."""
         grad = self._source.grad
-        if grad is not None and grad.dtype in LOW:
-            owner = self._owner()
-            if owner is None:
-                self._source.grad = grad.float()
-            else:
-                owner.widen()
+        if grad is not None and grad.dtype in LOW and (owner := self._owner()) is not None:
+            owner.widen()
             grad = self._source.grad
         return grad
 
@@ -91,15 +88,6 @@ def weight_of(parameter: Tensor) -> Tensor:
 
 
 use_foreach_for(Master)
-
-
-def _master_of(weight: Tensor, value: Tensor, owner: "Link | None") -> Master:
-    master = Master(value, requires_grad=weight.requires_grad)
-    master._source = weight
-    master._owner = weakref.ref(owner) if owner is not None else cast(Any, lambda: None)
-    # The weight may carry an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told to.
-    weight.grad_dtype = torch.float32 if owner is not None and owner.wide else None
-    return master
 
 
 class ModelHooks(HooksOfHolder):
@@ -206,7 +194,7 @@ class Link(HasMasters):
         self._optimizer = weakref.ref(optimizer)
         self._models = [weakref.ref(model) for model in models]
         self._given = names
-        self._pending: list[Tensor | None] | None = None
+        self._pending: dict[Tensor, Tensor] | None = None
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
         self.adopt(initial)
@@ -231,10 +219,13 @@ class Link(HasMasters):
         for params, index, weight in found:
             given = initial.get(weight)
             value = weight.float() if given is None else given.to(weight.device, torch.float32)
-            master = _master_of(weight, value.detach(), self)
+            master = Master(value.detach(), requires_grad=weight.requires_grad)
+            master._source, master._owner = weight, weakref.ref(self)
+            # It carries an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told.
+            weight.grad_dtype = torch.float32 if self.wide else None
             params[index] = master
             if weight in state:
-                state[master] = widen_state(state.pop(weight))
+                state[master] = map_floats(lambda t: t.float() if t.dtype in LOW else t, state.pop(weight))
             OWNERS[weight] = weakref.ref(self)
             self.pairs[weight] = Pair(weight, master, names.get(weight))
 
@@ -364,13 +355,31 @@ class Link(HasMasters):
             pair.weight.copy_(pair.master)
             pair.agree()
 
-    def matched(self, state: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """The saved masters in our order, by `matched`."""
-        return matched(self.names(), list(self.pairs), state)
+    def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+        """The saved masters by weight; CheckpointError where names or shapes do not fit.
 
-    def load(self, values: Sequence[Tensor | None]) -> None:
-        """Set the masters that have a value, in our order, and round these into the weights."""
-        self.seed_masters({w: value for w, value in zip(self.pairs, values) if value is not None})
+        A frozen weight that was saved without one keeps its own.
+        """
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
+        own = dict(zip(self.names(), self.pairs))
+        names = [name for name, w in own.items() if w.requires_grad or name in state]
+        if set(names) != set(state):
+            names = list(own) if len(own) == len(state) else names
+            by_place = all(map(_is_place, names)) or all(map(_is_place, state))
+            if not (by_place and len(names) == len(state)):
+                missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
+                raise CheckpointError(
+                    f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
+                )
+            state = dict(zip(names, state.values()))
+        for name, value in state.items():
+            if value.shape != own[name].shape:
+                raise CheckpointError(
+                    f"the saved master of {name!r} has shape {list(value.shape)}, the parameter has "
+                    f"{list(own[name].shape)}"
+                )
+        return {own[name]: value for name, value in state.items()}
 
     @torch.no_grad()
     def release(self) -> None:
@@ -408,24 +417,22 @@ class Link(HasMasters):
         self.sync()
         masters = [pair.master for pair in self.pairs.values()]
         named = dict(zip(self.names(), (m.detach().clone() for m in masters)))
-        return {
-            **state,
-            saved_masters.MASTERS: named,
-            saved_masters.PLACES: saved_masters.places(optimizer, masters),
-        }
+        known = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
+        places = [known[id(master)] for master in masters if id(master) in known]
+        return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}
 
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
-        saved = state.get(saved_masters.MASTERS)
+        saved = state.get(checkpoints.MASTERS)
         self.adopt(_frozen_among(optimizer, self._known(), saved) if isinstance(saved, Mapping) else {})
         self._pending = None if saved is None else self.matched(saved)
-        return {key: value for key, value in state.items() if key != saved_masters.MASTERS}
+        return {key: value for key, value in state.items() if key != checkpoints.MASTERS}
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the masters that `before_load` found."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self.load(pending)
+            self.seed_masters(pending)
 
     def places(self, models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Master]]:
         """Every place in the modules that holds one of our weights: (module, key, weight, master)."""
@@ -438,39 +445,11 @@ class Link(HasMasters):
         ]
 
 
-def matched(
-    own: Sequence[str], weights: Sequence[Tensor], state: Mapping[str, Tensor]
-) -> list[Tensor | None]:
-    """The saved masters in our order; CheckpointError where names or shapes do not fit.
-
-    None for a frozen weight that was saved without one: it keeps its own.
-    """
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
-    names = [name for name, w in zip(own, weights) if w.requires_grad or name in state]
-    if set(names) != set(state):
-        names = own if len(own) == len(state) else names
-        by_place = all(_is_place(n) for n in names) or all(_is_place(n) for n in state)
-        if not (by_place and len(names) == len(state)):
-            missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
-            raise CheckpointError(
-                f"the saved masters are of other parameters: missing {missing}, unexpected {extra}"
-            )
-        state = dict(zip(names, state.values()))
-    for name, weight in zip(own, weights):
-        if name in state and state[name].shape != weight.shape:
-            given, wanted = list(state[name].shape), list(weight.shape)
-            raise CheckpointError(
-                f"the saved master of {name!r} has shape {given}, the parameter has {wanted}"
-            )
-    return [state.get(name) for name in own]
-
-
 def _frozen_among(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[Any, Any]
 ) -> dict[Tensor, Tensor]:
     """Frozen 16-bit weights without a master of which the checkpoint has one."""
-    frozen = [p for p in saved_masters.params_of(optimizer) if p.dtype in LOW and not p.requires_grad]
+    frozen = [p for p in parameters_of(optimizer) if p.dtype in LOW and not p.requires_grad]
     return {p: p.detach() for p in frozen if names.get(p) in saved}
 
 
@@ -478,26 +457,6 @@ def _is_place(name: str) -> bool:
     return all(part.isdigit() for part in name.split("."))
 
 
-def widen_state(value: Any) -> Any:
-    """Optimizer state with its 16-bit tensors cast to fp32, containers rebuilt."""
-    return _map_state(value, lambda t: t.float() if t.dtype in LOW else t)
-
-
 def narrow_state(state: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     """Optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays as it is."""
-
-    def narrow(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() else t
-
-    return {key: value if key == "step" else _map_state(value, narrow) for key, value in state.items()}
-
-
-def _map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _map_state(v, change) for k, v in cast(dict[Any, Any], value).items()}
-    if isinstance(value, (list, tuple)):
-        items = [_map_state(v, change) for v in cast(Sequence[Any], value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return {k: v if k == "step" else map_floats(lambda t: t.to(dtype), v) for k, v in state.items()}

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, UnsupportedError, show
+from halfstep.gradients.unscale import unscale_
 from halfstep.names import fqn
 from halfstep.optim import storage
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
-from halfstep.optim.saved_masters import SavedMasters, params_of
-from halfstep.torch_private import foreach_mul_
+from halfstep.optim.saved_masters import SavedMasters
+from halfstep.trees import parameters_of
 
 __all__ = ["MasterWeights", "weight_of"]
 
@@ -132,7 +133,7 @@ class MasterWeights:
     def params(self) -> list[Tensor]:
         """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
         self.link.sync()
-        return params_of(self.optimizer)
+        return parameters_of(self.optimizer)
 
     def copy_grads(self, inv_scale: float | Tensor | None = None) -> list[Tensor]:
         """Widen the gradients to fp32, then multiply them by `inv_scale`; return those that exist.
@@ -142,9 +143,9 @@ class MasterWeights:
         """
         self.link.adopt()
         self.link.widen()
-        grads = [p.grad for p in params_of(self.optimizer) if p.grad is not None]
+        grads = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if inv_scale is not None:
-            _multiply(grads, inv_scale)
+            unscale_(grads, torch.as_tensor(inv_scale))
         return grads
 
     def write_back(self) -> None:
@@ -185,7 +186,7 @@ class MasterWeights:
             CheckpointError: a name is missing or too many, or a shape differs; nothing is changed then.
         """
         self.link.adopt()
-        self.link.load(self.link.matched(state))
+        self.link.seed_masters(self.link.matched(state))
 
     @contextmanager
     def swap(self) -> Generator[None]:
@@ -285,19 +286,6 @@ def _put(module: nn.Module, key: str, value: Tensor) -> None:
         module._parameters[key] = cast(nn.Parameter, value)
 
 
-def _multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
-    dense = [g for g in grads if not g.is_sparse]
-    for g in grads:
-        if g.is_sparse:
-            g.mul_(factor)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for g in dense:
-        by_device.setdefault(g.device, []).append(g)
-    for device, group in by_device.items():
-        here = factor.to(device) if isinstance(factor, Tensor) else factor
-        foreach_mul_(group, here)
-
-
 def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -315,7 +303,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedError(
             f"{kind}(differentiable=True) cannot have master weights; use O1 (fp32 weights)"
         )
-    params = params_of(optimizer)
+    params = parameters_of(optimizer)
     mine = set(map(id, params))
     if any(type(p) is Master for p in params):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
@@ -377,6 +365,6 @@ def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[HasMasters]:
 
 def holder_of(optimizer: torch.optim.Optimizer) -> HasMasters | None:
     """`holders_of` one optimizer."""
-    owners = (p._owner() for p in params_of(optimizer) if isinstance(p, Master))
+    owners = (p._owner() for p in parameters_of(optimizer) if isinstance(p, Master))
     own = optimizer if isinstance(optimizer, HasMasters) else None
     return next((owner for owner in owners if owner is not None), own)

@@ -86,16 +86,13 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or self._holding:
             return
-        stats = optimizer.measure_one(p, self._inv_scale)
-        if stats is None:
-            return
-        self._seen.append(stats)
         clip = None
         if self.clip_norm is not None and self._last_norm is not None:
             clip = clip_coefficient(self._last_norm, self.clip_norm)
-        found_inf = None if self._inv_scale is None else ~stats.finite
-        optimizer.step_one(p, inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
-        p.grad = None
+        stats = optimizer.release_one(p, self._inv_scale, clip)
+        if stats is not None:
+            self._seen.append(stats)
+            p.grad = None
 
     def stats(self, rest: GradStats | None) -> GradStats | None:
         """What was seen since the last step and in `rest`, together; None where nothing was."""
@@ -104,9 +101,7 @@ class GradientRelease:
 
     def finish(self) -> None:
         """End the step: remember its norm for the next one's clipping."""
-        if self._seen:
-            stats = self.stats(None)
-            assert stats is not None
+        if (stats := self.stats(None)) is not None:
             known = torch.isfinite(stats.norm)
             last = stats.norm if self._last_norm is None else self._last_norm
             self._last_norm = torch.where(known, stats.norm, last)

@@ -1,8 +1,8 @@
 """DDP makes ranks agree on the 16-bit weights; here the fp32 masters behind those go along.
 
 When it wraps a model, DDP writes rank 0's weights over those of the other ranks. Each rank would keep its own
-masters, and train these. Wrapping is a collective, so the masters are sent right there, and no step asks; also
-with `init_sync=False`, for DDP trains whatever each rank has, and ranks are one run (law 14).
+masters, and train these. Wrapping is a collective, so the masters are sent right there, and no step asks.
+They are with `init_sync=False` too: DDP would train what each rank has, and ranks are one run (law 14).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
 from halfstep.optim.masters import holder_of, holders_of, weight_of
-from halfstep.optim.saved_masters import params_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import check_same_shapes
+from halfstep.trees import parameters_of
 
 
 class Training(Protocol):
@@ -63,7 +63,7 @@ class Replica:
         }
         optimizers = [o for t in trainings for o in t.optimizers]
         self._holders = holders_of(optimizers)
-        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in params_of(o)}
+        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in parameters_of(o)}
         self.weights = [p for p in module.parameters() if p in low and p in trained]
         """In the module's order, which is that of all ranks."""
 
@@ -78,7 +78,9 @@ class Replica:
         if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
             return
         exact = {p: v for holder in self._holders for p, v in holder.masters(set(self.weights)).items()}
-        values = {p: exact.get(p, p).detach().to(torch.float32, copy=True) for p in self.weights}
+        values: dict[Tensor, Tensor] = {
+            p: exact.get(p, p).detach().to(torch.float32, copy=True) for p in self.weights
+        }
         for value in values.values():
             torch.distributed.broadcast(value, group=self._group, group_src=rank)
         for holder in self._holders:

@@ -1,12 +1,12 @@
-"""fp32 masters in a state that another optimizer or another level saved: found, checked, set exactly.
+"""fp32 masters and 8-bit states that torch's optimizers find in a state of another optimizer or level.
 
-A torch optimizer with `MasterWeights` saves them as one entry, `masters`; one of `halfstep.optim` in the
-entry of each parameter, whole or as the bits that its 16-bit weight lacks. States are read, never changed.
+Hooks of `load_state_dict` take out what only `halfstep` keeps, check it and set it exactly. States are read,
+never changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,97 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import CheckpointError
 from halfstep.kernels import codes as L
-from halfstep.optim import checkpoints, entries, split
-from halfstep.optim.split import LOW_DTYPES
+from halfstep.optim import checkpoints, entries, storage
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
+from halfstep.trees import parameters_of
 
-MASTERS = "masters"
-PLACES = "master_places"
-"""Beside `masters`: which parameter of the optimizer each is of, counted over all groups."""
 _OWN = ("master", "lacking", "weight")
 _SIGNED = ("exp_avg", "momentum_buffer")
-_LOAD_FIRST = "load the model's weights before the optimizer's"
-
-State = Mapping[str, Any]
-
-
-def places(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> list[int]:
-    """The place of each master among the optimizer's parameters."""
-    known = {id(p): place for place, p in enumerate(params_of(optimizer))}
-    return [known[id(master)] for master in masters if id(master) in known]
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters in all groups, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def into_entries(state: State) -> dict[str, Any]:
-    """The state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves one.
-
-    CheckpointError where the state does not say which parameter a master is of.
-    """
-    rest = {key: value for key, value in state.items() if key not in (MASTERS, PLACES)}
-    masters = state.get(MASTERS)
-    if masters is None:
-        return rest
-    if not isinstance(masters, Mapping) or not all(isinstance(value, Tensor) for value in masters.values()):
-        raise CheckpointError(f"saved masters are tensors by name, got {masters!r:.60}")
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    found = dict(state["state"])
-    for place, value in zip(_places_in(state, len(numbers)), masters.values()):
-        found[numbers[place]] = {**found.get(numbers[place], {}), "master": value}
-    return {**rest, "state": found}
-
-
-def _places_in(state: State, count: int) -> list[int]:
-    masters, saved = state[MASTERS], state.get(PLACES)
-    known = list(range(count)) if saved is None else saved
-    if len(known) != len(masters) or any(place not in range(count) for place in known):
-        raise CheckpointError(
-            f"the saved optimizer has {count} parameters and {len(masters)} fp32 masters, and does not say "
-            "whose they are: load it at the level and into the kind of optimizer that saved it, and save anew"
-        )
-    return known
-
-
-@torch.no_grad()
-def of_one_weight(own: Tensor, value: Tensor) -> bool:
-    """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
-    own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
-    half = value.half()
-    same = (own == value) | (own.isnan() & value.isnan())
-    same |= (own == half.float()) | (own == half.bfloat16().float()) | (own.half() == half)
-    for rounded in (split.round_away, Tensor.bfloat16):
-        low = rounded(value)
-        same |= (own == low.float()) | (own == low.half().float()) | (rounded(own) == low)
-    return bool(same.all())
-
-
-def is_of_other_bits(value: Tensor, weight: Tensor) -> bool:
-    """Whether 16-bit values come in for a weight of the other 16-bit dtype."""
-    alike = is_traceable_wrapper_subclass(value) == is_traceable_wrapper_subclass(weight)
-    low = value.dtype in LOW_DTYPES and weight.dtype in LOW_DTYPES
-    return alike and low and value.dtype != weight.dtype and value.shape == weight.shape
-
-
-def widened(value: Tensor, master: Tensor | None) -> Tensor:
-    """16-bit values in fp32: those of a master where they are its rounding."""
-    wide = value.to(torch.float32)
-    if master is None:
-        return wide
-    same = master.to(value.dtype) == value
-    if value.dtype == torch.bfloat16:
-        same |= split.round_away(master) == value
-    return torch.where(same, master, wide)
-
-
-def other_weight(name: str) -> CheckpointError:
-    """The error where a state's master is of another weight than the model holds."""
-    return CheckpointError(
-        f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the model: "
-        f"{_LOAD_FIRST}"
-    )
 
 
 class SavedMasters:
@@ -136,10 +52,10 @@ class SavedMasters:
         groups = state["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
             return None  # torch refuses it
-        spread = into_entries(state)
+        spread = checkpoints.into_entries(state)
         kept = dict(spread["state"])
         numbers = [number for group in groups for number in group["params"]]
-        mine = [(n, p) for n, p in zip(numbers, params_of(optimizer)) if _is_own(kept.get(n))]
+        mine = [(n, p) for n, p in zip(numbers, parameters_of(optimizer)) if _is_own(kept.get(n))]
         if not mine:
             return spread
         if self._settle is not None:
@@ -171,7 +87,7 @@ def _is_own(entry: Any) -> bool:
 
 
 @torch.no_grad()
-def _value(name: str, entry: State, p: Tensor) -> Tensor | None:
+def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
     """The fp32 value of a parameter by its entry; None where there is none, or `p` cannot hold it."""
     if p.dtype in LOW_DTYPES or not checkpoints.has_master(entry):
         return None
@@ -186,17 +102,17 @@ def _value(name: str, entry: State, p: Tensor) -> Tensor | None:
             f"the saved master of {name} has shape {list(saved.shape)}, the parameter {list(p.shape)}"
         )
     value = checkpoints.master_value(name, entry, p, p)
-    if value is not None and not of_one_weight(p, value):
-        raise other_weight(name)
+    if value is not None and not checkpoints.of_one_weight(p, value):
+        raise checkpoints.other_weight(name)
     return value
 
 
-def _plain(entry: State, p: Tensor) -> dict[str, Any]:
+def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """The entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
     plain = {key: value for key, value in entry.items() if key not in _OWN}
     for coded in [key for key in plain if str(key).endswith(checkpoints.CODES)]:
         key = coded.removesuffix(checkpoints.CODES)
-        codes, exponents = plain.pop(coded), plain.pop(key + checkpoints.EXPONENTS, None)
+        codes, exponents = plain.pop(coded), plain.pop(key + storage.EXPONENTS, None)
         if isinstance(codes, Tensor) and codes.dtype == torch.uint8 and codes.shape == p.shape:
             index = 0 if key in _SIGNED else 1
             plain.update(entries.moment(key, index, codes, exponents, p, L.STATE_FP32))

@@ -21,8 +21,7 @@ from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, checkpoints, storage
-from halfstep.optim.checkpoints import EXPONENTS
+from halfstep.optim import arguments, hand_edits, storage
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Of tensors whose memory is their own; asking for the type is faster than for parts."""
@@ -142,7 +141,7 @@ def as_shard(key: str, value: Any, p: Tensor) -> Any:
 
     own: Any = p
     shape, stride = p.shape, p.stride()
-    if key.endswith(EXPONENTS):  # a line for each row
+    if key.endswith(storage.EXPONENTS):  # a line for each row
         shape, stride = torch.Size((p.shape[0], value.shape[1])), (value.shape[1], 1)
     elif value.shape != local_of(p).shape:
         return value
@@ -156,7 +155,7 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
     if local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
     if key == "weight":
-        return checkpoints.of_shards(value)
+        return hand_edits.of_shards(value)
     if not isinstance(value, Tensor):
         return value
     own: Any = p
@@ -167,7 +166,7 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
         )
     if value.dim() == 0 or value.shape == local_of(p).shape != p.shape:
         return value
-    whole = value.shape[:1] == p.shape[:1] if key.endswith(EXPONENTS) else value.shape == p.shape
+    whole = value.shape[:1] == p.shape[:1] if key.endswith(storage.EXPONENTS) else value.shape == p.shape
     if not whole:
         raise CheckpointError(
             f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "

@@ -5,7 +5,6 @@ A slot is one parameter as plain torch steps it: flat views of weight, master an
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BI
 LOW_DTYPES = split.LOW_DTYPES
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
+EXPONENTS = "_exponents"
+"""Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
 MASTER_KEYS = ("master", "lacking")
 """Under which an entry of the state holds what a weight has besides its 16 bits."""
 
@@ -52,22 +53,11 @@ def check_dense(t: Tensor) -> None:
             f"a parameter of shape {list(t.shape)} is a view that turns the sign of another tensor; give the "
             "optimizer what resolve_neg() returns"
         )
-    if not (t.is_contiguous() or is_dense(t)):
+    if not t.is_contiguous() and torch.empty_like(t, device="meta").stride() != t.stride():
         raise UnsupportedError(
             f"a parameter of shape {list(t.shape)} and stride {list(t.stride())} is a slice of another "
             "tensor; give the optimizer contiguous parameters"
         )
-
-
-def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(t.shape, t.stride()), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def width_of(t: Tensor) -> int:
@@ -98,13 +88,6 @@ class Slot:
     extra: Tensor | None
     states: list[Tensor]
     exponents: list[Tensor]
-
-
-def extra_of(state: dict[str, Any], kind: int) -> Tensor | None:
-    """The flat master or lacking bits."""
-    if kind in WITH_MASTER:
-        return flat(state["master"])
-    return flat(state["lacking"]) if kind in EXACT else None
 
 
 def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
