@@ -27,7 +27,7 @@ from halfstep.errors import (
 )
 from halfstep.formats import FP16
 from halfstep.names import named_parameters
-from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.loading import HasMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
@@ -204,7 +204,7 @@ def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
 
 def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
-    for optimizer in (o for o in optimizers if not isinstance(o, OnePassOptimizer)):
+    for optimizer in (o for o in optimizers if not isinstance(o, HasMasters)):
         for group in optimizer.param_groups:
             eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
             if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:

@@ -22,7 +22,7 @@ from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.loading import HasMasters
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
 from halfstep.policy.levels import Level, dtype_of, level_of
@@ -148,7 +148,7 @@ def check_accumulation(
             f"accumulate='fp32' at {precision.level.name}, whose 16-bit weights have no masters to take an "
             "fp32 gradient: choose O2"
         )
-    own = [o for o in optimizers if isinstance(o, OnePassOptimizer) and o.accumulate is None]
+    own = [o for o in optimizers if isinstance(o, HasMasters) and o.accumulate is None]
     if own and precision.masters:
         raise ConfigError(
             f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
@@ -171,13 +171,13 @@ def apply_precision(
         conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
     originals = {p: value for c in conversions for p, value in c.originals.items()}
     for index, optimizer in enumerate(optimizers if precision.masters else ()):
-        if isinstance(optimizer, OnePassOptimizer):
+        if isinstance(optimizer, HasMasters):
             optimizer.seed_masters(originals)
         else:
             masters[index] = MasterWeights(optimizer, list(models), initial=originals, accumulate=accumulate)
     fit_states(precision, optimizers)
     for optimizer in optimizers:
-        if isinstance(optimizer, OnePassOptimizer):
+        if isinstance(optimizer, HasMasters):
             optimizer.init_states()
 
 
@@ -189,7 +189,7 @@ def warn_of_lost_masters(
     An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
     """
     compute = precision.policy.compute_dtype
-    torchs = [o for o in optimizers if not isinstance(o, OnePassOptimizer) and len(o.state)]
+    torchs = [o for o in optimizers if not isinstance(o, HasMasters) and len(o.state)]
     if not precision.masters or not torchs:
         return
     weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
@@ -207,7 +207,7 @@ def warn_of_lost_masters(
 
 def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether this is a torch optimizer of that model: fp32 shards are its masters then."""
-    theirs = set[Any]() if isinstance(optimizer, OnePassOptimizer) else {*parameters_of(optimizer)}
+    theirs = set[Any]() if isinstance(optimizer, HasMasters) else {*parameters_of(optimizer)}
     return not theirs.isdisjoint(model.parameters())
 
 

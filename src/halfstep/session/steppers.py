@@ -26,7 +26,7 @@ from halfstep.gradients.stats import (
     measure_shards,
 )
 from halfstep.gradients.unscale import unscale_
-from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.loading import HasMasters
 from halfstep.optim.masters import MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import foreach_norm
@@ -253,7 +253,7 @@ def steppers_of(
     ordered = any(is_ordered(model) for model in models)
     return [
         OnePassStepper(one, norm_group)
-        if isinstance(one, OnePassOptimizer)
+        if isinstance(one, HasMasters)
         else TorchStepper(one, masters.get(index), ordered, norm_group)
         for index, one in enumerate(optimizers)
     ]
