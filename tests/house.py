@@ -84,6 +84,29 @@ def count() -> House:
     return house
 
 
+def imports() -> dict[str, set[str]]:
+    """What each file of the package imports when it runs, in functions too, but for type checkers."""
+    files = {
+        ".".join(p.with_suffix("").relative_to(PACKAGE.parent).parts).removesuffix(".__init__"): p
+        for p in PACKAGE.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        typing = [
+            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+        ]
+        skipped = {id(inner) for one in typing for inner in ast.walk(one)}
+        asked = [
+            f"{n.module}.{alias.name}" if f"{n.module}.{alias.name}" in files else n.module
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom) and id(n) not in skipped
+            for alias in n.names
+        ]
+        found[name] = {one for one in asked if one in files and one != name}
+    return found
+
+
 def main() -> None:
     house = count()
     lengths = house.lengths
