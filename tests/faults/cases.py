@@ -218,7 +218,7 @@ def full_disk(folder: Path) -> Row:
     assert told == later
     assert sorted(p.name for p in folder.glob("*disk*")) == ["disk-1"]
     assert amp.load(folder / "disk-1").extra == 1
-    return Row("a full disk", "`save`, and in the background (told at the next call)", told)
+    return Row("a full disk", "`save`, and in the background (reported at the next call)", told)
 
 
 PLANS = {
@@ -399,7 +399,7 @@ def over_ranks(folder: Path) -> list[Row]:
         Row("a loader that raises on one rank", "rank 1 of 2, step 3", lose(folder, "raise")),
         Row("a rank that is killed", "rank 1 of 2, step 3", lose(folder, "kill")),
         Row("a rank that hangs", "rank 1 of 2, step 3, `watchdog(seconds=8)`", lose(folder, "hang")),
-        Row("a full disk of one rank", "rank 1 of 2; told on both", full),
+        Row("a full disk of one rank", "rank 1 of 2; reported on both", full),
         Row(
             "SIGTERM on one rank",
             "in a step that is saved anyway",

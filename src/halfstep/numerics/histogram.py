@@ -196,7 +196,7 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
     out = torch.zeros(len(parts), _bins(fmt), dtype=torch.int64)
     out[:, 1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = counted[:, 1:255]
     # Zeros, subnormals, infinities and NaN share two fields: only rows that have one are looked at again.
-    for i in (counted[:, 0] + counted[:, 255]).nonzero().view(-1).tolist():
+    for i in (i for i, rare in enumerate((counted[:, 0] + counted[:, 255]).tolist()) if rare):
         magnitude = parts[i].view(torch.int32) & 0x7FFF_FFFF
         field = magnitude >> fmt.mantissa_bits
         rare = magnitude[(field == 0) | (field == 255)]
