@@ -131,9 +131,11 @@ def runner(backend: str, device: torch.device) -> str:
 def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cuda.Plans) -> GradStats:
     """Finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
     sets: dict[tuple[str, torch.device | None], list[Tensor]] = {}
-    for grad in grads:
-        name = runner(backend, grad.device)
-        sets.setdefault((name, None if name == "reference" else grad.device), []).append(grad)
+    numbers = list(map(Tensor.get_device, grads))
+    for number_ in dict.fromkeys(numbers):
+        own = [grad for grad, its in zip(grads, numbers) if its == number_]
+        name = runner(backend, own[0].device)
+        sets.setdefault((name, None if name == "reference" else own[0].device), []).extend(own)
     parts: list[GradStats] = []
     for (name, _), own in sets.items():
         if name == "numba":

@@ -163,14 +163,13 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if shards.any_shard(params):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
-        members = bundles.members_of(self.param_groups)
-        rest = self._measure(members, inv_scale)
+        grads = bundles.gradients_of(self.param_groups)
+        rest = self._measure(grads, inv_scale)
         if self.release is None:
             return rest
-        return self.release.stats(rest if members else None) or rest
+        return self.release.stats(rest if grads else None) or rest
 
-    def _measure(self, members: Sequence[Members], inv_scale: Scalar) -> GradStats:
-        grads = [grad for own in members for grad in own.grads.tensors]
+    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
         return backends.measure_all(grads, inv_scale, self.backend, self._plans)
 
     @torch.no_grad()
@@ -315,7 +314,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         members = bundles.members_of(self.param_groups, p)
         if not members:
             return None
-        stats = self._measure(members, inv_scale)
+        stats = self._measure(members[0].grads.tensors, inv_scale)
         self._update(members, inv_scale, clip_coef, None if inv_scale is None else ~stats.finite)
         return stats
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,18 @@ from halfstep.gradients.cpu import GRADS
 from halfstep.gradients.stats import GradStats
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
-from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WEIGHT, WIDTH, Bundle, Column
+from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WEIGHT, WIDTH, Bundle
+from halfstep.trees import as_float32
 
 ITEM = 32768  # elements of a program: a multiple of the tile
 TILE = 1024  # elements at a time: a multiple of the 8-bit block
 LANES = 128
+HYPER = 6  # float64 numbers that the kernel `scalars` takes
 KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
 ROW = [WEIGHT, EXTRA, STATES, STATES + 1, EXPONENTS, EXPONENTS + 1, STEP, KEY, WIDTH]  # of the table there
 OLDEST = (7, 0)  # the compute capability Triton's code needs
 Number = float | Tensor | None
+_dtypes = attrgetter("dtype")
 
 
 @cache
@@ -93,14 +97,14 @@ def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 class DeviceTable:
-    """Numbers that a device holds, sent again when they change; graphs keep what they were captured with."""
+    """int64 numbers on a device, sent again when they change; graphs keep what they were captured with."""
 
-    def __init__(self, dtype: torch.dtype, count: int, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._device = device
         self._values: Any = None
         self._tensor: Tensor | None = None
         # Not every torch gives pinned memory while a graph is captured, so some is had before.
-        self._spare: Tensor | None = _pinned(count, dtype, device)
+        self._spare: Tensor | None = _pinned(count, torch.int64, device)
 
     def get(self, values: Any, captured: list[Any] | None) -> Tensor:
         """The device tensor of an array; `captured` is where a graph under capture keeps what it uses."""
@@ -109,17 +113,17 @@ class DeviceTable:
             if captured is not None:
                 captured.append(there)
         elif captured is None:
-            there = _upload(values, self._dtype, self._device)
+            there = _upload(values, torch.int64, self._device)
             self._values, self._tensor = values, there
         else:
             host, self._spare = self._spare, None
             if host is None:
-                host = _pinned(len(values), self._dtype, self._device)
-            host.copy_(torch.tensor(values, dtype=self._dtype, device="cpu"))
+                host = _pinned(len(values), torch.int64, self._device)
+            host.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
             there = host.to(self._device, non_blocking=True)
             captured += [host, there]
         if self._spare is None and captured is None:
-            self._spare = _pinned(len(values), self._dtype, self._device)
+            self._spare = _pinned(len(values), torch.int64, self._device)
         return there
 
 
@@ -140,8 +144,7 @@ class UpdatePlan:
             own += _items_of(i, blocks, ITEM // L.BLOCK) if ragged else _items_of(i, size)
         self.table = _upload(facts.rows.ravel(), torch.int64, device)
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
-        self.grads = DeviceTable(torch.int64, self.size, device)
-        self.hyper = DeviceTable(torch.float64, 6, device)
+        self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
         held = any(bundle.kind == L.FP16_EXACT for bundle in bundles)
@@ -181,16 +184,22 @@ class UpdateFacts:
 class MeasurePlan:
     """Work items over gradients of given sizes, dtypes and alignments, and room for what each item finds."""
 
-    def __init__(self, grads: Column, alignments: Sequence[bool], device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        alignments: Sequence[bool],
+        device: torch.device,
+    ) -> None:
         items: dict[tuple[int, bool], list[int]] = {}
-        self.size, self.count = len(grads.tensors), 0
-        for i, (size, dtype, aligned) in enumerate(zip(grads.elements, grads.dtypes, alignments)):
+        self.size, self.count = len(sizes), 0
+        for i, (size, dtype, aligned) in enumerate(zip(sizes, dtypes, alignments)):
             own = items.setdefault((GRADS[dtype], aligned), [])
             for start in range(0, size, ITEM):
                 own += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
         self.items = {key: (_upload(own, torch.int64, device), len(own) // 4) for key, own in items.items()}
-        self.grads = DeviceTable(torch.int64, self.size, device)
+        self.grads = DeviceTable(self.size, device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
 
@@ -259,7 +268,8 @@ class Plans:
         keep = self._keeper(device)
         if keep is not None:
             keep.append(bundles)
-        grads, settings = plan.grads.get(places, keep), plan.hyper.get(np.array(hyper), keep)
+        numbers = plan.numbers.get(np.concatenate((places, np.array(hyper).view(np.int64))), keep)
+        grads, settings = numbers, numbers[plan.size :].view(torch.float64)
         factor, tensors = _factors(factors, sign, device)
         count = plan.size
         _launch(
@@ -285,12 +295,12 @@ class Plans:
         and in float64 over items, always in the same order: the same gradients give the same bits.
         """
         device = grads[0].device
-        column = Column.of(list(grads))
-        places = np.array(column.addresses, np.int64)
+        sizes, dtypes = tuple(map(Tensor.numel, grads)), tuple(map(_dtypes, grads))
+        places = np.array(list(map(Tensor.data_ptr, grads)), np.int64)
         aligned: Any = places % 16 == 0
-        key = ("measure", tuple(column.elements), tuple(column.dtypes), aligned.tobytes())
+        key = ("measure", sizes, dtypes, aligned.tobytes())
         plan: MeasurePlan = self._find(
-            key, device, lambda p: True, lambda: MeasurePlan(column, aligned.tolist(), device)
+            key, device, lambda p: True, lambda: MeasurePlan(sizes, dtypes, aligned.tolist(), device)
         )
         table = plan.grads.get(places, self._keeper(device))
         finite = torch.empty((), dtype=torch.bool, device=device)
@@ -312,15 +322,15 @@ def _factors(
     given: Sequence[Number], sign: float, device: torch.device
 ) -> tuple[float, tuple[Tensor | None, ...]]:
     """Numbers multiplied in fp32 and, beside them, tensors as 0-d fp32 on the device (None: none)."""
-    product = torch.tensor(sign, dtype=torch.float32, device="cpu")
+    product = sign
     tensors: list[Tensor | None] = []
     for one in given:
         if isinstance(one, Tensor) and (one.device.type != "cpu" or device.type == "cpu"):
             tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
         else:
             tensors.append(None)
-            product = product if one is None else product * float(one)
-    return float(product), tuple(tensors)
+            product = product if one is None else as_float32(product * as_float32(float(one)))
+    return product, tuple(tensors)
 
 
 def _launch(kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
