@@ -4,7 +4,7 @@
 
 Prints the median thread time of `measure` and `step` together in microseconds, for bf16 weights with exact
 masters, as a share of torch's fused fp32 step, its arithmetic included; steps alternate, and gradients lie
-elsewhere in each.
+elsewhere in each. Needs Triton.
 """
 
 import os
