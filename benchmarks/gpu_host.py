@@ -72,8 +72,8 @@ def main() -> None:
                     times[kind].append(spent)
         base, ours, released = (statistics.median(t) for t in times.values())
         print(
-            f"{count}: torch {base:.0f} us; halfstep {ours:.0f} us, {ours / base:.2f} of it; "
-            f"released gradients {released:.0f} us, {released / base:.2f}"
+            f"{count}: torch {base:.0f} us; halfstep {ours:.0f} us, {ours / base:.2f} times torch; "
+            f"released gradients {released:.0f} us, {released / base:.2f} times"
         )
 
 

@@ -10,7 +10,6 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
@@ -37,42 +36,43 @@ WEIGHT, EXTRA, GRAD, STATES, EXPONENTS, WIDTH, STEP, KEY, LINES = 0, 1, 2, 3, 5,
 ABSENT = 16  # in place of an address: aligned, and not 0
 
 
+@dataclass
 class Column:
-    """Dense tensors side by side; what a step needs to know of them is read for all when it is asked for.
+    """Tensors side by side, and what a step needs to know of them, read one after another."""
 
-    `strides` are those of tensors that are not contiguous; None where all are. RuntimeError where a tensor is
-    not dense.
-    """
+    tensors: list[Tensor]
+    addresses: list[int]
+    elements: list[int]
+    dtypes: list[torch.dtype]
+    devices: list[int]
+    strides: list[tuple[int, ...] | None] | None
+    """Of those that are not contiguous; None where all are."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.strides: list[tuple[int, ...] | None] | None = None
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Column:
+        """Look at dense tensors; RuntimeError where one is not."""
+        strides = None
         if not all(map(Tensor.is_contiguous, tensors)):
-            self.strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-
-    @cached_property
-    def addresses(self) -> list[int]:
-        """Where each begins."""
-        return list(map(Tensor.data_ptr, self.tensors))
-
-    @cached_property
-    def elements(self) -> list[int]:
-        """How many each has."""
-        return list(map(Tensor.numel, self.tensors))
-
-    @cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype of each."""
-        return list(map(_dtypes, self.tensors))
-
-    @cached_property
-    def devices(self) -> list[int]:
-        """The number of each one's device; -1 is a CPU."""
-        return list(map(Tensor.get_device, self.tensors))
+            strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+        return cls(
+            tensors,
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.numel, tensors)),
+            list(map(_dtypes, tensors)),
+            list(map(Tensor.get_device, tensors)),
+            strides,
+        )
 
     def pick(self, indices: Sequence[int]) -> Column:
         """Some of them."""
-        return Column([self.tensors[i] for i in indices])
+        return Column(
+            [self.tensors[i] for i in indices],
+            [self.addresses[i] for i in indices],
+            [self.elements[i] for i in indices],
+            [self.dtypes[i] for i in indices],
+            [self.devices[i] for i in indices],
+            self.strides and [self.strides[i] for i in indices],
+        )
 
     def lies_as(self, other: Column) -> bool:
         """Whether all have as many elements as the other's, on the same devices, laid out alike."""
@@ -86,7 +86,7 @@ class Column:
 def _column(tensors: list[Any]) -> Column | None:
     """A column of tensors that a user gave; None where one is not plain or not dense."""
     try:
-        return Column(tensors) if PLAIN.issuperset(map(type, tensors)) else None
+        return Column.of(tensors) if PLAIN.issuperset(map(type, tensors)) else None
     except RuntimeError:
         return None
 
@@ -144,14 +144,14 @@ def gradients_of(groups: Sequence[Group]) -> list[Tensor]:
 
 def _members(number: int, group: Group, params: list[Tensor], places: Sequence[int]) -> Members:
     plain, given = PLAIN.issuperset(map(type, params)), list(map(_grads, params))
-    weights = Column(params if plain else _locals(params))
+    weights = Column.of(params if plain else _locals(params))
     if weights.strides is not None:
         for weight in weights.tensors:
             storage.check_dense(weight)
     grads = _column(given if plain else _locals(given))
     if grads is None or not grads.lies_as(weights) or not _are_read(grads):
         named = (arguments.name_of(group, (number, place)) for place in places)
-        grads = Column(list(map(dense_grad, weights.tensors, _locals(given), named)))
+        grads = Column.of(list(map(dense_grad, weights.tensors, _locals(given), named)))
     return Members(number, group, params, places, weights, grads)
 
 
