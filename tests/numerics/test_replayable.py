@@ -136,6 +136,13 @@ def test_a_collapse_names_the_first_bad_op():
             replay.run(step, torch.randn(16, 4), torch.randn(16, 1), float("inf"))
 
 
+def test_a_session_s_loss_that_is_far_too_large_is_divided():
+    _, amp, step = make(skip=True)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    bad = trace_step(step, x, x[:, :1], 1e7, session=amp).bad
+    assert ("loss", "works") in [(cure.kind, cure.status) for cure in bad.cures]
+
+
 def test_without_a_session():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -172,7 +172,9 @@ class Session(Setup):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
-        if "_handles" in known and name != "loss_scale" and (name in FIXED or name not in known):
+        method = callable(getattr(type(self), name, None))  # which a user may wrap
+        free = name == "loss_scale" or method or (name in known and name not in FIXED)
+        if "_handles" in known and not free:
             raise ConfigError(
                 f"Session.{name} cannot be set: it would have no effect. revert() and prepare() again with "
                 "what you want"
