@@ -328,6 +328,19 @@ class Session(Setup):
         if not isinstance(self.state.carried[index], NoLossScale):
             self._unscale([index])
 
+    @never_compiled
+    def measure(self, optimizer: torch.optim.Optimizer | None = None) -> AnyStats:
+        """Read the gradients now, before `step`: their unscaled 2-norm, and whether all are finite.
+
+        For training loops that log the norm or clip before the step; `step` reads the gradients again. Over
+        shards every rank must call it. Raises as `step` does where there are no gradients.
+        """
+        index = index_of(self.optimizers, optimizer)
+        losses_to_step(self.state, self._steppers[index], index)
+        carried = self.state.carried[index] or NoLossScale()
+        inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
+        return self._steppers[index].measure(inv_scale, False)
+
     def _carried(self, index: int) -> float | None:
         """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
         scale = self.state.carried[index]

@@ -1,0 +1,55 @@
+"""Hugging Face transformers: a mixin that trains a Trainer's model in halfstep's precision.
+
+    from halfstep.integrations.transformers import Precision
+
+    class Trainer(Precision, transformers.Trainer): ...
+
+    Trainer(model=model, args=TrainingArguments(bf16=True, ...), level="O2", ...).train()
+
+TRL's SFTTrainer and other classes derived from Trainer take it the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfstep.integrations.accelerate import Accelerator
+
+
+class Precision:
+    """Mixin for `transformers.Trainer`, written before it among the bases.
+
+    Args:
+        level, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. The dtype is that of
+            `TrainingArguments`: `bf16=True` or `fp16=True`; without either, the device's best.
+
+    `accelerator.session` is the `halfstep.Session` once training has begun.
+    """
+
+    accelerator: Any
+    args: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        level: str = "O1",
+        policy: Any = None,
+        plan: Any = None,
+        loss_scale: Any = None,
+        on_nonfinite: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._precision = {"level": level, "policy": policy, "plan": plan}
+        self._precision |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own Accelerator, which casts nothing itself, made one of halfstep's."""
+        arguments = self.args
+        word, arguments.mixed_precision = arguments.mixed_precision, "no"
+        try:
+            super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            arguments.mixed_precision = word
+        self.accelerator.__class__ = Accelerator  # the Trainer offers no way to give it another
+        self.accelerator.begin({**self._precision, "dtype": None if word == "no" else word})

@@ -1,0 +1,157 @@
+"""A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from halfstep.integrations.accelerate import Accelerator
+
+OPTIMIZERS = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "ours": lambda p: hs.optim.AdamW(p, lr=1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def batches(n, spoiled=()):
+    g = torch.Generator().manual_seed(1)
+    for i in range(n):
+        x = torch.randn(8, 6, generator=g)
+        yield x, x[:, :1] * (float("inf") if i in spoiled else 1.0)
+
+
+def accelerated(kind="ours", clip=None, accumulate=1, **how):
+    """A model, the Accelerator, its optimizer and scheduler, and a step in accelerate's words."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **how)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    norms = []
+
+    def step(x, y):
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if clip and accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    return model, accelerator, optimizer, schedule, step, norms
+
+
+def by_hand(kind, n, clip=None, accumulate=1, **how):
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    if how["dtype"] == "fp16":
+        how["loss_scale"] = hs.DynamicLossScale(init=1024.0)
+    amp = hs.prepare(model, optimizer, **how)
+    norms = []
+    for i, (x, y) in enumerate(batches(n)):
+        with amp.autocast():
+            out = model(x)
+        amp.backward(F.mse_loss(out.float(), y) / accumulate)
+        if (i + 1) % accumulate == 0:
+            norms.append(amp.step(clip_norm=clip, scheduler=schedule).grad_norm)
+    return model, norms
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_host_s_loop_is_the_loop_written_by_hand(kind, level, dtype):
+    model, _, _, _, step, norms = accelerated(kind, 0.5, 2, level=level, dtype=dtype)
+    for x, y in batches(8):
+        step(x, y)
+    expected, expected_norms = by_hand(kind, 8, 0.5, 2, level=level, dtype=dtype)
+    assert same(model, expected)
+    assert norms == pytest.approx(expected_norms, rel=1e-6)
+
+
+def test_a_skipped_step_does_not_move_the_host_s_scheduler():
+    _, accelerator, optimizer, schedule, step, _ = accelerated(level="O2", dtype="fp16")
+    skipped = []
+    for x, y in batches(4, spoiled=[1]):
+        step(x, y)
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert skipped == [False, True, False, False]
+    assert schedule.get_last_lr() == pytest.approx([1e-2 * 0.9**3])
+    assert not optimizer.outcome.reason
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_goes_on_from_the_host_s_checkpoint_bit_for_bit(kind, tmp_path):
+    model, accelerator, optimizer, _, step, _ = accelerated(kind, level="O2", dtype="fp16")
+    all_batches = list(batches(6, spoiled=[1]))
+    for x, y in all_batches[:3]:
+        step(x, y)
+    accelerator.save_state(str(tmp_path))
+    for x, y in all_batches[3:]:
+        step(x, y)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    again, accelerator, resumed, _, step, _ = accelerated(kind, level="O2", dtype="fp16")
+    accelerator.load_state(str(tmp_path))
+    for x, y in all_batches[3:]:
+        step(x, y)
+    assert same(model, again)
+    assert resumed.outcome.scale == optimizer.outcome.scale == 512.0
+    assert accelerator.session.skips.total == 1
+
+
+def test_mixed_precision_is_taken_as_the_dtype():
+    model, accelerator, *_ = accelerated(mixed_precision="bf16", level="O2")
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert accelerator.session.policy.compute_dtype == torch.bfloat16
+    assert model(torch.ones(1, 6)).dtype == torch.float32
+
+
+def test_what_cannot_be_prepared_is_refused():
+    with pytest.raises(ConfigError, match="expected 'no', 'fp16' or 'bf16'"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    with pytest.raises(ConfigError, match="without its model"):
+        accelerator.prepare(OPTIMIZERS["ours"](model.parameters()))
+    accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    with pytest.raises(ConfigError, match="prepared an optimizer already"):
+        accelerator.prepare(net(), OPTIMIZERS["ours"](net().parameters()))
+
+
+def test_a_model_alone_stays_the_host_s():
+    accelerator = Accelerator(cpu=True, level="O2")
+    model = accelerator.prepare(net())
+    assert accelerator.session is None
+    assert next(model.parameters()).dtype == torch.float32
+    loss = model(torch.ones(1, 6)).sum()
+    accelerator.backward(loss)
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_halfstep_imports_no_host():
+    code = "import sys, halfstep; print({'accelerate', 'transformers', 'lightning'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
