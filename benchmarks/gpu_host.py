@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 
 import halfstep as hs
-from halfstep.optim import cuda
+from halfstep.gradients import cuda
 
 COUNTS = (148, 400, 1000)
 ROUNDS = 60
@@ -61,7 +61,7 @@ class Case:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    cuda._launch = lambda *args, **constants: None
+    cuda.launch = lambda *args, **constants: None
     for count in COUNTS:
         cases = {kind: Case(kind, count) for kind in ("torch", "halfstep", "released")}
         times: dict[str, list[float]] = {kind: [] for kind in cases}

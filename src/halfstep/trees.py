@@ -115,8 +115,8 @@ def _select(pred: Tensor, x: Any, y: Any) -> Any:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1/scale in float32, rounded once where the device has float64."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    """Return 1/scale in float32."""
+    return scale.float().reciprocal()
 
 
 def multiply(t: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

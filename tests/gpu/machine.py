@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from halfstep.devices.transfer import AsyncCopy
-from halfstep.optim import backends, cuda
+from halfstep.gradients import cuda
+from halfstep.optim import backends
+from halfstep.optim import cuda as cuda_graphs
 
 Work = Callable[[], object]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,8 +100,8 @@ class Mapped:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._launched: list[str] = []
         self._monkeypatch = monkeypatch
-        self._real = cuda._launch
-        monkeypatch.setattr(cuda, "_launch", self._launch)
+        self._real = cuda.launch
+        monkeypatch.setattr(cuda, "launch", self._launch)
         monkeypatch.setattr(backends, "send_to_host", late_copy)
 
     def _launch(self, kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
@@ -130,7 +132,7 @@ class Mapped:
     def capture(self, work: Work) -> Work:
         def replay() -> None:
             with self._monkeypatch.context() as patched:
-                patched.setattr(cuda, "capturing", lambda device: True)
+                patched.setattr(cuda_graphs, "capturing", lambda device: True)
                 work()
 
         return replay
@@ -156,7 +158,8 @@ def wide_loads(kernel: str, args: tuple[Any, ...]) -> Iterator[int]:
 
 def late_copy(t: Tensor) -> AsyncCopy:
     """`send_to_host` of a flag that arrives when its event is waited for."""
-    copy = torch.tensor(False)
+    with _disable_current_modes():
+        sent, copy = t.clone(), torch.zeros_like(t)
     copy.of_host = True  # type: ignore[attr-defined]
 
     class Event:
@@ -164,7 +167,7 @@ def late_copy(t: Tensor) -> AsyncCopy:
             return False
 
         def synchronize(self) -> None:
-            copy.copy_(t)
+            copy.copy_(sent)
 
     return AsyncCopy(copy, Event())  # type: ignore[arg-type]
 

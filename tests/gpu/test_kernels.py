@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import MasterRangeError, UnsupportedError
+from halfstep.gradients.stats import Clip
 from halfstep.optim import SGD, Adam, AdamW, Lion, backends, cuda
 from tests.gpu.machine import DEVICE, Machine
 
@@ -296,6 +297,54 @@ def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     assert not bool(stats.finite)
     assert not torch.isfinite(stats.amax)
     assert not torch.isfinite(stats.norm)
+
+
+# ---- the loss scale -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        hs.DynamicLossScale(init=2.0**15, interval=2),
+        hs.DynamicLossScale(3.0, growth=1.1, backoff=0.3, interval=3, hysteresis=2, min=2.0**-20),
+        hs.DynamicLossScale(2.0**126, growth=1e30, interval=1, min=2.0**-126, max=2.0**127),
+        hs.DynamicLossScale(1.0, backoff=0.7, interval=2**40, hysteresis=3),
+    ],
+    ids=str,
+)
+def test_the_loss_scale_on_the_device_is_the_one_of_the_host(gpu: Machine, scale: hs.DynamicLossScale):
+    g = torch.Generator().manual_seed(9)
+    host = device = scale
+    device = device.adjust(there(True))
+    host = host.adjust(True)
+    for finite in (torch.rand(120, generator=g) < 0.7).tolist():
+        host, flag = host.adjust(finite), there(finite)
+        with gpu.no_waiting():
+            device = device.adjust(flag)
+        assert (device.read(), int(device.clean), int(device.overflows)) == (
+            host.read(), host.clean, host.overflows,
+        )  # fmt: skip
+        assert same(device.inverse(), host.inverse(DEVICE))
+        assert hs.LossScale.from_state(device.state_dict()) == host
+
+
+def test_the_next_loss_scale_is_one_launch(gpu: Machine):
+    scale, flag = hs.DynamicLossScale().adjust(there(True)), there(False)
+    assert gpu.launches(lambda: scale.adjust(flag).inverse()) == ["adjusted"]
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.1, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("limit", [1, 0.37])
+def test_a_clipped_step_equals_the_reference(norm: float, limit: float):
+    grads = random_grads((1030,), BF16, 1)[0][0]
+    finals = []
+    for backend in ("triton", "reference"):
+        p = nn.Parameter(values_of((1030,), FP32)[0])
+        optimizer = SGD([p], lr=1.0, backend=backend)
+        p.grad_dtype, p.grad = None, grads
+        optimizer.step(inv_scale=there(0.25), clip_coef=Clip(there(norm), limit))
+        finals.append(p.detach())
+    assert same(*finals)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------

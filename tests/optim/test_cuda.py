@@ -17,7 +17,8 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
-from halfstep.optim import AdamW, backends, cuda
+from halfstep.gradients import cuda
+from halfstep.optim import AdamW, backends
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 ROOT = Path(__file__).parents[2]
@@ -155,9 +156,9 @@ for algorithm, state in ((L.ADAMW, L.STATE_FP32), (L.SGD_NESTEROV, L.STATE_BF16)
         assert "div.rn.f32" in text and "sqrt.rn.f32" in text
 found = {"sums": "*fp32", "peaks": "*i32"}
 ptx(K.measure, {**tables, **found}, {"GRAD": L.BF16, "ALIGNED": True, "TILE": 1024})
-scale = {"count": "i32", "inv_value": "fp32", "inv_scale": "*fp32", "finite": "*u8", "stats": "*fp32"}
+scale = {"count": "i32", "inv_value": "fp32", "inv_scale": "*fp32", "flags": "*u8", "stats": "*fp32"}
 assert "sqrt.rn.f64" in ptx(K.total, {**found, **scale}, {"LANES": 1024})
-given = {"hyper": "*fp64", "lr": "*fp32", "factor": "fp32", "clip": "*fp32"}
+given = {"hyper": "*fp64", "lr": "*fp32", "factor": "fp32", "clip": "*fp32", "limit": "fp32"}
 ptx(K.scalars, {**tables, **scale, **given}, {"ALGORITHM": L.ADAMW, "LANES": 128})
 """
 
@@ -170,7 +171,7 @@ def test_compiled_code_has_no_fused_arithmetic_and_wide_loads(tmp_path: Path):
 
 @pytest.fixture
 def fresh():
-    caches = (cuda.kernels, cuda.usable)
+    caches = (cuda.kernels, cuda.usable, cuda.why_not)
     for each in caches:
         each.cache_clear()
     yield
@@ -209,5 +210,5 @@ def test_launches_on_cuda_switch_fused_arithmetic_off(monkeypatch: pytest.Monkey
     seen: list[dict[str, object]] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     kernel = {(3,): lambda *args, **options: seen.append(options)}
-    cuda._launch(kernel, torch.device("cuda"), 3, TILE=1024)
+    cuda.launch(kernel, torch.device("cuda"), 3, TILE=1024)
     assert seen == [{"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}]

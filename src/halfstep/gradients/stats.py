@@ -23,12 +23,15 @@ from halfstep.trees import dense_values, home_device
 
 __all__ = [
     "AnyStats",
+    "Clip",
     "GradStats",
     "HostStats",
+    "KernelStats",
     "check_clip",
     "clip_coefficient",
     "combine",
     "finite_and_norm",
+    "found_inf_of",
     "measure",
     "measure_shards",
     "measure_whole",
@@ -60,6 +63,26 @@ HostStats = GradStats[bool, float, float]
 
 AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
 """Either; `amax` is None where nobody asked for it."""
+
+
+class KernelStats(GradStats[Tensor, Tensor, Tensor]):
+    """What a kernel found, which wrote `found_inf`, the inverse of `finite`, as well."""
+
+    found_inf: Tensor
+
+
+class Clip(NamedTuple):
+    """The factor that clips gradients of this norm to `limit`, not computed yet: a kernel does on its way."""
+
+    norm: float | Tensor
+    limit: float
+
+
+def found_inf_of(stats: AnyStats) -> bool | Tensor:
+    """Whether gradients were not finite."""
+    if isinstance(stats, KernelStats):
+        return stats.found_inf
+    return ~stats.finite if isinstance(stats.finite, Tensor) else not stats.finite
 
 
 def check_clip(clip_norm: float | None) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import GradStats, combine, measure
+from halfstep.gradients import cuda as gpus_
+from halfstep.gradients.stats import Clip, GradStats, clip_coefficient, combine, measure
 from halfstep.kernels import codes as L
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Number, Scalars
@@ -22,6 +23,8 @@ from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import KEY, Bundle
 
 Scalar = float | Tensor | None
+Factor = Scalar | Clip
+"""What gradients are multiplied by."""
 _RANGE = (
     "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
 )
@@ -31,33 +34,39 @@ class LateErrors:
     """Flags of out-of-range masters on accelerators: copied to the host meanwhile, raised two steps later."""
 
     def __init__(self) -> None:
-        self._now: dict[torch.device, Tensor] = {}
+        self._flags: dict[torch.device, Tensor] = {}
         self._sent: list[AsyncCopy] = []
 
+    def flag(self, device: torch.device) -> Tensor:
+        """The device's flag, a 0-d int32: what is not 0 stays so until it was raised."""
+        if device not in self._flags:
+            self._flags[device] = torch.zeros((), dtype=torch.int32, device=device)
+        return self._flags[device]
+
     def add(self, flag: Tensor | None) -> None:
-        """Join a 0-d bool device tensor to the others of this step."""
+        """Set the flag of a device where this one, a 0-d bool, is set."""
         if flag is not None:
-            known = self._now.get(flag.device)
-            self._now[flag.device] = flag if known is None else known | flag
+            self.flag(flag.device).bitwise_or_(flag)
 
     def check(self) -> None:
-        """Begin a step: raise MasterRangeError if a flag of two steps ago was true, send the last step's.
+        """Begin a step: raise MasterRangeError if a flag of two steps ago was set, send the last step's.
 
         While a graph is captured it does nothing.
         """
-        if not self._now and not self._sent:
+        if not self._flags or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        due, self._sent = self._sent, [send_to_host(flag) for flag in self._now.values()]
-        self._now = {}
+        due, self._sent = self._sent, [send_to_host(flag) for flag in self._flags.values()]
         if any(bool(copy.wait()) for copy in due):
             self._sent = []
+            for flag in self._flags.values():
+                flag.zero_()
             raise MasterRangeError(_RANGE)
 
 
-def number(value: Scalar) -> float:
+def number(value: Factor) -> float:
     """A scalar as a Python number; None is 1."""
+    if isinstance(value, Clip):
+        value = clip_coefficient(*value)
     return 1.0 if value is None else float(value)
 
 
@@ -66,7 +75,7 @@ def as_fp32(row: tuple[Number, ...]) -> Scalars:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def _factor_of(factors: tuple[Scalar, Scalar], hyper: Mapping[str, Any]) -> float:
+def _factor_of(factors: tuple[Scalar, Factor], hyper: Mapping[str, Any]) -> float:
     """What gradients are multiplied by, as a Python number."""
     factor = number(factors[0]) * number(factors[1])
     return -factor if hyper["maximize"] else factor
@@ -89,7 +98,7 @@ class Table:
         """The same, from what an update with a look has found."""
         return (self.bundle.set_of_groups, *self._work.totals(self._grad, self._table))
 
-    def update(self, factors: tuple[Scalar, Scalar], seed: int, look: bool) -> bool:
+    def update(self, factors: tuple[Scalar, Factor], seed: int, look: bool) -> bool:
         """Update every parameter, with `look` measuring on the way; true where one left its master's range.
 
         `factors` multiply the gradients.
@@ -121,7 +130,7 @@ def check_range(over: bool) -> None:
 def runner(backend: str, device: torch.device) -> str:
     """What runs the passes on `device`: "numba", "triton" or "reference"."""
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        if cuda.usable(device, backend == "triton"):
+        if gpus_.usable(device, backend == "triton"):
             return "triton"
     elif backend == "auto" and device.type == "cpu" and cpus_.kernels() is not None:
         return "numba"
@@ -147,7 +156,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
 
 
 def by_reference(
-    bundle: Bundle, scalars: tuple[Scalar, Scalar], found_inf: bool | Tensor | None, seed: int
+    bundle: Bundle, scalars: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
     """Update a bundle in plain torch; returns the flag of weights that left their master's range.
 
@@ -172,14 +181,14 @@ def by_reference(
     return reference.update(bundle.algorithm, work, factor, skip)
 
 
-def _numbers(bundle: Bundle, factors: tuple[Scalar, Scalar]) -> tuple[list[Scalars], Number]:
+def _numbers(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
     """The scalars of each parameter, and what multiplies gradients, as Python numbers."""
     hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.columns["step"].tensors]
     rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
     return [rows[step] for step in counts], as_fp32((_factor_of(factors, hyper),))[0]
 
 
-def _tensors(bundle: Bundle, factors: tuple[Scalar, Scalar]) -> tuple[list[Scalars], Number]:
+def _tensors(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
     """The same as tensors of the device."""
     device, steps = bundle.device, bundle.columns["step"].tensors
     counts = torch.stack(steps).to(torch.float32 if device.type == "mps" else torch.float64)
@@ -190,20 +199,22 @@ def _tensors(bundle: Bundle, factors: tuple[Scalar, Scalar]) -> tuple[list[Scala
     rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
     factor = torch.ones((), device=device)
     for scalar in factors:
+        scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
         factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
     return rows, -factor if bundle.group["maximize"] else factor
 
 
 def by_kernels(
     bundles: Sequence[Bundle],
-    scalars: tuple[Scalar, Scalar],
+    scalars: tuple[Scalar, Factor],
     found_inf: bool | Tensor | None,
     seed: int,
     plans: cuda.Plans,
-) -> Tensor | None:
+    late: LateErrors,
+) -> None:
     """Update one group's parameters on one accelerator by the Triton kernels, without reading anything back.
 
-    `plans` are the optimizer's. Returns the flag of weights that left their master's range.
+    `plans` and `late`, where weights that left their master's range are noted, are the optimizer's.
     """
     device, group = bundles[0].device, bundles[0].group
     skip = None
@@ -217,10 +228,10 @@ def by_kernels(
     rest = (group.get("eps", 0.0), group.get("bias_correction", True))
     hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
     sign = -1.0 if group["maximize"] else 1.0
-    flag = plans.update(bundles, seed, hyper, away, scalars, sign, skip, device)
+    over = late.flag(device) if any(bundle.kind == L.FP16_EXACT for bundle in bundles) else None
+    plans.update(bundles, seed, hyper, away, scalars, sign, skip, over, device)
     for bundle in bundles:
         bundle.count_versions()
-    return flag
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.distributed import local_of, shard_groups
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import AnyStats, GradStats, HostStats, clip_coefficient, measure_shards
+from halfstep.gradients.stats import AnyStats, Clip, GradStats, HostStats, found_inf_of, measure_shards
 from halfstep.kernels import codes as L
 from halfstep.optim import (
     algorithms,
@@ -30,7 +30,7 @@ from halfstep.optim import (
     storage,
 )
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.backends import Scalar
+from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Members, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
@@ -198,18 +198,18 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         inv_scale: Scalar = None,
-        clip_coef: Scalar = None,
+        clip_coef: Factor = None,
         found_inf: bool | Tensor | None = None,
         look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
     ) -> Any:
         """Update every parameter that has a gradient, in one pass.
 
-        Gradients are multiplied by `inv_scale` and `clip_coef` (floats or 0-d tensors) on the way and are not
-        changed. Where `found_inf` is true nothing changes, step counts included; on an accelerator the flag
-        may be a device tensor and nothing is read back. Returns what `closure` returns. Raises
-        MasterRangeError when a weight outgrew an exact fp16 master (it stays at 65504; on an accelerator the
-        error comes up to two steps late).
+        Gradients are multiplied by `inv_scale` and `clip_coef` (floats or 0-d tensors; `clip_coef` may be a
+        norm and its limit, a `Clip`) on the way and are not changed. Where `found_inf` is true nothing
+        changes, step counts included; on an accelerator the flag may be a device tensor and nothing is read
+        back. Returns what `closure` returns. Raises MasterRangeError when a weight outgrew an exact fp16
+        master (it stays at 65504; on an accelerator the error comes up to two steps late).
 
         With a list as `look`, what `measure` would have said before is appended to it, where possible at the
         price of no further pass. `clip_norm`, in place of `clip_coef`, clips their 2-norm to this: it is
@@ -266,7 +266,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self,
         members: Sequence[Members],
         inv_scale: Scalar = None,
-        clip_coef: Scalar = None,
+        clip_coef: Factor = None,
         found_inf: bool | Tensor | None = None,
         look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
@@ -282,7 +282,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             stats = self._combined([table.measure() for table in tables], inv_scale) if alone else None
             stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
             if clip_norm is not None and clips:
-                clip_coef = clip_coefficient(stats.norm, clip_norm)
+                clip_coef = Clip(stats.norm, clip_norm)
             if look is not None:
                 look.append(stats)
         scalars = inv_scale, clip_coef
@@ -296,7 +296,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             elif runner == "reference":
                 self._late.add(backends.by_reference(bundle, scalars, found_inf, self.seed))
         for own in away.values():
-            self._late.add(backends.by_kernels(own, scalars, found_inf, self.seed, self._plans))
+            backends.by_kernels(own, scalars, found_inf, self.seed, self._plans, self._late)
         if look is not None and on_the_way:
             look.append(self._combined([table.totals() for table in tables], inv_scale))
         backends.check_range(any(map(bool, over)))
@@ -306,7 +306,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return "reference" if no_kernel else self._runner(bundle.device)
 
     @torch.no_grad()
-    def release_one(self, p: Tensor, inv_scale: Scalar, clip_coef: Scalar) -> GradStats | None:
+    def release_one(self, p: Tensor, inv_scale: Scalar, clip_coef: Factor) -> GradStats | None:
         """`measure` and `step` for one parameter; None where it has no gradient.
 
         With `inv_scale` given, nothing changes where the gradient is not finite.
@@ -315,7 +315,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if not members:
             return None
         stats = self._measure(members[0].grads.tensors, inv_scale)
-        self._update(members, inv_scale, clip_coef, None if inv_scale is None else ~stats.finite)
+        self._update(members, inv_scale, clip_coef, None if inv_scale is None else found_inf_of(stats))
         return stats
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:

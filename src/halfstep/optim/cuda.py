@@ -9,21 +9,21 @@ Python floats (learning rate, scale) are fixed in it, while device tensors are r
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
-from halfstep.errors import HalfstepWarning, UnsupportedError
+from halfstep.errors import UnsupportedError
+from halfstep.gradients import cuda
 from halfstep.gradients.cpu import GRADS
-from halfstep.gradients.stats import GradStats
+from halfstep.gradients.cuda import kernels
+from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
 from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WEIGHT, WIDTH, Bundle
@@ -35,49 +35,8 @@ LANES = 128
 HYPER = 6  # float64 numbers that the kernel `scalars` takes
 KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
 ROW = [WEIGHT, EXTRA, STATES, STATES + 1, EXPONENTS, EXPONENTS + 1, STEP, KEY, WIDTH]  # of the table there
-OLDEST = (7, 0)  # the compute capability Triton's code needs
 Number = float | Tensor | None
 _dtypes = attrgetter("dtype")
-
-
-@cache
-def kernels() -> Any:
-    """The kernels' module, or None where Triton cannot be imported."""
-    try:
-        from halfstep.kernels.cuda import update as _triton_kernels
-    except ImportError:
-        return None
-    return _triton_kernels
-
-
-@cache
-def usable(device: torch.device, demanded: bool) -> bool:
-    """Whether the kernels run on `device`; if not, UnsupportedError where `demanded`, a warning on CUDA."""
-    problem = _problem(device)
-    if problem and demanded:
-        raise UnsupportedError(f"backend='triton' does not run on {problem}")
-    if problem and device.type == "cuda":
-        warnings.warn(
-            f"hs.optim runs its plain torch reference, in many launches and much slower, on {problem}",
-            HalfstepWarning,
-            stacklevel=4,
-        )
-    return not problem
-
-
-def _problem(device: torch.device) -> str:
-    """What keeps the kernels from running, and what to do; empty where they run."""
-    if device.type == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or kernels() is None):
-        return "a CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
-    if device.type not in ("cpu", "cuda"):
-        return f"{device.type} devices; leave backend at 'auto'"
-    if kernels() is None:
-        return "a machine where Triton cannot be imported: pip install triton"
-    if torch.version.hip is not None:
-        return "AMD GPUs: the kernels are for CUDA"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
-    return ""
 
 
 def capturing(device: torch.device) -> bool:
@@ -147,8 +106,6 @@ class UpdatePlan:
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
-        held = any(bundle.kind == L.FP16_EXACT for bundle in bundles)
-        self.over = torch.zeros((), dtype=torch.int32, device=device) if held else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,15 +206,16 @@ class Plans:
         seed: int,
         hyper: tuple[float, ...],
         lr: Tensor | None,
-        factors: Sequence[Number],
+        factors: tuple[Number, Number | Clip],
         sign: float,
         skip: Tensor | None,
+        over: Tensor | None,
         device: torch.device,
-    ) -> Tensor | None:
-        """Update the bundles of one group; returns the flag of masters out of range.
+    ) -> None:
+        """Update the bundles of one group; `over` is set where a weight left the range of its master.
 
-        `factors` (numbers or 0-d tensors) and `sign` multiply the gradients; `hyper` is what the kernel
-        `scalars` takes, with `lr` in place of its first where that is a device tensor.
+        The inverse scale and the clip factor in `factors` and `sign` multiply the gradients; `hyper` is what
+        the kernel `scalars` takes, with `lr` in place of its first where that is a device tensor.
         """
         code = bundles[0].algorithm.code
         facts, places = UpdateFacts.of(bundles, seed)
@@ -267,26 +225,21 @@ class Plans:
         )
         keep = self._keeper(device)
         if keep is not None:
-            keep.append(bundles)
+            keep += [bundles, over]
         numbers = plan.numbers.get(np.concatenate((places, np.array(hyper).view(np.int64))), keep)
         grads, settings = numbers, numbers[plan.size :].view(torch.float64)
-        factor, tensors = _factors(factors, sign, device)
+        factor, inverse, clip, limit = _factors(*factors, sign, device)
         count = plan.size
-        _launch(
+        cuda.launch(
             kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
-            lr, skip, factor, *tensors, count, ALGORITHM=code, LANES=LANES,
+            lr, skip, factor, inverse, clip, limit, count, ALGORITHM=code, LANES=LANES,
         )  # fmt: skip
         for (kind, grad, state, aligned, ragged), (items, programs) in plan.items.items():
-            _launch(
+            cuda.launch(
                 kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
-                plan.over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
+                over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
                 RAGGED=ragged, TILE=TILE,
             )  # fmt: skip
-        if plan.over is None or keep is not None:
-            return None  # under capture the flag waits on the device for the next step outside the graph
-        flag = plan.over.to(torch.bool)
-        plan.over.zero_()
-        return flag
 
     def measure(self, grads: Sequence[Tensor], inv_scale: Number) -> GradStats:
         """Finite flag, norm and largest magnitude of flat gradients on one device, in one read of each.
@@ -303,41 +256,41 @@ class Plans:
             key, device, lambda p: True, lambda: MeasurePlan(sizes, dtypes, aligned.tolist(), device)
         )
         table = plan.grads.get(places, self._keeper(device))
-        finite = torch.empty((), dtype=torch.bool, device=device)
+        flags = torch.empty(2, dtype=torch.bool, device=device)
         stats = torch.empty(2, dtype=torch.float32, device=device)
         for (grad, aligned), (items, programs) in plan.items.items():
-            _launch(
+            cuda.launch(
                 kernels().measure, device, programs, table, items, plan.sums, plan.peaks,
                 GRAD=grad, ALIGNED=aligned, TILE=TILE,
             )  # fmt: skip
-        factor, (inverse, _) = _factors([inv_scale, None], 1.0, device)
-        _launch(
+        factor, inverse, _, _ = _factors(inv_scale, None, 1.0, device)
+        cuda.launch(
             kernels().total, device, 1, plan.sums, plan.peaks, plan.count, factor, inverse,
-            finite.view(torch.uint8), stats, LANES=1024,
+            flags.view(torch.uint8), stats, LANES=1024,
         )  # fmt: skip
-        return GradStats(finite, stats[0], stats[1])
+        found = KernelStats(flags[0], stats[0], stats[1])
+        found.found_inf = flags[1]
+        return found
 
 
 def _factors(
-    given: Sequence[Number], sign: float, device: torch.device
-) -> tuple[float, tuple[Tensor | None, ...]]:
-    """Numbers multiplied in fp32 and, beside them, tensors as 0-d fp32 on the device (None: none)."""
-    product = sign
-    tensors: list[Tensor | None] = []
-    for one in given:
-        if isinstance(one, Tensor) and (one.device.type != "cpu" or device.type == "cpu"):
+    inv_scale: Number, clip: Number | Clip, sign: float, device: torch.device
+) -> tuple[float, Tensor | None, Tensor | None, float | None]:
+    """Numbers multiplied in fp32; tensors as 0-d fp32 on the device; the limit where the second is a norm."""
+    limit = None
+    if isinstance(clip, Clip):
+        limit = float(clip.limit) if _is_here(clip.norm, device) else None
+        clip = clip_coefficient(*clip) if limit is None else clip.norm
+    product, tensors = sign, list[Tensor | None]()
+    for one in (inv_scale, clip):
+        if _is_here(one, device):
             tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
         else:
             tensors.append(None)
             product = product if one is None else as_float32(product * as_float32(float(one)))
-    return product, tuple(tensors)
+    return product, tensors[0], tensors[1], limit
 
 
-def _launch(kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
-    """Launch on `device`, fused multiply-add off."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=False)
-        return
-    with np.errstate(all="ignore"):  # in the interpreter numpy computes, and warns of infinities
-        kernel[(programs,)](*args, **constants)
+def _is_here(value: Any, device: torch.device) -> TypeIs[Tensor]:
+    """Whether it is a tensor that a kernel on `device` can read, there or after a copy without waiting."""
+    return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.gradients.stats import GradStats, clip_coefficient, combine
+from halfstep.gradients.stats import Clip, GradStats, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -88,7 +88,7 @@ class GradientRelease:
             return
         clip = None
         if self.clip_norm is not None and self._last_norm is not None:
-            clip = clip_coefficient(self._last_norm, self.clip_norm)
+            clip = Clip(self._last_norm, self.clip_norm)
         stats = optimizer.release_one(p, self._inv_scale, clip)
         if stats is not None:
             self._seen.append(stats)

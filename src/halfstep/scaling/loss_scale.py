@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from halfstep.errors import ConfigError, show
+from halfstep.gradients import cuda
 from halfstep.trees import as_float32, map_floats, multiply, reciprocal
 
 #: The largest power of two in float32: no scale lies above.
@@ -203,7 +205,8 @@ class DynamicLossScale(LossScale):
     reaches inf and backoff never reaches 0. `hysteresis=k`: the first k-1 overflows since the tolerance was
     last full leave the scale alone (the step is skipped all the same); each later one backs off. The
     tolerance fills up again whenever `interval` clean steps in a row complete (Megatron's and DeepSpeed's
-    default rule). `current`, `clean` and `overflows` are the state; leave them to `adjust`.
+    default rule). `current`, `clean` and `overflows` are the state; leave them to `adjust` (after a GPU's
+    kernel `current` holds the scale and its inverse).
     """
 
     init: float = 2.0**16
@@ -245,7 +248,13 @@ class DynamicLossScale(LossScale):
     def value(self) -> float | Tensor:
         """The scale: a float on the host, a 0-d float32 tensor after `adjust(tensor)`."""
         assert self.current is not None  # __post_init__ filled it in
-        return self.current
+        return self.current[0] if _is_pair(self.current) else self.current
+
+    def inverse(self, device: torch.device | str | None = None) -> Tensor:
+        """Return 1/scale as a 0-d float32 tensor, the one that a kernel wrote where there is one."""
+        if _is_pair(self.current) and device in (None, self.current.device):
+            return self.current[1]
+        return super().inverse(device)
 
     def with_value(self, value: float | Tensor) -> DynamicLossScale:
         """Return this scale set to `value`, clamped into [min, max]; the counts stay."""
@@ -269,6 +278,8 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, finite: bool | Tensor, amax: float | Tensor | None = None) -> DynamicLossScale:
         """Return the next scale; with a tensor nothing is read and the state moves to the tensor's device."""
+        if isinstance(finite, Tensor) and not cuda.why_not(finite.device):
+            return self._adjust_in_one_launch(finite)
         now: Any = self.tensor(finite.device) if isinstance(finite, Tensor) else self.read()
         clean, overflows = _count_on(self.clean, finite), _count_on(self.overflows, finite)
         full = clean + 1 >= min(self.interval, 2**31 - 1)  # counted in int32
@@ -282,6 +293,21 @@ class DynamicLossScale(LossScale):
             clean=_choose(finite, _choose(full, 0, clean + 1), 0),
             overflows=_choose(finite, _choose(full, 0, overflows), _choose(spent, self.hysteresis, more)),
         )
+
+    def _adjust_in_one_launch(self, finite: Tensor) -> DynamicLossScale:
+        new = torch.empty(4, dtype=torch.int32, device=finite.device)
+        clean, overflows = _count_on(self.clean, finite), _count_on(self.overflows, finite)
+        cuda.launch(
+            cuda.kernels().adjusted, finite.device, 1, finite.to(torch.bool).view(torch.uint8),
+            self.tensor(finite.device), clean, overflows, new, GROWTH=self.growth, BACKOFF=self.backoff,
+            INTERVAL=min(self.interval, 2**31 - 1), HYSTERESIS=min(self.hysteresis, 2**31 - 1),
+            LEAST=self.min, MOST=self.max,
+        )  # fmt: skip
+        return replace(self, current=new[:2].view(torch.float32), clean=new[2], overflows=new[3])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return configuration and state as plain Python values; `LossScale.from_state` reads it."""
+        return super(DynamicLossScale, self.on_host()).state_dict()
 
     def _times(self, scale: Any, factor: float) -> float | Tensor:
         """A scale times a factor, within the bounds, rounded once to float32 where there is float64."""
@@ -298,6 +324,11 @@ class DynamicLossScale(LossScale):
         clean = _count_on(self.clean, found_inf).clone()
         update(scale, clean, found_inf.float(), self.growth, self.backoff, self.interval)
         return replace(self, current=scale.clamp(self.min, self.max), clean=clean)
+
+
+def _is_pair(current: Any) -> TypeIs[Tensor]:
+    """Whether it is a scale with its inverse beside it."""
+    return isinstance(current, Tensor) and current.dim() == 1
 
 
 def _choose(condition: Any, a: Any, b: Any) -> Any:

@@ -7,7 +7,7 @@ a property is first read. `StepRecord` is the plain value that comes out; nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -75,7 +75,7 @@ class Outcome:
         self._reason = reason
         self._record: StepRecord | None = None
         self._on_read = on_read
-        self._copies: list[tuple[list[str], AsyncCopy]] | None = None
+        self._copies: list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]] | None = None
         self.result = result
 
     @property
@@ -138,8 +138,10 @@ class Outcome:
         host: dict[str, Scalar] = {
             name: None if isinstance(v, Tensor) else v for name, v in self._values.items()
         }
-        for names, copy in self._copies or ():
-            host.update(zip(names, cast(list[float], copy.wait().tolist()), strict=True))
+        for scalars, copy in self._copies or ():
+            sizes = [dtype.itemsize for _, dtype in scalars]
+            for (name, dtype), one in zip(scalars, copy.wait().split(sizes)):
+                host[name] = one.view(dtype).item()
         return host
 
     def read(self) -> StepRecord:
@@ -179,18 +181,18 @@ def _reason(taken: bool, finite: bool) -> str:
     return f"taken although {what}" if taken else f"skipped: {what}"
 
 
-def _start_copies(values: Mapping[str, Scalar]) -> list[tuple[list[str], AsyncCopy]]:
-    """Send the scalars to the host, those of one device packed into one tensor."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
+def _start_copies(values: Mapping[str, Scalar]) -> list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]]:
+    """Send the scalars to the host, the bytes of those of one device in one tensor."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[name] = value.detach()
-    return [(list(tensors), send_to_host(_packed(tensors.values()))) for tensors in by_device.values()]
-
-
-def _packed(tensors: Collection[Tensor]) -> Tensor:
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    return torch.stack([t.reshape(()).to(wide) for t in tensors])
+            by_device.setdefault(value.device, []).append((name, value.detach().reshape(1)))
+    copies: list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]] = []
+    for scalars in by_device.values():
+        scalars.sort(key=lambda one: -one[1].element_size())  # so that each is aligned
+        whole = torch.cat([t.view(torch.uint8) for _, t in scalars])
+        copies.append(([(name, t.dtype) for name, t in scalars], send_to_host(whole)))
+    return copies
 
 
 class OutcomeQueue:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ScalerStateError
-from halfstep.gradients.stats import AnyStats
+from halfstep.gradients.stats import AnyStats, found_inf_of
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
@@ -112,12 +112,14 @@ class StepState(NamedTuple):
         carried = tuple(scale if i in those else old for i, old in enumerate(self.carried))
         return self._replace(carried=carried, losses=(*rest, loss))
 
-    def stepped(self, index: int, losses: Sequence[Loss], left: LossScale | None) -> StepState:
+    def stepped(
+        self, index: int, losses: Sequence[Loss], left: LossScale | None, measured: AnyStats
+    ) -> StepState:
         """The state after a step on these losses; gradients of `index` that stay carry `left`."""
         state = self
         for loss in losses:
             if not loss.settled:
-                scale = state.loss_scales[loss.number].adjust(inverse(loss.found), loss.amax)
+                scale = state.loss_scales[loss.number].adjust(finite_of(loss.found, measured), loss.amax)
                 state = state.rescaled(loss.number, scale)
         known = [loss._replace(settled=True) for loss in losses]
         others = [loss for loss in self.losses if index not in loss.waiting]
@@ -271,9 +273,12 @@ def settle(
     A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
     What none of several losses brought counts with all of them.
     """
-    new = inverse(measured.finite) & inverse(_any([loss.found for loss in losses]))
+    new, before = found_inf_of(measured), _any([loss.found for loss in losses])
+    new = new if before is False else new & inverse(before)
     known = [
-        loss._replace(found=loss.found | new, amax=measured.amax if index in loss.unseen else loss.amax)
+        loss._replace(
+            found=_any([loss.found, new]), amax=measured.amax if index in loss.unseen else loss.amax
+        )
         for loss in losses
     ]
     asking = [at for at, loss in enumerate(known) if not loss.settled]
@@ -306,10 +311,16 @@ def inverse(flag: Flag) -> Flag:
     return ~flag if isinstance(flag, Tensor) else not flag
 
 
+def finite_of(found: Flag, measured: AnyStats) -> Flag:
+    """Whether all was finite, without an op where `found` is what was measured."""
+    return measured.finite if found is found_inf_of(measured) else inverse(found)
+
+
 def _any(flags: Sequence[Flag]) -> Flag:
+    """An OR, without an op for what is False on the host."""
     result: Flag = False
     for flag in flags:
-        result = result | flag
+        result = flag if result is False else result if flag is False else result | flag
     return result
 
 

@@ -57,6 +57,7 @@ from halfstep.session.round import (
     Loss,
     StepState,
     carried_value,
+    finite_of,
     inverse,
     losses_to_step,
     mixing,
@@ -397,7 +398,7 @@ class Session(Setup):
             measured, found, losses = self._update(index, losses, inv_scale, clip_norm)
             looked = self._nonfinite.look(stepper.optimizer, found, losses)
             kept = NoLossScale() if stepper.unscaled else carried
-            self.state = self.state.stepped(index, losses, None if zero_grad else kept)
+            self.state = self.state.stepped(index, losses, None if zero_grad else kept, measured)
             if zero_grad:
                 stepper.clear()
         except BaseException as error:
@@ -472,9 +473,10 @@ class Session(Setup):
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
         here, skips, step = isinstance(found, bool), self.skip_nonfinite, self.state.steps
+        finite = finite_of(found, measured)
         outcome = Outcome(
-            taken=inverse(found) if skips else True,
-            finite=inverse(found),
+            taken=finite if skips else True,
+            finite=finite,
             scale=scale,
             grad_norm=measured.norm,
             amax=measured.amax,

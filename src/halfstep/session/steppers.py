@@ -19,6 +19,7 @@ from halfstep.distributed import is_ordered, local_of, norms_of_stages, shard_gr
 from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import (
     AnyStats,
+    Clip,
     GradStats,
     HostStats,
     clip_coefficient,
@@ -134,7 +135,7 @@ class OnePassStepper(Stepper):
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
-        clip = None if clip_norm is None else clip_coefficient(measured.norm, clip_norm)
+        clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
         if self.releases:
             self.optimizer.release.clip_norm, self._released = clip_norm, False
         self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)

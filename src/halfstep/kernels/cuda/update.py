@@ -71,13 +71,13 @@ def power(base, exponent):
 
 @triton.jit(do_not_specialize=["count"])
 def scalars(
-    table, rows, keys, hyper, lr, skip, factor, inv_scale, clip, count,
+    table, rows, keys, hyper, lr, skip, factor, inv_scale, clip, limit, count,
     ALGORITHM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Advance step counts (unless `skip` is set) and write each parameter's scalars and random key.
 
     `hyper` (float64): learning rate, weight decay, then beta1, beta2, eps or momentum, dampening; last, 1
-    where moments are corrected for their bias, else 0.
+    where moments are corrected for their bias, else 0. `clip` is a factor or, with `limit`, the norm to clip.
     """
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = lane < count
@@ -92,7 +92,11 @@ def scalars(
     if inv_scale is not None:
         factor = factor * tl.load(inv_scale)
     if clip is not None:
-        factor = factor * tl.load(clip)
+        clipped = tl.load(clip)
+        if limit is not None:
+            clipped = tl.div_rn(1.0, clipped + 1e-6) * limit
+            clipped = tl.where(clipped > 1.0, 1.0, clipped)
+        factor = factor * clipped
     rate = tl.load(hyper)
     if lr is not None:
         rate = tl.load(lr).to(tl.float64)
@@ -340,8 +344,8 @@ def measure(grads, items, sums, peaks, GRAD: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["count"])
-def total(sums, peaks, count, inv_value, inv_scale, finite, stats, LANES: tl.constexpr):
-    """Combine work items in their order: finite flag, norm and largest magnitude, times the inverse scale."""
+def total(sums, peaks, count, inv_value, inv_scale, flags, stats, LANES: tl.constexpr):
+    """Combine work items in order: finite or not, norm and largest magnitude times the inverse scale."""
     lane = tl.arange(0, LANES)
     small = tl.zeros((LANES,), tl.float64)
     middle = tl.zeros((LANES,), tl.float64)
@@ -359,6 +363,31 @@ def total(sums, peaks, count, inv_value, inv_scale, finite, stats, LANES: tl.con
         inverse = tl.load(inv_scale)
     top = tl.max(peak, axis=0)
     squared = tl.sum(small, axis=0) * 2.0**-180 + tl.sum(middle, axis=0) + tl.sum(large, axis=0) * 2.0**160
-    tl.store(finite, (top < INF).to(tl.uint8))
+    tl.store(flags, (top < INF).to(tl.uint8))
+    tl.store(flags + 1, (top >= INF).to(tl.uint8))
     tl.store(stats, (tl.sqrt(squared) * inverse).to(tl.float32))
     tl.store(stats + 1, float_of(top) * inverse)
+
+
+# ---- the loss scale -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def adjusted(
+    finite, scale, clean, overflows, out, GROWTH: tl.constexpr, BACKOFF: tl.constexpr, INTERVAL: tl.constexpr,
+    HYSTERESIS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """DynamicLossScale.adjust: the next scale, its inverse (both fp32), clean steps, overflows (int32)."""
+    good, now = tl.load(finite) != 0, tl.load(scale)
+    runs, more = plus(tl.load(clean), 1), plus(tl.load(overflows), 1)
+    full, spent = runs >= INTERVAL, more >= HYSTERESIS
+    factor = tl.where(good, tl.full((), GROWTH, tl.float64), tl.full((), BACKOFF, tl.float64))
+    least, most = tl.full((), LEAST, tl.float64), tl.full((), MOST, tl.float64)
+    new = now.to(tl.float64) * factor
+    new = tl.where(new < least, least, tl.where(new > most, most, new)).to(tl.float32)
+    new = tl.where((good & full) | ((good == 0) & spent), new, now)
+    tl.store(out, bits_of(new))
+    tl.store(out + 1, bits_of(tl.div_rn(1.0, new)))
+    tl.store(out + 2, tl.where(good & (full == 0), runs, 0))
+    kept = tl.where(full, 0, tl.load(overflows))
+    tl.store(out + 3, tl.where(good, kept, tl.where(spent, HYSTERESIS, more)).to(tl.int32))

@@ -1,0 +1,81 @@
+"""Whether Triton's kernels run on a device, and their launch; what for is decided elsewhere."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.errors import HalfstepWarning, UnsupportedError
+
+OLDEST = (7, 0)  # the compute capability Triton's code needs
+
+
+@cache
+def kernels() -> Any:
+    """The kernels' module, or None where Triton cannot be imported."""
+    try:
+        from halfstep.kernels.cuda import update as _triton_kernels
+    except ImportError:
+        return None
+    return _triton_kernels
+
+
+@cache
+def usable(device: torch.device, demanded: bool) -> bool:
+    """Whether the kernels run on `device`; if not, UnsupportedError where `demanded`, a warning on CUDA."""
+    problem = why_not(device)
+    if problem and demanded:
+        raise UnsupportedError(f"backend='triton' does not run on {problem}")
+    if problem and device.type == "cuda":
+        warnings.warn(
+            f"hs.optim runs its plain torch reference, in many launches and much slower, on {problem}",
+            HalfstepWarning,
+            stacklevel=4,
+        )
+    return not problem
+
+
+@cache
+def why_not(device: torch.device) -> str:
+    """What keeps the kernels from running, and what to do; empty where they run."""
+    if device.type == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or kernels() is None):
+        return "a CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
+    if device.type not in ("cpu", "cuda"):
+        return f"{device.type} devices; leave backend at 'auto'"
+    if kernels() is None:
+        return "a machine where Triton cannot be imported: pip install triton"
+    if torch.version.hip is not None:
+        return "AMD GPUs: the kernels are for CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
+    return _failure(device) if device.type == "cuda" else ""
+
+
+def _failure(device: torch.device) -> str:
+    """Why a first small kernel could not be compiled and launched; empty where it ran."""
+    try:
+        room = torch.zeros(8, dtype=torch.float32, device=device)
+        peaks, flags = room.view(torch.int32), room[4:].view(torch.uint8)
+        launch(kernels().total, device, 1, room, peaks, 0, 1.0, None, flags, room, LANES=1024)
+    except Exception as error:  # of a compiler, a linker, the driver or Triton itself
+        said = " ".join(str(error).split())[:300]
+        return (
+            f"a machine where Triton cannot compile or launch a kernel ({type(error).__name__}: {said}): it "
+            "needs a C compiler (gcc or clang), the headers of Python (python3-dev) and NVIDIA's driver"
+        )
+    return ""
+
+
+def launch(kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
+    """Launch on `device`, fused multiply-add off."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=False)
+        return
+    with np.errstate(all="ignore"):  # in the interpreter numpy computes, and warns of infinities
+        kernel[(programs,)](*args, **constants)
