@@ -119,6 +119,8 @@ def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memor
 def _copy_from(source, target, non_blocking=False):
     if not _is_here(target):
         host_reads.append("copy")
+    elif not _is_here(source) and not non_blocking:
+        host_uploads.append("copy")
     there = to_host(target) if _is_here(target) else target
     SIN(torch.ops.aten.copy_.default, (there, to_host(source) if _is_here(source) else source), {})
     return target
@@ -209,6 +211,7 @@ def update_scale(scale, growth_tracker, found_inf, growth_factor, backoff_factor
 
 calls: list[str] = []  # which of the vendor's kernels for the scaler ran
 host_reads: list[str] = []  # values that the host waited for
+host_uploads: list[str] = []  # values of the host that it waited to hand over
 product_error = 0.0
 
 

@@ -119,6 +119,13 @@ def reciprocal(scale: Tensor) -> Tensor:
     return scale.float().reciprocal()
 
 
+def scalar_on(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor, without waiting for the device as `torch.as_tensor` does for Python's."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype, non_blocking=device.type != "cpu").reshape(())
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def multiply(t: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return t * factor computed in at least float32; `dtype` None keeps the computing dtype."""
     if not t.is_complex():

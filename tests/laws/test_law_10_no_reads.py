@@ -22,6 +22,7 @@ import torch
 from torch import nn
 import halfstep as hs
 from halfstep.scaling import outcome
+from halfstep.numerics import watch
 from halfstep.optim import backends
 from tests import python_device
 
@@ -38,25 +39,34 @@ class Late:
         return python_device.to_host(self.tensor).clone()
 
 
-outcome.send_to_host = backends.send_to_host = Late
+outcome.send_to_host = backends.send_to_host = watch.send_to_host = Late
 
 
-def reads(kind, level, dtype):
+def reads(kind, level, dtype, watched=False):
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)).to("pydev")
     optimizer = getattr(hs.optim if kind == "ours" else torch.optim, "AdamW")(model.parameters(), lr=1e-3)
     session = hs.prepare(model, optimizer, level=level, dtype=dtype)
+    seen = watch.watch(model, session, every=1) if watched else None
     x = torch.randn(4, 8, device="pydev")
     for _ in range(4):
         python_device.host_reads.clear()
+        python_device.host_uploads.clear()
         with session.autocast():
             loss = model(x).float().square().mean()
         session.backward(loss)
         session.step(clip_norm=1.0)
+    if watched:
+        waited = python_device.host_reads + python_device.host_uploads
+        seen.collect()
+        assert len(seen.notes) == 4
+        return len(waited)
     return len(python_device.host_reads)
 
 
 cases = [(k, level, dtype) for k in ("ours", "torch") for level in ("O1", "O2") for dtype in ("bf16", "fp16")]
-print(json.dumps({" ".join(case): reads(*case) for case in cases}))
+found = {" ".join(case): reads(*case) for case in cases}
+found |= {f"watched {dtype}": reads("ours", "O2", dtype, True) for dtype in ("bf16", "fp16")}
+print(json.dumps(found))
 """
 
 
@@ -85,3 +95,8 @@ def test_the_one_pass_step_reads_nothing(reads, level: str, dtype: str) -> None:
 def test_a_torch_optimizer_costs_one_flag_and_its_masters_another(reads, level: str, masters: int) -> None:
     assert reads[f"torch {level} bf16"] == masters
     assert reads[f"torch {level} fp16"] == 1 + masters
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_watched_step_waits_for_nothing_though_gradients_have_two_dtypes(reads, dtype: str) -> None:
+    assert reads[f"watched {dtype}"] == 0

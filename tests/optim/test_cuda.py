@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +190,25 @@ def test_without_triton_cuda_runs_the_reference_and_says_so_once(
     assert names == ["reference", "reference"]
     assert len(said) == 1
     assert backends.runner("reference", torch.device("cuda")) == "reference"
+
+
+def test_where_no_kernel_compiles_one_sentence_says_so_and_the_reference_runs(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+):
+    def launch(*args: object, **constants: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **how: zeros(*size, **how))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda, "kernels", lambda: SimpleNamespace(total=None))
+    with pytest.warns(HalfstepWarning, match=r"Failed to find C compiler.*needs a C compiler.*python3-dev") as said:
+        names = [backends.runner("auto", torch.device("cuda")) for _ in range(2)]
+    assert names == ["reference", "reference"]
+    assert len(said) == 1
+    with pytest.raises(UnsupportedError, match="Failed to find C compiler"):
+        backends.runner("triton", torch.device("cuda"))
 
 
 def test_demanding_triton_on_a_plain_cpu_is_an_error(fresh: None, monkeypatch: pytest.MonkeyPatch):

@@ -106,12 +106,13 @@ def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
         stacked = torch.stack(list(scalars))
         return stacked if stacked.dtype == torch.float64 else stacked.float()
     wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
-    out = torch.empty(len(scalars), dtype=wide, device=home)
+    out = list(scalars)
     for kind in kinds:  # one cast for each kind, not one for each scalar
         places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
         values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
-        out[torch.tensor(places, device=home)] = values
-    return out
+        for i, value in zip(places, values.unbind()):
+            out[i] = value
+    return torch.stack(out)
 
 
 def worst_of(amaxes: dict[str, float]) -> str:

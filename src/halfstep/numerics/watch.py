@@ -36,7 +36,7 @@ from halfstep.numerics.snapshot import is_session, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 from halfstep.torch_private import graph_task
-from halfstep.trees import dense_values
+from halfstep.trees import dense_values, scalar_on
 
 #: Points a forecast looks back on, and the least it needs.
 WINDOW, LEAST = 32, 6
@@ -483,7 +483,7 @@ class Watch:
                 continue
             moved = spread(gradient) != 0
             if found_inf is not None:  # a skipped step loses nothing; its flag stays on the device
-                moved = moved & ~torch.as_tensor(found_inf, dtype=torch.bool, device=moved.device)
+                moved = moved & ~scalar_on(found_inf, torch.bool, moved.device)
             lost = moved & (parameter not in random)
             for old, new in zip(held_before, now):
                 lost = lost & (old == spread(new))
@@ -511,10 +511,8 @@ class Watch:
             self._gradients = tuple(self._ends), amaxes_of(list(self._ends.values()))
         if self._gradients is not None:
             names, found = self._gradients
-            fate = [
-                torch.as_tensor(x, dtype=torch.float64, device=found.device).view(1) for x in (scale, taken)
-            ]
-            packed = send_to_host(torch.cat([found.double(), *fate]))
+            fate = [scalar_on(x, torch.float64, found.device) for x in (scale, taken)]
+            packed = send_to_host(torch.cat([found.double(), torch.stack(fate)]))
             self._late.append((packed, partial(self._take_note, self.step, names, packed)))
         self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
         self.step += 1
@@ -568,7 +566,7 @@ class Watch:
         found = list(self._seen.values())
         bins = _finished(found)
         amaxes = amaxes_of([seen.ends for seen in found]).double()
-        last = torch.as_tensor(scale, dtype=torch.float64, device=amaxes.device).view(1)
+        last = scalar_on(scale, torch.float64, amaxes.device).view(1)
         packed = send_to_host(torch.cat([*bins, amaxes, last]))
         kinds = [(*key, s.dtype, s.layout, b.numel()) for key, s, b in zip(self._seen, found, bins)]
         self._late.append((packed, partial(self._take_counts, self.step, kinds, packed)))
