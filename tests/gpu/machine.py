@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from halfstep.devices.transfer import AsyncCopy
 from halfstep.gradients import cuda
+from halfstep.kernels.codes import BLOCK, STATE_8BIT
 from halfstep.optim import backends
 from halfstep.optim import cuda as cuda_graphs
 
@@ -108,7 +109,7 @@ class Mapped:
         name = kernel.fn.__name__
         self._launched.append(name)
         with _disable_current_modes():
-            for address in wide_loads(name, args) if constants.get("ALIGNED") else ():
+            for address in wide_loads(name, args, constants):
                 assert address % 16 == 0, f"misaligned address in {name}"
             self._real(kernel, device, programs, *args, **constants)
 
@@ -144,16 +145,27 @@ class Mapped:
 Machine = Cuda | Mapped
 
 
-def wide_loads(kernel: str, args: tuple[Any, ...]) -> Iterator[int]:
-    """Addresses that a launch reads 16 bytes at a time: gradients; weights, masters and states."""
-    if kernel == "measure":
+def wide_loads(kernel: str, args: tuple[Any, ...], constants: dict[str, Any]) -> Iterator[int]:
+    """What a launch takes for multiples of 16: addresses of gradients, weights, masters and states, and where
+    blocks of 8-bit states begin, with their sizes.
+    """
+    if kernel == "measure" and constants["ALIGNED"]:
         grads, items = args[:2]
         yield from grads[items.view(-1, 4)[:, 0]].tolist()
-    else:
-        table, grads, items = args[:3]
-        used = items.view(-1, 3)[:, 0]
+    if kernel != "update":
+        return
+    table, grads, items = args[:3]
+    used = items.view(-1, 3)[:, 0]
+    if constants["GRAD_ALIGNED"]:
         yield from grads[used].tolist()
+    if constants["ALIGNED"]:
         yield from table.view(-1, 9)[used, :4].flatten().tolist()
+    if constants["STATE"] == STATE_8BIT and (constants["ALIGNED"] or constants["GRAD_ALIGNED"]):
+        for p, start, end in items.view(-1, 3).tolist():
+            width = int(table.view(-1, 9)[p, 8])
+            for block in range(start, end):
+                row, column = divmod(block * BLOCK, -(-width // BLOCK) * BLOCK)
+                yield from (row * width + column, min(BLOCK, width - column))
 
 
 def late_copy(t: Tensor) -> AsyncCopy:

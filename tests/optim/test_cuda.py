@@ -203,7 +203,9 @@ def test_where_no_kernel_compiles_one_sentence_says_so_and_the_reference_runs(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "launch", launch)
     monkeypatch.setattr(cuda, "kernels", lambda: SimpleNamespace(total=None))
-    with pytest.warns(HalfstepWarning, match=r"Failed to find C compiler.*needs a C compiler.*python3-dev") as said:
+    with pytest.warns(
+        HalfstepWarning, match=r"Failed to find C compiler.*needs a C compiler.*python3-dev"
+    ) as said:
         names = [backends.runner("auto", torch.device("cuda")) for _ in range(2)]
     assert names == ["reference", "reference"]
     assert len(said) == 1

@@ -72,10 +72,8 @@ def _failure(device: torch.device) -> str:
 
 
 def launch(kernel: Any, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
-    """Launch on `device`, fused multiply-add off."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=False)
-        return
-    with np.errstate(all="ignore"):  # in the interpreter numpy computes, and warns of infinities
+    """Launch on `device`, by default with four warps a program, fused multiply-add off."""
+    constants = {"num_warps": 4, "enable_fp_fusion": False, **constants}
+    context = torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+    with context:  # in the interpreter numpy computes, and warns of infinities
         kernel[(programs,)](*args, **constants)

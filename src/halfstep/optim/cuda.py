@@ -8,7 +8,6 @@ Python floats (learning rate, scale) are fixed in it, while device tensors are r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -30,7 +29,9 @@ from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WE
 from halfstep.trees import as_float32
 
 ITEM = 32768  # elements of a program: a multiple of the tile
-TILE = 1024  # elements at a time: a multiple of the 8-bit block
+TILE = 1024  # elements at a time
+BLOCKS = 32  # of 8-bit states, of a program: half the elements of others, for half the threads
+WIDE = 16  # bytes of the widest load, and elements of 8-bit states in it
 LANES = 128
 HYPER = 6  # float64 numbers that the kernel `scalars` takes
 KEPT = 32  # plans of several parameters that one optimizer keeps; those of single ones are small
@@ -90,19 +91,23 @@ class UpdatePlan:
     """The address table of one group on one device and its work items by variant of the kernel."""
 
     def __init__(self, bundles: Sequence[Bundle], facts: UpdateFacts, device: torch.device) -> None:
-        self.facts, self.size = facts, len(facts.aligned)
+        self.facts, self.size = facts, len(facts.rows)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
         weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights.tensors]
-        for i, ((bundle, weight), aligned) in enumerate(zip(weights, facts.aligned.tolist())):
-            size, width = weight.numel(), storage.width_of(weight)
-            ragged = bundle.widths is not None and size > width and width % L.BLOCK != 0
-            own = items.setdefault(
-                (bundle.kind, GRADS[bundle.grad_dtype], bundle.state_kind, aligned, ragged), []
-            )
-            blocks = math.prod(storage.exponents_shape(weight)) if ragged else 0
-            own += _items_of(i, blocks, ITEM // L.BLOCK) if ragged else _items_of(i, size)
+        for i, ((bundle, weight), alignments) in enumerate(zip(weights, facts.aligned.T.tolist())):
+            formats = (bundle.kind, GRADS[bundle.grad_dtype], bundle.state_kind)
+            even = end = weight.numel()
+            if bundle.widths is not None:
+                (rows, blocks), width = storage.exponents_shape(weight), storage.width_of(weight)
+                end = rows * blocks
+                even = end if width % WIDE == 0 else end - 1 if rows == 1 else 0
+            most = ITEM if bundle.widths is None else BLOCKS
+            items.setdefault((*formats, *alignments), []).extend(_items_of(i, 0, even, most))
+            items.setdefault((*formats, False, False), []).extend(_items_of(i, even, end, most))
         self.table = _upload(facts.rows.ravel(), torch.int64, device)
-        self.items = {key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items()}
+        self.items = {
+            key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items() if own
+        }
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
@@ -115,6 +120,7 @@ class UpdateFacts:
     rows: Any
     """Of each parameter: weight, extra, states, exponents, step count, base key, length of a row."""
     aligned: Any
+    """Whether wide loads can read weight, extra and states, and whether the gradient."""
     kinds: list[Any]
 
     @classmethod
@@ -125,7 +131,8 @@ class UpdateFacts:
             if bundle.rounds_randomly:
                 table[KEY] = bundle.base_keys(seed)
         whole = np.concatenate(tables, 1)
-        aligned = (whole[:EXPONENTS] % 16 == 0).all(0)
+        kept = (whole[[WEIGHT, EXTRA, STATES, STATES + 1]] % WIDE == 0).all(0)
+        aligned = np.stack((kept, whole[GRAD] % WIDE == 0))
         kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
         return cls(whole[ROW].T.copy(), aligned, kinds), whole[GRAD]
 
@@ -161,9 +168,9 @@ class MeasurePlan:
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
 
 
-def _items_of(index: int, size: int, most: int = ITEM) -> Iterator[int]:
-    for start in range(0, size, most):
-        yield from (index, start, min(start + most, size))
+def _items_of(index: int, first: int, end: int, most: int) -> Iterator[int]:
+    for start in range(first, end, most):
+        yield from (index, start, min(start + most, end))
 
 
 class Plans:
@@ -234,11 +241,11 @@ class Plans:
             kernels().scalars, device, -(-count // LANES), plan.table, plan.rows, plan.keys, settings,
             lr, skip, factor, inverse, clip, limit, count, ALGORITHM=code, LANES=LANES,
         )  # fmt: skip
-        for (kind, grad, state, aligned, ragged), (items, programs) in plan.items.items():
+        for (kind, grad, state, aligned, grad_aligned), (items, programs) in plan.items.items():
             cuda.launch(
                 kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
                 over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
-                RAGGED=ragged, TILE=TILE,
+                GRAD_ALIGNED=grad_aligned, TILE=TILE, num_warps=2 if state == L.STATE_8BIT else 4,
             )  # fmt: skip
 
     def measure(self, grads: Sequence[Tensor], inv_scale: Number) -> GradStats:
@@ -250,7 +257,7 @@ class Plans:
         device = grads[0].device
         sizes, dtypes = tuple(map(Tensor.numel, grads)), tuple(map(_dtypes, grads))
         places = np.array(list(map(Tensor.data_ptr, grads)), np.int64)
-        aligned: Any = places % 16 == 0
+        aligned: Any = places % WIDE == 0
         key = ("measure", sizes, dtypes, aligned.tobytes())
         plan: MeasurePlan = self._find(
             key, device, lambda p: True, lambda: MeasurePlan(sizes, dtypes, aligned.tolist(), device)

@@ -181,8 +181,8 @@ def exponent_for(bound):
 
 @triton.jit
 def peak_of(x):
-    """Largest magnitude of each row; NaN is the largest."""
-    return float_of(tl.max(bits_of(x) & MASK, axis=1))
+    """Largest magnitude; NaN is the largest."""
+    return float_of(tl.max(bits_of(x) & MASK, axis=0))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------

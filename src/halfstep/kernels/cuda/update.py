@@ -37,7 +37,6 @@ from halfstep.kernels.cuda.formats import (
     scramble,
     times,
     word,
-    write,
     write_state,
     write_weight,
 )
@@ -97,9 +96,7 @@ def scalars(
             clipped = tl.div_rn(1.0, clipped + 1e-6) * limit
             clipped = tl.where(clipped > 1.0, 1.0, clipped)
         factor = factor * clipped
-    rate = tl.load(hyper)
-    if lr is not None:
-        rate = tl.load(lr).to(tl.float64)
+    rate = tl.load(hyper) if lr is None else tl.load(lr).to(tl.float64)
     decay, first, second, eps = tl.load(hyper + 1), tl.load(hyper + 2), tl.load(hyper + 3), tl.load(hyper + 4)
     wide = (lane * 0).to(tl.float64)
     c0, c6 = decay, wide
@@ -166,16 +163,13 @@ def moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, ALGORITHM: tl.constexpr):
 
 @triton.jit
 def exponents_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM: tl.constexpr):
-    """New block exponents from what enters the states: known before the states are, so one pass is enough."""
-    if ALGORITHM == ADAMW or ALGORITHM == LION:
-        peak = peak_of(g)
-    else:
-        peak = peak_of(g + w * c0)
-    m_peak = read_signed(tl.max(m_code & 127, axis=1), m_old)
+    """New exponents of a block from what enters the states: known before the states are, so one pass does."""
+    peak = peak_of(g if ALGORITHM == ADAMW or ALGORITHM == LION else g + w * c0)
+    m_peak = read_signed(tl.max(m_code & 127, axis=0), m_old)
     v_new = v_old
     if ALGORITHM == ADAMW or ALGORITHM == ADAM:
         m_new = exponent_for(m_peak * (1 - c1) + peak * c1)
-        v_peak = read_unsigned(tl.max(v_code, axis=1), v_old)
+        v_peak = read_unsigned(tl.max(v_code, axis=0), v_old)
         v_new = exponent_for(v_peak * c2 + (peak * peak) * c3)
     elif ALGORITHM == LION:
         m_new = exponent_for(m_peak * c3 + peak * c4)
@@ -186,82 +180,67 @@ def exponents_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORI
 
 @triton.jit
 def step_tile(
-    row, grad, start, end, scalar, key, over, ALGORITHM: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr,
-    STATE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
+    row, grad, start, live, block, scalar, key, over, ALGORITHM: tl.constexpr, KIND: tl.constexpr,
+    GRAD: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update elements start to end (at most TILE; exactly TILE where WHOLE) of one parameter.
+    """Update the TILE elements from `start` on that are `live` (None: all of them) of one parameter.
 
-    Where RAGGED, rows do not end with a block, and `start` and `end` count blocks.
+    8-bit states: they lie in one block, whose number is `block`.
     """
     ADAPTIVE: tl.constexpr = ALGORITHM == ADAMW or ALGORITHM == ADAM
     MOMENTS: tl.constexpr = 0 if ALGORITHM == SGD else 2 if ADAPTIVE else 1
-    CODED: tl.constexpr = STATE == STATE_8BIT and MOMENTS > 0
-    if CODED:
-        block = tl.arange(0, TILE // BLOCK)
-        lane = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    else:
-        lane = tl.arange(0, TILE)
-    live = None if WHOLE else lane < end - start
-    if RAGGED:
-        width = tl.load(row + 8)
-        a_row = (width + BLOCK - 1) // BLOCK
-        column = (start + block) % a_row * BLOCK
-        begin = (start + block) // a_row * width + column
-        lane = begin[:, None] + tl.arange(0, BLOCK)[None, :]
-        live = (tl.arange(0, BLOCK)[None, :] < (width - column)[:, None]) & (start + block < end)[:, None]
-    base = start * 0 if RAGGED else start
+    lane = tl.arange(0, TILE)
     weight, extra = tl.load(row), tl.load(row + 1)
     first, second = tl.load(row + 2), tl.load(row + 3)
     factor, c0, c1, c2 = tl.load(scalar), tl.load(scalar + 1), tl.load(scalar + 2), tl.load(scalar + 3)
     c3, c4, c5, c6 = tl.load(scalar + 4), tl.load(scalar + 5), tl.load(scalar + 6), tl.load(scalar + 7)
-    g = read_grad(grad, base, lane, live, GRAD, ALIGNED) * factor
-    w = read_weight(weight, extra, base, lane, live, KIND, ALIGNED)
+    g = read_grad(grad, start, lane, live, GRAD, GRAD_ALIGNED) * factor
+    w = read_weight(weight, extra, start, lane, live, KIND, ALIGNED)
     m, v = g, g
     random = lane
     if (STATE != STATE_FP32 and MOMENTS > 0) or KIND == BF16_STOCHASTIC:
-        random = dither(plus(times((base + lane).to(tl.uint32), word(WEYL)), key))
-    m_exponent = lane
-    v_exponent = lane
-    if CODED:
-        m_code = read(first, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
-        at = start + block if RAGGED else (start // BLOCK) + block
-        has = start + block < end if RAGGED else None if WHOLE else block * BLOCK < end - start
-        m_old = read(tl.load(row + 4), 0, at, has, tl.uint8, False).to(tl.int32)
-        m = read_signed(m_code, m_old[:, None])
-        v_code = m_code
-        v_old = m_old
+        random = dither(plus(times((start + lane).to(tl.uint32), word(WEYL)), key))
+    m_new, v_new = 0, 0
+    if STATE == STATE_8BIT:
+        m_exponent = (tl.load(row + 4) + block).to(tl.pointer_type(tl.uint8))
+        m_code = read(first, start, lane, live, tl.uint8, ALIGNED).to(tl.int32)
+        m_old = tl.load(m_exponent).to(tl.int32)
+        m = read_signed(m_code, m_old)
+        v_code, v_old, v_exponent = m_code, m_old, m_exponent
         if MOMENTS == 2:
-            v_code = read(second, base, lane, live, tl.uint8, ALIGNED).to(tl.int32)
-            v_old = read(tl.load(row + 5), 0, at, has, tl.uint8, False).to(tl.int32)
-            v = read_unsigned(v_code, v_old[:, None])
+            v_exponent = (tl.load(row + 5) + block).to(tl.pointer_type(tl.uint8))
+            v_code = read(second, start, lane, live, tl.uint8, ALIGNED).to(tl.int32)
+            v_old = tl.load(v_exponent).to(tl.int32)
+            v = read_unsigned(v_code, v_old)
         m_new, v_new = exponents_for(w, g, m_code, v_code, m_old, v_old, c0, c1, c2, c3, c4, ALGORITHM)
-        write(tl.load(row + 4), 0, at, has, m_new.to(tl.uint8), tl.uint8, False)
-        m_exponent = m_new[:, None]
+        tl.store(m_exponent, m_new.to(tl.uint8))
         if MOMENTS == 2:
-            write(tl.load(row + 5), 0, at, has, v_new.to(tl.uint8), tl.uint8, False)
-            v_exponent = v_new[:, None]
+            tl.store(v_exponent, v_new.to(tl.uint8))
     elif MOMENTS > 0:
-        m = read_state(first, base, lane, live, STATE, ALIGNED)
+        m = read_state(first, start, lane, live, STATE, ALIGNED)
         if MOMENTS == 2:
-            v = read_state(second, base, lane, live, STATE, ALIGNED)
+            v = read_state(second, start, lane, live, STATE, ALIGNED)
     w, m, v = moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, ALGORITHM)
     if MOMENTS > 0:
-        write_state(first, base, lane, live, m, m_exponent, random, 0, STATE, ALIGNED)
+        write_state(first, start, lane, live, m, m_new, random, 0, STATE, ALIGNED)
     if MOMENTS == 2:
-        write_state(second, base, lane, live, v, v_exponent, random, 1, STATE, ALIGNED)
+        write_state(second, start, lane, live, v, v_new, random, 1, STATE, ALIGNED)
     if KIND == BF16_STOCHASTIC:
         random = dither(plus(times(random, word(WEYL)), key))
-    write_weight(w, weight, extra, base, lane, live, random, over, KIND, ALIGNED)
+    write_weight(w, weight, extra, start, lane, live, random, over, KIND, ALIGNED)
 
 
 @triton.jit
 def update(
     table, grads, items, rows, keys, skip, over, ALGORITHM: tl.constexpr, KIND: tl.constexpr,
-    GRAD: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
+    GRAD: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One work item (parameter, start, end) a program; where `skip` is set nothing is read or written.
 
-    Items count elements; where RAGGED, the blocks of 8-bit states.
+    Items count elements; those of 8-bit states the blocks, of which none crosses the end of a row. ALIGNED
+    (for the gradient: GRAD_ALIGNED) promises addresses, and elements in a block, that are multiples of 16.
     """
     item = items + tl.program_id(0) * 3
     p, start, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -270,23 +249,34 @@ def update(
     row, scalar = table + p * COLUMNS, rows + p * ROW
     grad = tl.load(grads + p)
     key = tl.load(keys + p).to(tl.uint32, bitcast=True)
-    if RAGGED:
-        for at in range(start, end, TILE // BLOCK):
+    if STATE == STATE_8BIT:
+        width = tl.load(row + 8)
+        a_row = (width + BLOCK - 1) // BLOCK
+        column = start % a_row * BLOCK
+        begin = start // a_row * width + column
+        for block in range(start, end):
+            size = tl.minimum(width - column, BLOCK)
+            if ALIGNED:
+                size = tl.multiple_of(size, 16)
+            live = tl.arange(0, BLOCK) < size
             step_tile(
-                row, grad, at, end, scalar, key, over,
-                ALGORITHM, KIND, GRAD, STATE, ALIGNED, False, True, TILE,
+                row, grad, begin, live, block, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, GRAD_ALIGNED, BLOCK,
             )  # fmt: skip
+            begin += size
+            column = tl.where(column + size < width, column + size, 0)
     else:
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             step_tile(
-                row, grad, at, end, scalar, key, over,
-                ALGORITHM, KIND, GRAD, STATE, ALIGNED, True, False, TILE,
+                row, grad, at, None, at, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, GRAD_ALIGNED, TILE,
             )  # fmt: skip
         if whole < end:
+            live = tl.arange(0, TILE) < end - whole
             step_tile(
-                row, grad, whole, end, scalar, key, over,
-                ALGORITHM, KIND, GRAD, STATE, ALIGNED, False, False, TILE,
+                row, grad, whole, live, whole, scalar, key, over,
+                ALGORITHM, KIND, GRAD, STATE, ALIGNED, GRAD_ALIGNED, TILE,
             )  # fmt: skip
 
 
@@ -358,9 +348,7 @@ def total(sums, peaks, count, inv_value, inv_scale, flags, stats, LANES: tl.cons
         middle += tl.load(sums + at * 3 + 1, mask=live, other=0).to(tl.float64)
         large += tl.load(sums + at * 3 + 2, mask=live, other=0).to(tl.float64)
         peak = tl.maximum(peak, tl.load(peaks + at, mask=live, other=0))
-    inverse = inv_value
-    if inv_scale is not None:
-        inverse = tl.load(inv_scale)
+    inverse = inv_value if inv_scale is None else tl.load(inv_scale)
     top = tl.max(peak, axis=0)
     squared = tl.sum(small, axis=0) * 2.0**-180 + tl.sum(middle, axis=0) + tl.sum(large, axis=0) * 2.0**160
     tl.store(flags, (top < INF).to(tl.uint8))
