@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import MasterRangeError, UnsupportedError
+from halfstep.gradients import cuda
 from halfstep.optim import SGD, AdamW
 from tests.gpu.machine import DEVICE, Machine
 from tests.gpu.test_kernels import assert_same, there
@@ -170,6 +171,38 @@ def test_tensors_off_the_alignment_of_wide_loads(state_dtype: str):
             optimizer.step()
         finals.append((params, optimizer))
     assert_same(*finals)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wide"),
+    [((3, 768), {True}), ((2, 2304), {True}), ((1, 1030), {True, False}), ((5, 1000), {False})],
+)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_8_bit_rows_are_read_wide_whatever_the_alignment_of_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], wide: set[bool], shift: int
+):
+    seen: list[dict[str, Any]] = []
+    launch = cuda.launch
+
+    def noted(kernel: Any, *args: Any, **constants: Any) -> None:
+        seen.append(constants)
+        launch(kernel, *args, **constants)
+
+    monkeypatch.setattr(cuda, "launch", noted)
+    finals = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(5)
+        size = shape[0] * shape[1]
+        buffer = torch.randn(size + 1, device=DEVICE).to(BF16)
+        p = nn.Parameter(torch.randn(shape, device=DEVICE).to(BF16))
+        optimizer = AdamW([p], state_dtype="8bit", backend=backend)
+        for _ in range(2):
+            p.grad = buffer[shift : shift + size].view(shape)
+            optimizer.step()
+        finals.append(([p], optimizer))
+    assert_same(*finals)
+    found = {(c["ALIGNED"], c["GRAD_ALIGNED"]) for c in seen if "GRAD_ALIGNED" in c}
+    assert found == {(each, each and shift == 0) for each in wide}
 
 
 def test_a_tensor_that_int32_cannot_count(gpu: Machine):

@@ -69,6 +69,27 @@ def test_the_steady_step_does_not_synchronise(gpu: Machine, level, dtype):
     assert amp.steps == 6
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 6), ("fp16", 8)])
+def test_a_step_takes_few_launches(gpu: Machine, level, dtype, most):
+    net = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 10)).to(DEVICE)
+    amp = hs.prepare(net, ours(net), level=level, dtype=dtype)
+    x, y = batch()
+    kept = None
+    for _ in range(4):
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(net(x), y)
+        amp.backward(loss)
+        kept = kept or [p.grad for p in net.parameters()]
+        for p, grad in zip(net.parameters(), kept):
+            grad.copy_(p.grad)
+            p.grad = grad  # where it lay before, so that no table is sent again
+        launched = gpu.launches(lambda: amp.step(clip_norm=1.0))
+    noted = ("_local_scalar_dense", "_record_function_enter_new", "_record_function_exit")  # of the CPU
+    launched = [name for name in launched if name not in noted]
+    assert 4 <= len(launched) <= most, launched
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ops_run_in_the_dtypes_of_the_cpu(dtype):
     policy = hs.Policy(compute_dtype=dtype)

@@ -127,47 +127,26 @@ def test_where_no_time_is_left_the_file_says_so(tmp_path: Path):
     assert (found["complete"], found["rows"]) == (False, {})
 
 
-COMPILE = """
-import re, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from halfstep.kernels import codes as L
-from halfstep.kernels.cuda import update as K
-
-def ptx(kernel, signature, constants):
-    names = kernel.arg_names
-    types = {n: "constexpr" if n in constants else signature[n] for n in names}
-    places = {(names.index(n),): value for n, value in constants.items()}
-    source = ASTSource(kernel, types, places, {})
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
-
-fused = re.compile(r"\\bfma|div\\.full|sqrt\\.approx|\\.ftz")
-tables = {"table": "*i64", "grads": "*i64", "items": "*i64", "rows": "*fp32", "keys": "*i32", "skip": "*u8"}
-for algorithm, state in ((L.ADAMW, L.STATE_FP32), (L.SGD_NESTEROV, L.STATE_BF16), (L.ADAM, L.STATE_8BIT)):
-    chosen = {"ALGORITHM": algorithm, "KIND": L.BF16_EXACT, "GRAD": L.BF16, "STATE": state, "ALIGNED": True}
-    rest = {"over": None, "TILE": 1024}
-    if state == L.STATE_8BIT:
-        assert not fused.search(ptx(K.update, tables, {**chosen, **rest, "RAGGED": True}))
-    text = ptx(K.update, tables, {**chosen, **rest, "RAGGED": False})
-    assert not fused.search(text)
-    assert text.count("ld.global.v4") >= 2
-    if algorithm != L.SGD_NESTEROV:
-        assert "div.rn.f32" in text and "sqrt.rn.f32" in text
-found = {"sums": "*fp32", "peaks": "*i32"}
-ptx(K.measure, {**tables, **found}, {"GRAD": L.BF16, "ALIGNED": True, "TILE": 1024})
-scale = {"count": "i32", "inv_value": "fp32", "inv_scale": "*fp32", "flags": "*u8", "stats": "*fp32"}
-assert "sqrt.rn.f64" in ptx(K.total, {**found, **scale}, {"LANES": 1024})
-given = {"hyper": "*fp64", "lr": "*fp32", "factor": "fp32", "clip": "*fp32", "limit": "fp32"}
-ptx(K.scalars, {**tables, **scale, **given}, {"ALGORITHM": L.ADAMW, "LANES": 128})
-"""
+def compiled(tmp_path: Path, *arguments: str) -> None:
+    """Run tests/optim/assembly.py, which reads the PTX."""
+    place = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = run("tests/optim/assembly.py", *arguments, **place)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @needs_triton
-def test_compiled_code_has_no_fused_arithmetic_and_wide_loads(tmp_path: Path):
-    done = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_compiled_code_has_wide_loads_and_no_fused_arithmetic(tmp_path: Path, arch: str):
+    compiled(tmp_path, arch)
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_all_compiled_code_has_wide_loads_and_no_fused_arithmetic(tmp_path: Path, arch: str):
+    compiled(tmp_path, arch, "all")
 
 
 @pytest.fixture
