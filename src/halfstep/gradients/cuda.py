@@ -53,7 +53,9 @@ def why_not(device: torch.device) -> str:
         return "AMD GPUs: the kernels are for CUDA"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
-    return _failure(device) if device.type == "cuda" else ""
+    if device.type != "cuda" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return ""  # a graph under capture may not load a kernel; the steps before it have tried
+    return _failure(device)
 
 
 def _failure(device: torch.device) -> str:

@@ -307,7 +307,7 @@ class DynamicLossScale(LossScale):
 
     def state_dict(self) -> dict[str, Any]:
         """Return configuration and state as plain Python values; `LossScale.from_state` reads it."""
-        return super(DynamicLossScale, self.on_host()).state_dict()
+        return super().state_dict() | {"current": self.read()}
 
     def _times(self, scale: Any, factor: float) -> float | Tensor:
         """A scale times a factor, within the bounds, rounded once to float32 where there is float64."""
