@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ import torch
 
 from halfstep.casting.context import active_policy, autocast
 from halfstep.compat.mindspore._tensor import Parameter
+from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
 from halfstep.convert.hooks import to_float
@@ -151,31 +153,90 @@ def promotes(x: torch.Tensor) -> bool:
     return policy is not None and policy.table == "mindspore"
 
 
-def check_positive(layer: Any, **named: Any) -> None:
-    """TypeError for what is no integer, ValueError for one below 1, as MindSpore's layers raise them."""
-    for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"For '{type(layer).__name__}', the '{name}' must be int, but got '{type(value).__name__}'."
-            )
-        if value < 1:
-            raise ConfigError(
-                f"For '{type(layer).__name__}', the '{name}' must be int and must > 0, got {value}."
-            )
+# --- layers as rows ---
+
+_COUNTS = {
+    *("in_channels", "out_channels", "group", "num_features", "num_groups", "num_channels"),
+    *("vocab_size", "embedding_size", "embed_dim", "num_heads", "input_size", "hidden_size", "num_layers"),
+}
+_SIZES = {"kernel_size", "stride", "dilation"}
+_CALLED = {
+    "alpha": "negative_slope",
+    "axis": "dim",
+    "embedding_size": "embedding_dim",
+    "epsilon": "eps",
+    "group": "groups",
+    "has_bias": "bias",
+    "vocab_size": "num_embeddings",
+}
+"""What torch's layers call the arguments that MindSpore's call otherwise."""
+_BEGIN = {
+    "weight_init": "weight",
+    "bias_init": "bias",
+    "gamma_init": "weight",
+    "beta_init": "bias",
+    "embedding_table": "weight",
+}
+"""Parameters, by the argument that says how they begin."""
+_OURS = {"activation", "pad_mode", "use_one_hot"}
 
 
-def check_sizes(layer: Any, **named: Any) -> None:
-    """As `check_positive`, for one integer or a tuple of them."""
-    for name, value in named.items():
-        for size in value if isinstance(value, tuple) else (value,):
-            check_positive(layer, **{name: size})
+def signature_of(takes: Mapping[str, Any], by_name: Collection[str] = ()) -> inspect.Signature:
+    """Of arguments in this order with these defaults; `...` stands for none."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    none = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kinds[name in by_name], default=none if default is ... else default)
+            for name, default in takes.items()
+        ]
+    )
 
 
-def check_flag(layer: Any, **named: Any) -> None:
-    """TypeError for what is neither True nor False."""
-    for name, value in named.items():
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"For '{type(layer).__name__}', the type of '{name}' must be 'bool', "
-                f"but got type '{type(value).__name__}'."
-            )
+class Renamed:
+    """Before a layer of torch's among the bases: MindSpore's names, order and defaults of its arguments.
+
+    They stand in the class statement, `...` for no default. Each becomes an attribute where torch's layer has
+    none of that name; what a call gives beyond them is torch's.
+    """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **takes: Any) -> None:
+        super().__init_subclass__()
+        if takes:
+            cls.__signature__ = signature_of(takes)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        known = type(self).__signature__.parameters
+        more = {name: value for name, value in kwargs.items() if name not in known}
+        bound = type(self).__signature__.bind(*args, **{n: v for n, v in kwargs.items() if n in known})
+        bound.apply_defaults()
+        given: dict[str, Any] = bound.arguments
+        for name, value in given.items():
+            _check(self, name, value)
+        base: Any = super()
+        base.__init__(**self._for_torch(given), **more)
+        for name, value in given.items():
+            if name in _BEGIN:
+                initialize(getattr(self, _BEGIN[name]), value)
+            elif not hasattr(self, name):
+                setattr(self, name, value)
+
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of torch's layer."""
+        named = {n: value for n, value in given.items() if n not in _BEGIN and n not in _OURS}
+        return {_CALLED.get(name, name): value for name, value in named.items()}
+
+
+def _check(layer: Any, name: str, value: Any) -> None:
+    """TypeError for what is no integer or bool, ValueError for a number below 1, as in MindSpore."""
+    start = f"For '{type(layer).__name__}', the "
+    if name == "has_bias" and not isinstance(value, bool):
+        raise TypeError(f"{start}type of '{name}' must be 'bool', but got type '{type(value).__name__}'.")
+    sizes: Any = value if isinstance(value, tuple) and name in _SIZES else (value,)
+    for size in sizes if name in _COUNTS | _SIZES else ():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{start}'{name}' must be int, but got '{type(size).__name__}'.")
+        if size < 1:
+            raise ConfigError(f"{start}'{name}' must be int and must > 0, got {size}.")

@@ -6,7 +6,6 @@ bits and the rest in the widest dtype, as MindSpore builds it: its bias addition
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +15,7 @@ import torch.nn.functional as F
 from halfstep.compat.mindspore import ops
 from halfstep.compat.mindspore.common.initializer import Init, initialize
 from halfstep.compat.mindspore.dtype import float32
-from halfstep.compat.mindspore.nn._cell import (
-    Cell,
-    check_flag,
-    check_positive,
-    check_sizes,
-    in_dtype_of,
-    promotes,
-)
+from halfstep.compat.mindspore.nn._cell import Cell, Renamed, in_dtype_of, promotes
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -96,17 +88,18 @@ def same_padding(sizes: Sequence[int], kernel: Any, stride: Any, dilation: Any) 
     return pads
 
 
-def _row(layer: Any, says: str, shared: Any = None, name: str = "") -> Any:
+def _row(layer: Any, says: str, *shared: Any, name: str = "", **takes: Any) -> Any:
     """The class of cells that are a layer of torch's, by its name or another, with what a family shares."""
-    bases = (layer, Cell) if shared is None else (shared, layer, Cell)
-    return type(name or layer.__name__, bases, {"__doc__": says, "__module__": __name__})
+    first = shared or ((Renamed,) if takes else ())
+    body = {"__doc__": says, "__module__": __name__}
+    return type(name or layer.__name__, (*first, layer, Cell), body, **takes)
 
 
-def _by_dims(shared: Any, layer: str, says: str, name: str = "") -> list[Any]:
+def _by_dims(layer: str, says: str, *shared: Any, name: str = "", **takes: Any) -> list[Any]:
     """Three such classes, over series, images and volumes."""
     shapes = enumerate(("[N, C, L]", "[N, C, H, W]", "[N, C, D, H, W]"), 1)
     layers = ((n, getattr(torch.nn, f"{layer}{n}d"), shape) for n, shape in shapes)
-    return [_row(found, says.format(shape), shared, name.format(n)) for n, found, shape in layers]
+    return [_row(kind, says.format(at), *shared, name=name.format(n), **takes) for n, kind, at in layers]
 
 
 class ReLU(Cell):
@@ -135,25 +128,14 @@ class PReLU(Cell):
         return self.prelu(x, self.w.to(x.dtype))
 
 
-class GELU(Cell):
+class GELU(torch.nn.GELU, Cell):
     """x times the normal distribution's function at x; by tanh unless `approximate` is False."""
 
     def __init__(self, approximate: bool = True) -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def construct(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
-        return F.gelu(x, approximate="tanh" if self.approximate else "none")
+        super().__init__("tanh" if approximate else "none")
 
 
-class LeakyReLU(torch.nn.LeakyReLU, Cell):
-    """x where positive, else alpha * x."""
-
-    def __init__(self, alpha: float = 0.2) -> None:
-        super().__init__(alpha)
-
-
+LeakyReLU = _row(torch.nn.LeakyReLU, "x where positive, else alpha * x.", alpha=0.2)
 Sigmoid = _row(torch.nn.Sigmoid, "1 / (1 + exp(-x)).")
 Tanh = _row(torch.nn.Tanh, "The hyperbolic tangent.")
 SiLU = _row(torch.nn.SiLU, "x * sigmoid(x).")
@@ -161,61 +143,47 @@ Flatten = _row(torch.nn.Flatten, "Joins all dimensions after the first.")
 Dropout = _row(
     torch.nn.Dropout, "Zeroes a share p of the elements in training; does nothing before `set_train()`."
 )
+Softmax = _row(torch.nn.Softmax, "exp(x) / sum exp(x) along an axis.", axis=-1)
+LogSoftmax = _row(torch.nn.LogSoftmax, "The logarithm of softmax along an axis.", axis=-1)
 
 
-class Softmax(torch.nn.Softmax, Cell):
-    """exp(x) / sum exp(x) along an axis."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(dim=axis)
-
-
-class LogSoftmax(torch.nn.LogSoftmax, Cell):
-    """The logarithm of softmax along an axis."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__(dim=axis)
-
-
-class MaxPool2d(Cell):
+class MaxPool2d(Renamed, torch.nn.MaxPool2d, Cell, kernel_size=1, stride=1, pad_mode="valid"):
     """Largest value of each window; `pad_mode` "valid" or "same"."""
 
-    def __init__(self, kernel_size: int = 1, stride: int = 1, pad_mode: str = "valid") -> None:
-        super().__init__()
-        check_pad_mode(self, pad_mode, ("valid", "same"))
-        self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode.lower()
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        check_pad_mode(self, given["pad_mode"], ("valid", "same"))
+        return super()._for_torch(given)
 
-    def construct(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, C, H, W]."""
         if self.pad_mode == "same":
             pads = same_padding(x.shape[2:], *((n,) * 2 for n in (self.kernel_size, self.stride, 1)))
             x = F.pad(x, pads, value=float("-inf"))
-        return F.max_pool2d(x, self.kernel_size, self.stride)
+        return super().forward(x)
 
 
-class AvgPool2d(Cell):
+class AvgPool2d(
+    Renamed,
+    torch.nn.AvgPool2d,
+    Cell,
+    kernel_size=1,
+    stride=1,
+    pad_mode="valid",
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+):
     """Mean of each window; with `pad_mode` "same" over the places inside the image, with "pad" as torch's."""
 
-    def __init__(
-        self,
-        kernel_size: int = 1,
-        stride: int = 1,
-        pad_mode: str = "valid",
-        padding: int = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-    ) -> None:
-        super().__init__()
-        check_pad_mode(self, pad_mode.lower(), ("valid", "same", "pad"))
-        self.kernel_size, self.stride, self.pad_mode = kernel_size, stride, pad_mode.lower()
-        self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        given["pad_mode"] = given["pad_mode"].lower()
+        check_pad_mode(self, given["pad_mode"], ("valid", "same", "pad"))
+        return super()._for_torch(given)
 
-    def construct(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, C, H, W]."""
         if self.pad_mode != "same":
-            return F.avg_pool2d(
-                x, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad
-            )
+            return super().forward(x)
         pads = same_padding(x.shape[2:], *((n,) * 2 for n in (self.kernel_size, self.stride, 1)))
         inside = F.avg_pool2d(F.pad(torch.ones_like(x[:1, :1]), pads), self.kernel_size, self.stride)
         return F.avg_pool2d(F.pad(x, pads), self.kernel_size, self.stride) / inside
@@ -269,28 +237,33 @@ class SequentialCell(torch.nn.Sequential, Cell):  # pyright: ignore[reportIncomp
 CellList = _row(torch.nn.ModuleList, "A list of cells.", name="CellList")
 
 
-class Dense(torch.nn.Linear, Cell):
+class Dense(
+    Renamed,
+    torch.nn.Linear,
+    Cell,
+    in_channels=...,
+    out_channels=...,
+    weight_init=None,
+    bias_init=None,
+    has_bias=True,
+    activation=None,
+    dtype=float32,
+):
     """x W^T + b, fp32 weights; on an input cast by hand it computes in the input's dtype."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        weight_init: Init = None,
-        bias_init: Init = None,
-        has_bias: bool = True,
-        activation: str | Cell | None = None,
-        dtype: torch.dtype = float32,
-    ) -> None:
-        check_positive(self, in_channels=in_channels, out_channels=out_channels)
-        check_flag(self, has_bias=has_bias)
-        super().__init__(in_channels, out_channels, has_bias, dtype=dtype)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        initialize(self.weight, weight_init)
-        initialize(self.bias, bias_init)
-        if isinstance(activation, str) and activation not in ACTIVATIONS:
-            raise UnknownName(f"unknown activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-        self.activation = ACTIVATIONS[activation]() if isinstance(activation, str) else activation
+    activation: Any
+
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        named = given["activation"]
+        if isinstance(named, str) and named not in ACTIVATIONS:
+            raise UnknownName(f"unknown activation {named!r}: expected one of {', '.join(ACTIVATIONS)}")
+        given["activation"] = ACTIVATIONS[named]() if isinstance(named, str) else named
+        return {
+            "in_features": given["in_channels"],
+            "out_features": given["out_channels"],
+            "bias": given["has_bias"],
+            "dtype": given["dtype"],
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in_channels] to [..., out_channels]."""
@@ -302,44 +275,27 @@ class Dense(torch.nn.Linear, Cell):
         return y if self.activation is None else self.activation(y)
 
 
-class _Padded:
-    """What all convolutions share: MindSpore's arguments; only "pad" leaves the padding to torch's layer."""
+class _Padded(
+    Renamed,
+    in_channels=...,
+    out_channels=...,
+    kernel_size=...,
+    stride=1,
+    pad_mode="same",
+    padding=0,
+    dilation=1,
+    group=1,
+    has_bias=False,
+    weight_init=None,
+    bias_init=None,
+    dtype=float32,
+):
+    """What all convolutions share: only "pad" leaves the padding to torch's layer."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        pad_mode: str = "same",
-        padding: Any = 0,
-        dilation: Any = 1,
-        group: int = 1,
-        has_bias: bool = False,
-        weight_init: Init = None,
-        bias_init: Init = None,
-        dtype: torch.dtype = float32,
-    ) -> None:
-        check_positive(self, in_channels=in_channels, out_channels=out_channels, group=group)
-        check_sizes(self, kernel_size=kernel_size, stride=stride, dilation=dilation)
-        check_flag(self, has_bias=has_bias)
-        check_pad_mode(self, pad_mode)
-        inside = padding if pad_mode == "pad" else 0
-        base: Any = super()
-        base.__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            inside,
-            dilation=dilation,
-            groups=group,
-            bias=has_bias,
-            dtype=dtype,
-        )
-        self.pad_mode = pad_mode
-        initialize(self.weight, weight_init)  # type: ignore[attr-defined]
-        initialize(self.bias, bias_init)  # type: ignore[attr-defined]
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        check_pad_mode(self, given["pad_mode"])
+        inside = given["padding"] if given["pad_mode"] == "pad" else 0
+        return {**super()._for_torch(given), "padding": inside}
 
 
 class _Conv(_Padded):
@@ -357,7 +313,7 @@ class _Conv(_Padded):
 
 
 Conv1d, Conv2d, Conv3d = _by_dims(
-    _Conv, "Conv", 'Convolution over {}; `pad_mode` "same" (the default), "valid" or "pad".'
+    "Conv", 'Convolution over {}; `pad_mode` "same" (the default), "valid" or "pad".', _Conv
 )
 
 
@@ -387,34 +343,25 @@ class _ConvTranspose(_Padded):
 
 
 Conv1dTranspose, Conv2dTranspose, Conv3dTranspose = _by_dims(
-    _ConvTranspose, "ConvTranspose", "Transposed convolution over {}.", "Conv{}dTranspose"
+    "ConvTranspose", "Transposed convolution over {}.", _ConvTranspose, name="Conv{}dTranspose"
 )
 
 
-class _BatchNorm:
+class _BatchNorm(
+    Renamed, num_features=..., eps=1e-5, momentum=0.9, affine=True, gamma_init=None, beta_init=None
+):
     """MindSpore's momentum is the share of the old statistics, torch's that of the new."""
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        affine: bool = True,
-        gamma_init: Init = None,
-        beta_init: Init = None,
-    ) -> None:
-        check_positive(self, num_features=num_features)
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        momentum = given["momentum"]
         if not 0.0 <= momentum <= 1.0:
             raise ConfigError(
                 f"For '{type(self).__name__}', the 'momentum' must be in range [0, 1], but got {momentum}."
             )
-        base: Any = super()
-        base.__init__(num_features, eps, 1.0 - momentum, affine)
-        initialize(self.weight, gamma_init)  # type: ignore[attr-defined]
-        initialize(self.bias, beta_init)  # type: ignore[attr-defined]
+        return {**super()._for_torch(given), "momentum": 1.0 - momentum}
 
 
-BatchNorm1d, BatchNorm2d, BatchNorm3d = _by_dims(_BatchNorm, "BatchNorm", "Batch normalisation of {}.")
+BatchNorm1d, BatchNorm2d, BatchNorm3d = _by_dims("BatchNorm", "Batch normalisation of {}.", _BatchNorm)
 
 
 class LayerNorm(torch.nn.LayerNorm, Cell):
@@ -438,65 +385,37 @@ class LayerNorm(torch.nn.LayerNorm, Cell):
         initialize(self.bias, beta_init)
 
 
-class GroupNorm(torch.nn.GroupNorm, Cell):
-    """Normalisation of [N, C, ...] over groups of channels."""
+GroupNorm = _row(
+    torch.nn.GroupNorm, "Normalisation of [N, C, ...] over groups of channels.",
+    num_groups=..., num_channels=..., eps=1e-5, affine=True, gamma_init=None, beta_init=None,
+)  # fmt: skip
 
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        gamma_init: Init = None,
-        beta_init: Init = None,
-    ) -> None:
-        check_positive(self, num_groups=num_groups, num_channels=num_channels)
-        super().__init__(num_groups, num_channels, eps, affine)
-        initialize(self.weight if affine else None, gamma_init)
-        initialize(self.bias if affine else None, beta_init)
-
-
-class _InstanceNorm:
-    """As in MindSpore affine by default, and by the statistics of the batch at hand in evaluation too."""
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-        gamma_init: Init = None,
-        beta_init: Init = None,
-    ) -> None:
-        base: Any = super()
-        base.__init__(num_features, eps, momentum, affine)
-        initialize(self.weight, gamma_init)  # type: ignore[attr-defined]
-        initialize(self.bias, beta_init)  # type: ignore[attr-defined]
-
-
+# As in MindSpore affine by default, and by the statistics of the batch at hand in evaluation too.
 InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = _by_dims(
-    _InstanceNorm, "InstanceNorm", "Normalisation of each channel of each sample of {}."
-)
+    "InstanceNorm", "Normalisation of each channel of each sample of {}.",
+    num_features=..., eps=1e-5, momentum=0.1, affine=True, gamma_init=None, beta_init=None,
+)  # fmt: skip
 
 
-class Embedding(torch.nn.Embedding, Cell):
+class Embedding(
+    Renamed,
+    torch.nn.Embedding,
+    Cell,
+    vocab_size=...,
+    embedding_size=...,
+    use_one_hot=False,
+    embedding_table="normal",
+    padding_idx=None,
+):
     """Rows of a table by index; `use_one_hot` multiplies by one-hot rows instead, so that lists reach it."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        embedding_size: int,
-        use_one_hot: bool = False,
-        embedding_table: Init = "normal",
-        padding_idx: int | None = None,
-    ) -> None:
-        check_positive(self, vocab_size=vocab_size, embedding_size=embedding_size)
-        super().__init__(vocab_size, embedding_size, padding_idx)
-        self.vocab_size, self.embedding_size, self.use_one_hot = vocab_size, embedding_size, use_one_hot
-        initialize(self.weight, embedding_table)
-        if padding_idx is not None:
+    vocab_size: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.padding_idx is not None:  # pyright: ignore[reportUnnecessaryComparison]
             with torch.no_grad():
-                self.weight[padding_idx] = 0.0
+                self.weight[self.padding_idx] = 0.0
 
     @property
     def embedding_table(self) -> torch.nn.Parameter:
@@ -510,40 +429,29 @@ class Embedding(torch.nn.Embedding, Cell):
         return F.one_hot(ids.long(), self.vocab_size).to(self.weight.dtype) @ self.weight
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention, Cell):
+class MultiheadAttention(
+    Renamed,
+    torch.nn.MultiheadAttention,
+    Cell,
+    embed_dim=...,
+    num_heads=...,
+    dropout=0.0,
+    has_bias=True,
+    add_bias_kv=False,
+    add_zero_attn=False,
+    kdim=None,
+    vdim=None,
+    batch_first=False,
+):
     """Attention in several heads: (query, key, value) to (output, weights)."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        has_bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        check_positive(self, embed_dim=embed_dim, num_heads=num_heads)
-        if embed_dim % num_heads:
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        if given["embed_dim"] % given["num_heads"]:
             raise ConfigError(
                 "The init argument 'embed_dim' must be divisible by 'num_heads', "
-                f"but got {embed_dim} and {num_heads}."
+                f"but got {given['embed_dim']} and {given['num_heads']}."
             )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            has_bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            **kwargs,
-        )
+        return super()._for_torch(given)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As torch's; where bias additions promote, the output is as wide as the bias."""
@@ -557,13 +465,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention, Cell):
 States = tuple[torch.Tensor, torch.Tensor]
 
 
-class _OneStep:
-    """What the cells share: MindSpore's arguments, and gates whose bias is added after the product."""
-
-    def __init__(self, input_size: int, hidden_size: int, has_bias: bool = True, **kwargs: Any) -> None:
-        check_positive(self, input_size=input_size, hidden_size=hidden_size)
-        base: Any = super()
-        base.__init__(input_size, hidden_size, has_bias, **kwargs)
+class _OneStep(Renamed, input_size=..., hidden_size=..., has_bias=True):
+    """What the cells share: gates whose bias is added after the product."""
 
     def _gates(self: Any, x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Products of input and of state with their weights, each with its bias."""
@@ -609,32 +512,17 @@ class GRUCell(_OneStep, torch.nn.GRUCell, Cell):
         return new + torch.sigmoid(i_z + h_z) * (hx - new)
 
 
-class _Sequence:
-    """What the layers over sequences share: MindSpore's arguments; results in the dtype of the input."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        has_bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        check_positive(self, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
-        base: Any = super()
-        base.__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias=has_bias,
-            batch_first=batch_first,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            **kwargs,
-        )
+class _Sequence(
+    Renamed,
+    input_size=...,
+    hidden_size=...,
+    num_layers=1,
+    has_bias=True,
+    batch_first=False,
+    dropout=0.0,
+    bidirectional=False,
+):
+    """What the layers over sequences share: results in the dtype of the input."""
 
     def forward(
         self: Any, x: torch.Tensor, hx: Any = None, seq_length: torch.Tensor | Sequence[int] | None = None
@@ -695,30 +583,25 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return F.cross_entropy(logits, target, reduction=self.reduction)
 
 
-def _loss(name: str, says: str, function: Any, *, classes: bool = False, **defaults: Any) -> Any:
-    """The class of losses that call a function with logits, labels and these arguments, in this order.
+class _Reduced(Renamed, LossBase):
+    """A loss that calls a function with logits, labels and its own arguments."""
 
-    Labels that are `classes` may have any integer dtype.
-    """
-    taken = inspect.Signature(
-        [
-            inspect.Parameter(key, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v)
-            for key, v in defaults.items()
-        ]
-    )
+    function: Any
+    of_classes: bool
 
-    def made(self: LossBase, *args: Any, **kwargs: Any) -> None:
-        given = taken.bind(*args, **kwargs)
-        given.apply_defaults()
-        LossBase.__init__(self, given.arguments["reduction"])
-        vars(self).update(given.arguments)
+    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"reduction": given["reduction"]}
 
-    def construct(self: LossBase, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        labels = labels.long() if classes and not labels.is_floating_point() else labels
-        return function(logits, labels, **{key: getattr(self, key) for key in defaults})
+    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Of one shape, or classes of any integer dtype."""
+        labels = labels.long() if self.of_classes and not labels.is_floating_point() else labels
+        own = {name: getattr(self, name) for name in type(self).__signature__.parameters}
+        return type(self).function(logits, labels, **own)
 
-    body = {"__init__": made, "construct": construct, "__signature__": taken}
-    return type(name, (LossBase,), {**body, "__doc__": says, "__module__": __name__})
+
+def _loss(name: str, says: str, function: Any, *, classes: bool = False, **takes: Any) -> Any:
+    body = {"function": staticmethod(function), "of_classes": classes, "__doc__": says}
+    return type(name, (_Reduced,), {**body, "__module__": __name__}, **takes)
 
 
 MSELoss = _loss("MSELoss", "Squared differences.", F.mse_loss, reduction="mean")

@@ -6,6 +6,7 @@ The scale, the check and the skip are halfstep's; each optimizer is a torch.opti
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ import torch
 from halfstep.compat.mindspore._functions import value_and_grad
 from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
-from halfstep.compat.mindspore.nn._cell import Cell
+from halfstep.compat.mindspore.nn._cell import Cell, signature_of
 from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
@@ -114,11 +115,6 @@ class Optimizer:
         self._order = None if groups is None else groups.order
         self._rates: dict[int, Sequence[float]] = {} if groups is None else groups.rates
 
-    def _make(self, kind: Any, params: Any, rate: LearningRate, loss_scale: float, *options: Any) -> None:
-        """Be what a class of torch's does with these parameters, their groups and options."""
-        groups = _groups(params, rate)
-        Optimizer.__init__(self, kind(groups.groups, _first(rate), *options), rate, loss_scale, groups)
-
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters, in the order of the gradients."""
@@ -198,72 +194,50 @@ def _group(given: Any) -> Any:
     return group
 
 
-class SGD(Optimizer):
-    """Gradient descent with momentum."""
+class _TorchOptimizer(Optimizer):
+    """One that a class of torch's, or of halfstep's, does under MindSpore's arguments."""
 
-    def __init__(
-        self,
-        params: Any,
-        learning_rate: LearningRate = 0.1,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        loss_scale: float = 1.0,
-    ) -> None:
-        options = (momentum, dampening, weight_decay, nesterov)
-        self._make(torch.optim.SGD, params, learning_rate, loss_scale, *options)
+    __signature__: inspect.Signature
+    make: Any
 
-
-class Momentum(Optimizer):
-    """Gradient descent with momentum."""
-
-    def __init__(
-        self,
-        params: Any,
-        learning_rate: LearningRate,
-        momentum: float,
-        weight_decay: float = 0.0,
-        loss_scale: float = 1.0,
-        use_nesterov: bool = False,
-    ) -> None:
-        options = (momentum, 0.0, weight_decay, use_nesterov)
-        self._make(torch.optim.SGD, params, learning_rate, loss_scale, *options)
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        bound = type(self).__signature__.bind(params, *args, **kwargs)
+        bound.apply_defaults()
+        given: dict[str, Any] = bound.arguments
+        rate, scale = given.pop("learning_rate"), given.pop("loss_scale", 1.0)
+        groups = _groups(given.pop("params"), rate)
+        if "beta1" in given:
+            given["betas"] = given.pop("beta1"), given.pop("beta2")
+        options = {name.removeprefix("use_"): value for name, value in given.items()}
+        super().__init__(self.make(groups.groups, lr=_first(rate), **options), rate, scale, groups)
 
 
-class Adam(Optimizer):
-    """Adam with bias correction; weight decay is added to the gradient."""
-
-    def __init__(
-        self,
-        params: Any,
-        learning_rate: LearningRate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        *,
-        use_amsgrad: bool = False,
-        weight_decay: float = 0.0,
-        loss_scale: float = 1.0,
-    ) -> None:
-        options = ((beta1, beta2), eps, weight_decay, use_amsgrad)
-        self._make(torch.optim.Adam, params, learning_rate, loss_scale, *options)
+def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: Any) -> Any:
+    """The class of optimizers of this kind, with their arguments in this order; `...` for no default."""
+    signature = signature_of({"params": ..., **takes}, by_name)
+    body = {"make": staticmethod(make), "__signature__": signature, "__doc__": says, "__module__": __name__}
+    return type(name, (_TorchOptimizer,), body)
 
 
-class AdamWeightDecay(Optimizer):
-    """Adam without bias correction; weight decay is taken off the weight, not added to the gradient."""
-
-    def __init__(
-        self,
-        params: Any,
-        learning_rate: LearningRate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        make = functools.partial(AdamW, bias_correction=False)
-        self._make(make, params, learning_rate, 1.0, (beta1, beta2), eps, weight_decay)
+SGD = _row(
+    "SGD", "Gradient descent with momentum.", torch.optim.SGD,
+    learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0,
+)  # fmt: skip
+Momentum = _row(
+    "Momentum", "Gradient descent with momentum.", torch.optim.SGD,
+    learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False,
+)  # fmt: skip
+Adam = _row(
+    "Adam", "Adam with bias correction; weight decay is added to the gradient.", torch.optim.Adam,
+    ("use_amsgrad", "weight_decay", "loss_scale"), learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
+    use_amsgrad=False, weight_decay=0.0, loss_scale=1.0,
+)  # fmt: skip
+AdamWeightDecay = _row(
+    "AdamWeightDecay",
+    "Adam without bias correction; weight decay is taken off the weight, not added to the gradient.",
+    functools.partial(AdamW, bias_correction=False),
+    learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0,
+)  # fmt: skip
 
 
 class FixedLossScaleUpdateCell(Cell):
