@@ -5,47 +5,36 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 
 def rewinder() -> Callable[[], None]:
-    """Notes the state of Python's, numpy's and torch's generators; the result puts it back."""
-    python, torch_cpu = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module: Any = torch.get_device_module(device) if device is not None else None
-    states = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else None
+    """Notes the state of every generator; the result puts it back."""
+    return partial(load_random_state, random_state())
 
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(torch_cpu)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        if module is not None and states is not None:
-            module.set_rng_state_all(states)
 
-    return restore
+def _accelerator() -> tuple[str, Any]:
+    """The accelerator's name and the module that has its generators; "" and None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if found is None else torch.get_device_module(found)
+    return (found.type, module) if found and hasattr(module, "get_rng_state_all") else ("", None)
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, torch's, numpy's (if imported) and CUDA's (if in use) generators."""
+    """Python's, torch's, numpy's (if imported) and the accelerator's (if in use) generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         import numpy
 
         kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        state["numpy"] = [
-            kind,
-            torch.from_numpy(cast("Any", keys).astype("int64")),
-            position,
-            has_gauss,
-            gauss,
-        ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        bits = torch.from_numpy(cast("Any", keys).astype("int64"))
+        state["numpy"] = [kind, bits, position, has_gauss, gauss]
+    name, module = _accelerator()
+    if module is not None and module.is_initialized():
+        state[name] = module.get_rng_state_all()
     return state
 
 
@@ -59,5 +48,6 @@ def load_random_state(state: Mapping[str, Any]) -> None:
 
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, keys.cpu().numpy().astype("uint32"), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    name, module = _accelerator()
+    if name in state:
+        module.set_rng_state_all([s.cpu() for s in state[name]])

@@ -134,18 +134,6 @@ def multiply(t: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Ten
     return product if dtype is None else product.to(dtype)
 
 
-def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
-    """The nest with its real floating tensors of 16 bits or more in `dtype`; a pytree goes in and out."""
-
-    def cast(leaf: Any) -> Any:
-        # 8-bit floats carry their scale elsewhere; a plain cast would lose it.
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() > 1:
-            return leaf.to(dtype)
-        return leaf
-
-    return pytree.tree_map(cast, tree)
-
-
 def is_wide_float(value: Any) -> bool:
     """Whether it is a real floating tensor of 16 bits or more (8-bit floats keep their scale elsewhere)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1

@@ -25,6 +25,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule
 from halfstep.policy.policy import Policy
+from halfstep.tuning.op_times import without_remarks
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -130,7 +131,7 @@ def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: 
 
     groups = only.split(",") if only else GROUPS
 
-    with _native_stderr_hidden():
+    with without_remarks():
         wanted = parse_dtypes(dtypes) if dtypes else None
         checks = list(run_battery(device, levels.split(","), wanted, policy, groups))
     if json:
@@ -171,23 +172,10 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
     rows = policy.rows(device.type)
     compute = policy.compute_dtype
     devices.check_dtype(device, compute)
-    with _native_stderr_hidden():
+    with without_remarks():
         return list(
             probe_casting(device, compute, rows, lambda: autocast(device.type, policy=policy)).values()
         )
-
-
-@contextmanager
-def _native_stderr_hidden() -> Generator[None]:
-    """torch's C++ side writes its deprecation notices straight to descriptor 2; the probed ops raise many."""
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def _capabilities(device: torch.device) -> list[Capability]:

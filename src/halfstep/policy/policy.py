@@ -20,7 +20,7 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.op_names import canonical_op
 from halfstep.policy.ops import OpRow, Rule
-from halfstep.trees import cast_tree
+from halfstep.trees import cast_floats
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,15 +181,15 @@ class Policy:
 
     def cast_to_param(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree of lists, tuples and dicts to the parameter dtype."""
-        return cast_tree(tree, self.param_dtype)
+        return cast_floats(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree to the compute dtype."""
-        return cast_tree(tree, self.compute_dtype)
+        return cast_floats(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Any) -> Any:
         """Cast the floating tensors of a tree to the output dtype; the tree itself when that is None."""
-        return tree if self.output_dtype is None else cast_tree(tree, self.output_dtype)
+        return tree if self.output_dtype is None else cast_floats(tree, self.output_dtype)
 
 
 def says_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:

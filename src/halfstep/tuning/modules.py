@@ -7,7 +7,9 @@ its module's rule, a normalisation runs in the dtype it is given because its row
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +17,13 @@ from torch import nn
 from halfstep.formats import dtype_name
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
-from halfstep.tuning.cut import cheapest
 from halfstep.tuning.flow import Flow
 from halfstep.tuning.op_times import StepTimes
 
 #: Seconds that the hooks of a module with a rule of its own cost a step.
 HOOKS = 5e-5
+
+_FULL, _LOW = "\0full", "\0low"
 
 #: A module whose fp32 saves less than this share of a step is left to the level.
 LEAST = 0.002
@@ -50,9 +53,32 @@ def plan_by_module(
     return Plan(tuple(_rules(model, chosen, in_full, in_low, level, dtype)))
 
 
+def cheapest(
+    full: Mapping[str, float], low: Mapping[str, float], edges: Iterable[tuple[str, str, float]]
+) -> tuple[set[str], float]:
+    """The nodes to label fp32, and the cost of the whole labelling: a minimum cut between fp32 and 16 bits.
+
+    (Greig, Porteous and Seheult 1989.) full, low: the cost of each node under either label, with the same
+    keys. edges: two nodes and what it costs if their labels differ.
+    """
+    import networkx
+
+    graph: Any = networkx.Graph()
+    graph.add_nodes_from((_FULL, _LOW))
+    paid = defaultdict[tuple[str, str], float](float)
+    for one, other, cost in edges:
+        paid[min(one, other), max(one, other)] += cost
+    graph.add_weighted_edges_from(((*pair, cost) for pair, cost in paid.items()), weight="capacity")
+    for node, cost in full.items():
+        graph.add_edge(node, _LOW, capacity=cost)
+        graph.add_edge(node, _FULL, capacity=low[node])
+    cost, (_, in_full) = networkx.minimum_cut(graph, _LOW, _FULL)
+    return in_full - {_FULL}, cost
+
+
 def _rules(
     model: nn.Module,
-    chosen: frozenset[str],
+    chosen: Collection[str],
     full: Mapping[str, float],
     low: Mapping[str, float],
     level: str,
@@ -76,7 +102,7 @@ def _rules(
             yield PlanRule(path, rule=Rule.LOW, dtype=None if held is None else held.dtype, reason=why)
 
 
-def _all_below(path: str, chosen: frozenset[str], known: Mapping[str, float], above: bool) -> bool:
+def _all_below(path: str, chosen: Collection[str], known: Mapping[str, float], above: bool) -> bool:
     """The label of a module without ops of its own: fp32 where all below is, else what is above."""
     below = [p for p in known if p.startswith(f"{path}.")]
     return all(p in chosen for p in below) if below else above

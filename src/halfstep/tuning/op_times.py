@@ -77,7 +77,7 @@ def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[tu
 
 @contextmanager
 def without_remarks() -> Generator[None]:
-    """The profiler's C++ side writes remarks to file descriptor 2 that no setting turns off in time."""
+    """Within, what torch's C++ side writes straight to file descriptor 2 is gone: no setting turns it off."""
     sys.stderr.flush()
     kept = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
