@@ -34,7 +34,6 @@ from halfstep.convert.in_place import (
     refresh_flat,
     replace_data,
     stand_in,
-    widen_newcomers,
 )
 from halfstep.convert.sharded import (
     announce,
@@ -77,14 +76,6 @@ class Change:
         return f"{self.module or '(model)'}: {self.what} {dtypes} ({self.why})"
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The dtype the tensors of one module get, and on whose word."""
-
-    dtype: torch.dtype
-    why: str
-
-
 class Conversion:
     """The record of one `convert`: what changed and why, and how to take it back.
 
@@ -101,7 +92,6 @@ class Conversion:
         self._power = Power()
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
-        self._known: list[Tensor] = []
         self.buffers = LowBuffers()
         self._policies: list[tuple[Any, Any]] = []
         self._active = True
@@ -145,11 +135,10 @@ class Conversion:
                 wide = torch.where(same, original.to(wide), wide)
             replace_data(tensor, wide)
         announce(self.model)
-        widen_newcomers(self.model, _CONVERTED, self._known)
         for module in self.model.modules():
             _CONVERTED.pop(module, None)
         self.forget_originals()
-        self._handles, self._before, self._known, self._active = [], [], [], False
+        self._handles, self._before, self._active = [], [], False
         self.buffers = LowBuffers()
 
     @contextmanager
@@ -243,7 +232,6 @@ def convert(
         for listen in around:
             stack.enter_context(listen(inner))
         job.run()
-    record._known = list(inner.parameters())
     if record._before or record._handles:
         _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
     return record
@@ -339,21 +327,21 @@ class _Casting:
             rule = self.resolved.get(path)
             for what, key, tensor in own_tensors(module):
                 named = self.resolved.get(f"{path}.{key}".lstrip("."), rule) if what == "buffer" else rule
-                target = _Target(named.dtype, named.reason) if named and named.dtype else None
+                dtype, why = (named.dtype, named.reason) if named else (None, "")
                 if own_dtype(module) is not None:
-                    target = _Target(tensor.dtype, "to_float casts it in use")
-                if target is None:
+                    dtype, why = tensor.dtype, "to_float casts it in use"
+                if dtype is None:
                     continue
-                _refuse_orthogonal(self.names[path], module, target.dtype)
+                _refuse_orthogonal(self.names[path], module, dtype)
                 name = f"{self.names[path]}.{key}".lstrip(".")
-                before = wanted.setdefault(id(tensor), (tensor, target.dtype))
-                if before[1] != target.dtype:
+                before = wanted.setdefault(id(tensor), (tensor, dtype))
+                if before[1] != dtype:
                     raise PlanError(
                         f"{first[id(tensor)]!r} and {name!r} are one tied tensor, but the plan wants "
-                        f"{dtype_name(before[1])} and {dtype_name(target.dtype)}: give both modules one rule"
+                        f"{dtype_name(before[1])} and {dtype_name(dtype)}: give both modules one rule"
                     )
                 if first.setdefault(id(tensor), name) == name:
-                    self._note(path, f"{what} {key}", tensor.dtype, target.dtype, target.why)
+                    self._note(path, f"{what} {key}", tensor.dtype, dtype, why)
         return wanted
 
     def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Container, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from halfstep.convert.hooks import CastInputs, CastOutputs, Power
 from halfstep.convert.sharded import is_shard, replace_shard
-from halfstep.errors import HalfstepWarning
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import flat_weights, hooks_of, set_flat_weights
 from halfstep.trees import is_wide_float
@@ -77,7 +75,7 @@ def refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
 
 # ---- what no record of a conversion knows ----------------------------------------------------------------
 # A model that `torch.load` reads whole, or one that was copied at a level without masters, has casts, and
-# nothing that would take them back. A weight that `remove_parametrizations` makes of 16-bit ones is 16-bit.
+# nothing that would take them back.
 
 
 def undo_copy(model: nn.Module) -> bool:
@@ -94,28 +92,6 @@ def undo_copy(model: nn.Module) -> bool:
                 replace_data(tensor, tensor.data.float())
         refresh_flat(module for module in model.modules() if isinstance(module, nn.RNNBase))
     return bool(powers)
-
-
-def widen_newcomers(model: nn.Module, converted: Container[nn.Module], known: Iterable[Tensor]) -> None:
-    """Make 16-bit parameters of converted modules fp32 that are none of those `known`, and say so.
-
-    No master held what they lack. Modules that were appended later keep their dtype.
-    """
-    seen, found = {id(p) for p in known}, dict[str, Tensor]()
-    for path, module in model.named_modules():
-        for key, p in module._parameters.items() if module in converted else ():
-            if p is not None and p.dtype in LOW_DTYPES and id(p) not in seen and not is_shard(p):
-                found[f"{path}.{key}".lstrip(".")] = p
-    for p in found.values():
-        replace_data(p, p.data.float())
-    if found:
-        warnings.warn(
-            f"{', '.join(list(found)[:3])} came after the conversion, in 16 bits (remove_parametrizations, "
-            "an assignment): fp32 now, with the 16-bit values, for no master is theirs. Call revert() first "
-            "to make such a change in fp32",
-            HalfstepWarning,
-            stacklevel=4,
-        )
 
 
 def powers_of(module: nn.Module) -> list[Power]:
