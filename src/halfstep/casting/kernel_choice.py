@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.policy.plan import quoted
+from halfstep.policy.plan import toml_table
 from halfstep.torch_private import all_op_names
 
 #: Another way replaces torch's own kernel where it takes at most this share of its time.
@@ -355,18 +355,12 @@ def _row(number: int, value: object) -> Row:
     allowed = (*_FIELDS, *DIRECTIONS, "why")
     if stray := sorted(set(given) - set(allowed)):
         raise ValueError(f"kernel row {number} has {stray[0]!r}; expected some of {', '.join(allowed)}")
-    for direction in DIRECTIONS:
-        if (name := given.get(direction, "native")) not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"kernel row {number} has {direction} = {name!r}; expected {', '.join(IMPLEMENTATIONS)}"
-            )
     for name in ("op", "dtype", "geometry", "size", "needs", "why"):
         if not isinstance(given.get(name, ""), str):
             raise ValueError(f"kernel row {number} has {name} = {given[name]!r}; expected text")
-    if given.get("needs", "") not in NEEDS:
-        raise ValueError(
-            f"kernel row {number} has needs = {given['needs']!r}; expected {', '.join(map(repr, NEEDS))}"
-        )
+    _check(number, "needs", given.get("needs"), NEEDS)
+    for direction in DIRECTIONS:
+        _check(number, direction, given.get(direction), IMPLEMENTATIONS)
     if not isinstance(given.get("threads", 1), int):
         raise ValueError(f"kernel row {number} has threads = {given['threads']!r}; expected a number")
     choice = Choice(**{d: given.pop(d) for d in DIRECTIONS if d in given})
@@ -375,11 +369,8 @@ def _row(number: int, value: object) -> Row:
 
 def to_toml(rows: Iterable[Row], comment: str = "") -> str:
     """Rows as a TOML file that `read_toml` reads."""
-    lines = [*(f"# {line}" for line in comment.splitlines()), "format = 1"]
-    for row in to_plain(rows):
-        values = {key: quoted(value) if isinstance(value, str) else value for key, value in row.items()}
-        lines += ["", "[[kernel]]", *(f"{key} = {value}" for key, value in values.items())]
-    return "\n".join(lines) + "\n"
+    tables = [toml_table("[[kernel]]", row) for row in to_plain(rows)]
+    return "\n".join([*(f"# {line}" for line in comment.splitlines()), "format = 1\n", *tables])
 
 
 def read_toml(path: str | Path) -> tuple[Row, ...]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracin
 
 Args = Sequence[Any]
 Call = Callable[[Args, Mapping[str, Any]], Any]
+Runner = Callable[[Any, Args, Mapping[str, Any]], Any]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
@@ -42,18 +42,6 @@ class OpCall(NamedTuple):
     work: float
     needs: str
     run: Callable[[Choice], Call]
-
-
-class _Whole(Enum):
-    """In the place of a call: the op is run as a whole, whatever its arguments."""
-
-    ROUNDED = "rounded"
-    STRAIGHT = "straight"
-    """By torch's own kernel, which casts all that these arguments hold."""
-
-
-_ROUNDED: Final = _Whole.ROUNDED
-_STRAIGHT: Final = _Whole.STRAIGHT
 
 
 # --- classes -----------------------------------------------------------------------------------------------
@@ -408,56 +396,56 @@ def chosen(
     compute: torch.dtype,
     table: KernelTable,
     under: Callable[..., Any],
-    native: Callable[[Any, Args, Mapping[str, Any]], Any],
-    rounded: Callable[[Any, Args, Mapping[str, Any]], Any],
+    native: Runner,
+    rounded: Runner,
     straight: Callable[..., Any] | None,
-) -> Callable[[Any, Args, Mapping[str, Any]], Any]:
+) -> Runner:
     """The runner of a LOW op on a CPU.
 
     `name`: of the overload; `under(call, ...)` makes a call with autocast out of the way; `native` and
     `rounded` run the op whole, whatever its arguments; `straight` is `native` where all of them can be cast.
     """
-    memo: dict[Any, Call | _Whole | None] = {}
+    memo: dict[Any, Runner] = {}
     read = _READERS.get(name)
-    own = None if straight is None else _STRAIGHT
+    torchs: Runner = native
+    if straight is not None:
+        torchs = lambda keyset, args, kwargs: straight(keyset, *args, **kwargs)  # noqa: E731
 
-    def decide(args: Args, kwargs: Mapping[str, Any]) -> Call | _Whole | None:
-        """The call to make with the arguments in the compute dtype; None for torch's own."""
+    def whole(args: Args, plain: Runner = native) -> Runner:
+        return rounded if rounds_whole(table, name, args, compute) else plain
+
+    def implemented(call: Call) -> Runner:
+        def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
+            low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in CASTABLE else a for a in args]
+            out = under(call, low, kwargs)
+            return whole(args)(keyset, args, kwargs) if out is NotImplemented else out
+
+        return run
+
+    def decide(args: Args, kwargs: Mapping[str, Any]) -> Runner:
         tensors = tensors_of((*args, *kwargs.values()))
         if any(t.dtype not in CASTABLE and t.dtype is not torch.bool for t in tensors):
-            return None
+            return native
         if any(t.layout is not torch.strided or not t.numel() for t in tensors):
-            return None
+            return native
         made = None if read is None else read(args, kwargs)
         if made is None:
-            return _ROUNDED if rounds_whole(table, name, args, compute) else own
+            return whole(args, torchs)
         choice = table.choose(class_of(made.op, made.geometry, made.work, compute), made.needs)
-        return own if choice.is_native else made.run(choice)
+        return torchs if choice.is_native else implemented(made.run(choice))
 
     def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None or in_forward_ad() or is_jit_tracing():
             return native(keyset, args, kwargs)
         key = _key(args, kwargs)
         if key is None:
-            whole = rounded if rounds_whole(table, name, args, compute) else native
-            return whole(keyset, args, kwargs)
+            return whole(args)(keyset, args, kwargs)
         try:
-            call = memo[key]
+            runner = memo[key]
         except KeyError:
             if len(memo) >= _KEPT:
                 memo.clear()
-            call = memo[key] = decide(args, kwargs)
-        if call is _STRAIGHT and straight is not None:
-            return straight(keyset, *args, **kwargs)
-        if call is None or call is _STRAIGHT:
-            return native(keyset, args, kwargs)
-        if call is _ROUNDED:
-            return rounded(keyset, args, kwargs)
-        low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in CASTABLE else a for a in args]
-        out = under(call, low, kwargs)
-        if out is NotImplemented:
-            whole = rounded if rounds_whole(table, name, args, compute) else native
-            return whole(keyset, args, kwargs)
-        return out
+            runner = memo[key] = decide(args, kwargs)
+        return runner(keyset, args, kwargs)
 
     return run

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.errors import ConfigError, PlanError, show
+from halfstep.errors import ConfigError, PlanError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import fqns
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, checked_edits
-from halfstep.policy.settings import Settings
+from halfstep.policy.settings import Settings, checked_table
 
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
@@ -247,8 +247,8 @@ class Plan:
         """Return the plan as TOML that `from_toml` reads back to an equal plan."""
         tables = ["# A halfstep plan: [[rule]] tables, each a pattern, what it sets and why.\n"]
         if self.settings is not None:
-            tables += [_table_to_toml("[settings]", self.settings.to_table())]
-            tables += [_table_to_toml("[[measured]]", vars(row)) for row in self.settings.measured]
+            tables += [toml_table("[settings]", self.settings.to_table())]
+            tables += [toml_table("[[measured]]", vars(row)) for row in self.settings.measured]
         return "\n".join(tables + [_rule_to_toml(rule) for rule in self.rules])
 
     @classmethod
@@ -323,58 +323,40 @@ def _no_match(rule: PlanRule, paths: Iterable[str], modules: Iterable[nn.Module]
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-def quoted(text: str) -> str:
-    """Write a TOML basic string: every control character escaped."""
-    written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
-    return f'"{"".join(written)}"'
+def _toml(value: Any) -> str:
+    """A text (every control character escaped), a flag, a number, or a table of texts in one line."""
+    if isinstance(value, str):
+        written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in value)
+        return f'"{"".join(written)}"'
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_toml(key)} = {_toml(one)}' for key, one in value.items())} }}"
+    return str(value).lower() if isinstance(value, bool) else format(float(value), ".6g")
 
 
-def _table_to_toml(head: str, values: Mapping[str, Any]) -> str:
-    """Write a table of texts and numbers; what is None is left out."""
-    lines = [
-        f"{key} = {quoted(value) if isinstance(value, str) else format(float(value), '.6g')}"
-        for key, value in values.items()
-        if value is not None
-    ]
+def toml_table(head: str, values: Mapping[str, Any]) -> str:
+    """Write a table; what is None is left out."""
+    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
     return "\n".join([head, *lines]) + "\n"
 
 
 def _rule_to_toml(rule: PlanRule) -> str:
-    lines = ["[[rule]]", f"pattern = {quoted(rule.pattern)}"]
-    if rule.dtype is not None:
-        lines.append(f"dtype = {quoted(dtype_name(rule.dtype))}")
-    if rule.rule is not None:
-        lines.append(f"rule = {quoted(rule.rule.value)}")
-    if rule.ops:
-        edits = ", ".join(f"{quoted(name)} = {quoted(edit.value)}" for name, edit in rule.ops.items())
-        lines.append(f"ops = {{ {edits} }}")
-    if not rule.required:
-        lines.append("required = false")
-    return "\n".join([*lines, f"reason = {quoted(rule.reason)}"]) + "\n"
+    values = {
+        "pattern": rule.pattern,
+        "dtype": None if rule.dtype is None else dtype_name(rule.dtype),
+        "rule": None if rule.rule is None else rule.rule.value,
+        "ops": {name: edit.value for name, edit in rule.ops.items()} or None,
+        "required": None if rule.required else False,
+        "reason": rule.reason,
+    }
+    return toml_table("[[rule]]", values)
 
 
-_KEYS: Mapping[str, type] = {
-    "pattern": str,
-    "dtype": str,
-    "rule": str,
-    "reason": str,
-    "ops": dict,
-    "required": bool,
-}
+_KEYS = {"pattern": str, "dtype": str, "rule": str, "reason": str, "ops": dict, "required": bool}
 
 
 def _rule_from_toml(table: Any, index: int) -> PlanRule:
     where = f"rule {index} of the plan"
-    if not isinstance(table, dict) or "pattern" not in table:
-        raise PlanError(f"{where} has no pattern: each [[rule]] needs one")
-    for key, value in table.items():
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_KEYS)}"
-            raise PlanError(f"{where} ({table['pattern']!r}) has the unknown key {key!r}: {hint}")
-        if not isinstance(value, _KEYS[key]):
-            raise PlanError(f"{where}: {key} must be a {_KEYS[key].__name__}, given {show(value)}")
-    values: dict[str, Any] = dict(table)
+    values = checked_table(where, table, _KEYS)
     try:
         if "rule" in values:
             values["rule"] = _rule_word(values["rule"])

@@ -67,41 +67,31 @@ class Settings:
         """Read `[settings]` and `[[measured]]`; PlanError names the key that cannot be read."""
         rows = measured if isinstance(measured, Sequence) else ()
         return cls(
-            **_checked("settings", table, _SETTINGS),
-            measured=tuple(Measured(**_checked("measured", row, _MEASURED)) for row in rows),
+            **checked_table("[settings] of the plan", table, _SETTINGS),
+            measured=tuple(
+                Measured(**checked_table("[measured] of the plan", row, _MEASURED)) for row in rows
+            ),
         )
 
 
-_SETTINGS: Mapping[str, tuple[type, ...]] = {
-    "level": (str,),
-    "dtype": (str,),
-    "layout": (str,),
-    "kernels": (str,),
-    "reason": (str,),
-}
-_NUMBER = (int, float)
-_MEASURED: Mapping[str, tuple[type, ...]] = {
-    "setting": (str,),
-    "milliseconds": _NUMBER,
-    "loss_error": _NUMBER,
-    "gradient_error": _NUMBER,
-    "note": (str,),
-}
+_Kinds = Mapping[str, type | tuple[type, ...]]
+_SETTINGS: _Kinds = dict.fromkeys(("level", "dtype", "layout", "kernels", "reason"), str)
+_NUMBERS = dict.fromkeys(("milliseconds", "loss_error", "gradient_error"), (int, float))
+_MEASURED: _Kinds = {"setting": str, **_NUMBERS, "note": str}
 
 
-def _checked(name: str, table: Any, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    if not isinstance(table, Mapping):
-        raise PlanError(f"[{name}] of the plan is {table!r:.60}: expected a table")
+def checked_table(where: str, table: Any, keys: _Kinds) -> dict[str, Any]:
+    """A table of a TOML file; PlanError unless it has the first of these keys, and values of these kinds."""
     first = next(iter(keys))
-    if first not in table:
-        raise PlanError(f"[{name}] of the plan has no {first}")
+    if not isinstance(table, Mapping) or first not in table:
+        raise PlanError(f"{where} has no {first}: each needs one, given {show(table)}")
     for key, value in table.items():
-        if key not in keys:
+        kind = keys.get(key)
+        if kind is None:
             near = difflib.get_close_matches(str(key), keys, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(keys)}"
-            raise PlanError(f"[{name}] of the plan has the unknown key {key!r}: {hint}")
-        if not isinstance(value, keys[key]):
-            raise PlanError(
-                f"[{name}] of the plan: {key} must be a {keys[key][-1].__name__}, given {show(value)}"
-            )
+            raise PlanError(f"{where} ({table[first]!r:.60}) has the unknown key {key!r}: {hint}")
+        if not isinstance(value, kind):
+            name = kind.__name__ if isinstance(kind, type) else kind[-1].__name__
+            raise PlanError(f"{where}: {key} must be a {name}, given {show(value)}")
     return dict(table)
