@@ -70,7 +70,7 @@ def test_a_stopped_row_says_so_is_not_measured_and_the_others_are():
         on_step=slow_in_bf16,
         budget=TimeBudget(50.0, 4, clock),
     )
-    good, stopped = report.summary().rows
+    good, stopped = report.rows
     assert good.stopped is None
     assert good.seconds > 0
     assert stopped.stopped.startswith("stopped after 1 of 3 steps, 100 s")

@@ -11,12 +11,12 @@ from torch import nn
 from halfstep.errors import ConfigError, DataError
 from halfstep.recipes import RECIPES, data, measure, recipe_of
 from halfstep.recipes.runs import (
-    RecipeReport,
     SeedRun,
     SettingRuns,
     TimedSetting,
     TrainSetting,
     run_recipe,
+    summary,
     train_once,
 )
 
@@ -315,7 +315,7 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
     seen = []
     settings = [TrainSetting("O0", None), TrainSetting("O1", "fp16", "1e38")]
     options = {"seeds": 1, "steps": 60, "device": CPU, "folder": None, "rounds": 1, "on_step": seen.append}
-    report = run_recipe(recipe, settings, **options).summary()
+    report = run_recipe(recipe, settings, **options)
     good, bad = report.rows
     assert good.failed is None
     assert good.mean > 0.5
@@ -327,7 +327,7 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
     rows = [SettingRuns(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
-    made = RecipeReport(recipe, "digits", 1, 1, rows).summary().rows[0]
+    made = summary(recipe, "digits", 1, 1, rows).rows[0]
     assert made.mean is None
     assert made.difference is None
     assert made.failed == "boom"
@@ -339,6 +339,6 @@ def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
         SettingRuns(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
         SettingRuns(TrainSetting("O3", "fp16"), runs),
     ]
-    made = RecipeReport(recipe_of("text-gpt"), "text", 5, 2, rows).summary().rows[1]
+    made = summary(recipe_of("text-gpt"), "text", 5, 2, rows).rows[1]
     assert made.diverged == 1
     assert all(map(math.isnan, (made.mean, made.spread, made.difference)))

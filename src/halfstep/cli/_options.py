@@ -33,6 +33,15 @@ def computing_device(name: str | None) -> torch.device:
     return found
 
 
+def set_threads(count: int | None) -> None:
+    """Have torch use so many CPU threads; ConfigError for a number that it cannot."""
+    most = 16 * (os.cpu_count() or 1)  # torch ends without a word where threads cannot be made
+    if count is not None and not 1 <= count <= most:
+        raise ConfigError(f"--threads {count}: expected 1 or more, at most {most} on this machine")
+    if count is not None:
+        torch.set_num_threads(count)
+
+
 def check_report(path: Path | None) -> None:
     """Raise ConfigError unless a file can be written there, before the work that it is to tell of."""
     if path is None:

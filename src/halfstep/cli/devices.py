@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -90,39 +87,19 @@ def run(
 
 def _bring_up(module: str) -> None:
     """Import a vendor's module by its dotted name (from the present folder too) or by its path."""
-    if module.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3], module)
-        if spec is None or spec.loader is None or not os.path.exists(module):
-            raise ConfigError(f"--module {module!r}: no such file")
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = made
-        bring_up = partial(spec.loader.exec_module, made)
-    else:
-        sys.path.insert(0, os.getcwd())
-        bring_up = partial(importlib.import_module, module)
+    path = Path(module)
+    in_file = path.suffix == ".py"
+    if in_file and not path.exists():
+        raise ConfigError(f"--module {module!r}: no such file")
+    sys.path.insert(0, str(path.resolve().parent if in_file else Path.cwd()))
     try:
-        with _first_on_path(os.path.dirname(os.path.abspath(module)) if module.endswith(".py") else None):
-            bring_up()
+        importlib.import_module(path.stem if in_file else module)
     except Exception as error:
         said = (str(error).splitlines() or ["no message"])[0]
         raise ConfigError(
             f"--module {module!r} cannot be imported: {type(error).__name__}: {said}; "
             "give a dotted name or a file that python can import"
         ) from error
-
-
-@contextmanager
-def _first_on_path(folder: str | None) -> Generator[None]:
-    """Modules beside a file are found first while it is imported, and after all others from then on."""
-    if folder is None:
-        yield
-        return
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-        sys.path.append(folder)
 
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:

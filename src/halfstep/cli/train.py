@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, check_report, computing_device, shown
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
@@ -68,11 +67,8 @@ def run(
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
     limit = _time_limit(time_limit, order.demo)
-    if started_by_torchrun() > 1:
-        limit = _time_limit_over_ranks(time_limit)
     check_report(report)
-    if threads is not None:
-        torch.set_num_threads(_threads(threads))
+    set_threads(threads)
     where = computing_device(device)
     kept = where.type == "cpu" and devices.keep_freed_memory()
     jobs = [_job(one, order, where, data) for one in order.recipes]
@@ -187,23 +183,15 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
-def _threads(count: int) -> int:
-    most = 16 * (os.cpu_count() or 1)  # torch ends without a word where threads cannot be made
-    if not 1 <= count <= most:
-        raise ConfigError(f"--threads {count}: expected 1 or more, at most {most} on this machine")
-    return count
-
-
 _DEMO_SECONDS = 240.0
 
 
-def _time_limit_over_ranks(asked: float | None) -> None:
-    """Ranks would run out of time at different steps and wait for each other: none has a limit."""
-    if asked is not None:
-        raise ConfigError(f"--time-limit {asked:g} under torchrun: ranks stop together, drop it")
-
-
 def _time_limit(seconds: float | None, demo: bool) -> float | None:
+    if started_by_torchrun() > 1:
+        # Ranks would run out of time at different steps and wait for each other: none has a limit.
+        if seconds is not None:
+            raise ConfigError(f"--time-limit {seconds:g} under torchrun: ranks stop together, drop it")
+        return None
     if seconds is None:
         return _DEMO_SECONDS if demo else None
     if not 0 < seconds < float("inf"):
@@ -266,7 +254,7 @@ def _train(
 ) -> RecipeRows:
     from halfstep.recipes.runs import run_recipe
 
-    report = run_recipe(
+    return run_recipe(
         job.recipe,
         job.settings,
         seeds=job.seeds,
@@ -277,7 +265,6 @@ def _train(
         on_step=on_step,
         budget=budget,
     )
-    return report.summary()
 
 
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 
-from halfstep.cli._options import Flag, computing_device, shown
+from halfstep.cli._options import Flag, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
@@ -70,10 +69,7 @@ def _recipe(
     if args:
         raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
     recipe = recipe_of(target)
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"--threads {threads}: expected 1 or more")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     where = computing_device(device)
     if where.type == "cpu":
         devices.keep_freed_memory()

@@ -1,7 +1,6 @@
 """Running a recipe at several precision settings and seeds, and measuring each setting's step.
 
-The result is a `SettingRuns` a setting; `RecipeReport.summary` is what the command line prints and the report
-draws.
+Each setting has a `SettingRuns`; their `summary` is what the command line prints and the report draws.
 """
 
 from __future__ import annotations
@@ -168,35 +167,19 @@ class SettingRuns:
         return [run.test[metric] for run in self.runs if metric in run.test]
 
 
-@dataclass
-class RecipeReport:
-    """A recipe at every setting."""
-
-    recipe: Recipe
-    task: str
-    steps: int
-    seeds: int
-    rows: list[SettingRuns]
-
-    def summary(self) -> RecipeRows:
-        """The recipe's words, and each setting's summary and raw runs."""
-        metric = self.recipe.metric
-        base = next((row.finals(metric) for row in self.rows if row.setting.dtype is None), [])
-        full = next((row.times for row in self.rows if row.setting.dtype is None), None)
-        return RecipeRows(
-            name=self.recipe.name,
-            about=self.recipe.about,
-            data=self.task,
-            metric=metric,
-            steps=self.steps,
-            batch_size=self.recipe.batch_size,
-            seeds=self.seeds,
-            rows=[_summary(row, self.recipe, base, full) for row in self.rows],
-        )
-
-
-def _reason(plan: Plan) -> str:
-    return "" if plan.settings is None else plan.settings.reason
+def summary(recipe: Recipe, data: str, steps: int, seeds: int, rows: Sequence[SettingRuns]) -> RecipeRows:
+    """The recipe's words, and each setting's summary and raw runs."""
+    fp32 = next((row for row in rows if row.setting.dtype is None), None)
+    return RecipeRows(
+        name=recipe.name,
+        about=recipe.about,
+        data=data,
+        metric=recipe.metric,
+        steps=steps,
+        batch_size=recipe.batch_size,
+        seeds=seeds,
+        rows=[_summary(row, recipe, fp32) for row in rows],
+    )
 
 
 def _spread(finals: Sequence[float]) -> float | None:
@@ -206,10 +189,11 @@ def _spread(finals: Sequence[float]) -> float | None:
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
 
 
-def _summary(row: SettingRuns, recipe: Recipe, base: Sequence[float], full: StepTimes | None) -> SettingRow:
-    finals = row.finals(recipe.metric)
+def _summary(row: SettingRuns, recipe: Recipe, fp32: SettingRuns | None) -> SettingRow:
+    finals, base = row.finals(recipe.metric), [] if fp32 is None else fp32.finals(recipe.metric)
     mean = statistics.fmean(finals) if finals else None
-    last = [run.scales[-1] for run in row.runs if run.scales]
+    settings = None if row.setting.plan is None else row.setting.plan.settings
+    costs = [] if row.times is None else costliest(row.times, None if fp32 is None else fp32.times)
     return SettingRow(
         label=row.setting.label,
         level=row.setting.level,
@@ -217,19 +201,19 @@ def _summary(row: SettingRuns, recipe: Recipe, base: Sequence[float], full: Step
         mean=mean,
         spread=_spread(finals),
         difference=mean - statistics.fmean(base) if mean is not None and base else None,
-        why="" if row.setting.plan is None else _reason(row.setting.plan),
+        why="" if settings is None else settings.reason,
         seconds=row.seconds,
         noise=row.noise,
         samples_per_second=recipe.batch_size / row.seconds if row.seconds else None,
         peak_bytes=row.peak_bytes,
         saved_bytes=row.saved_bytes,
         skipped=sum(len(run.skipped) for run in row.runs),
-        last_scale=last[-1] if last else None,
+        last_scale=next((run.scales[-1] for run in reversed(row.runs) if run.scales), None),
         failed=next((run.failed for run in row.runs if run.failed), None),
         stopped=row.stopped,
         diverged=sum(run.diverged_at is not None for run in row.runs),
         bound=row.bound,
-        ops=[OpCost(**vars(op), fp32=fp32) for op, fp32 in costliest(row.times, full)] if row.times else [],
+        ops=[OpCost(**vars(op), fp32=seconds) for op, seconds in costs],
         profiled=row.times.seconds if row.times else None,
         runs=row.runs,
     )
@@ -360,7 +344,7 @@ def run_recipe(
     rounds: int,
     on_step: OnStep,
     budget: TimeBudget | None = None,
-) -> RecipeReport:
+) -> RecipeRows:
     """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step.
 
     Every training takes its share of `budget`; a setting whose training was stopped is not tried with further
@@ -374,7 +358,7 @@ def run_recipe(
             if not row.stopped:
                 row.runs.append(train_once(recipe, task, row.setting, seed, steps, device, on_step, share))
     measure_rows(recipe, task, rows, device, rounds)
-    return RecipeReport(recipe, task.name, steps, seeds, rows)
+    return summary(recipe, task.name, steps, seeds, rows)
 
 
 def tune_recipe(
