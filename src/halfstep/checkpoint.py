@@ -17,7 +17,7 @@ import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, HalfstepWarning, show
 from halfstep.names import fqns, named_parameters
+from halfstep.torch_private import tree_leaves
 
 FORMAT = 1
 """Version of the layout written by `training_state`."""
@@ -53,7 +54,9 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write checkpoint {path}: {_why(error, path, plain)}") from error
+        tensors = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor)]
+        needed = sum(t.numel() * t.element_size() for t in tensors)
+        raise CheckpointError(f"cannot write checkpoint {path}: {reason(error, path, needed)}") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -62,10 +65,6 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
 
 HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-
-
-def _why(error: BaseException, path: Path, state: Any) -> str:
-    return reason(error, path, sum(t.numel() * t.element_size() for t in _tensors(state)))
 
 
 def reason(error: BaseException, path: Path, needed: int) -> str:
@@ -82,14 +81,6 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
         f"no room for it: about {needed:,} bytes are needed, {free:,} are free on this disk (or a quota or "
         "file size limit is lower); what was saved before stands. Free some, or choose another folder"
     )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
 
 
 _SAFE = {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}

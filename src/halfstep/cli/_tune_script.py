@@ -32,6 +32,7 @@ from halfstep.session.prepare import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
 from halfstep.tuning.choices import LevelChoice, Trial, decide, distance
+from halfstep.tuning.engine import clock_of
 from halfstep.tuning.search import NEAR, Tuning
 
 #: Steps of one run: the first ones warm up and are compared, the others are timed.
@@ -190,11 +191,8 @@ class _Timer:
             ]
 
     def _ended(self, session: Session, outcome: Any) -> None:
-        if session.device.type != "cpu":
-            torch.accelerator.synchronize(session.device)
-        alone = session.device.type == "cpu" and torch.get_num_threads() == 1
         if len(session.history) % len(session.optimizers) == 0:
-            self.ends.append(time.process_time() if alone else time.perf_counter())
+            self.ends.append(clock_of(session.device)())
         if self.ends and self.until == float("inf"):
             self.until = time.perf_counter() + self.seconds
             if self.begun is not None:

@@ -6,7 +6,6 @@ Everything is measured on weights that exist; nothing is computed from a formula
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.optim.base import AdamW
+from halfstep.tuning.engine import clock_of
 
 CLIP = 1.0
 SCALE = 65536.0
@@ -124,13 +124,10 @@ class TimedContestant:
     def seconds(self, kind: str) -> float:
         """Time one `update` or `step`: processor time where one thread works, else the clock's."""
         self.refill()
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = time.process_time if alone else time.perf_counter
+        clock = clock_of(self.device)
         work = self.contestant.update if kind == "update" else self.contestant.step
         start = clock()
         work(self.optimizer, self.params)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
         return clock() - start
 
     def bytes_per_param(self) -> float:

@@ -65,7 +65,7 @@ class Bench:
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
         self.budget = Budget(seconds, group)
-        self._clock = _clock(self._device)
+        self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}
         self._plain = LevelChoice("O0")
         self._best: float | None = None
@@ -223,7 +223,7 @@ def _apart(seen: FirstStep, base: FirstStep) -> tuple[float | None, float | None
     return distance(seen.loss, mine, base.loss, theirs)
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
+def clock_of(device: torch.device) -> Callable[[], float]:
     """Seconds; of this process's own work on one CPU thread, so that neighbours do not count."""
     if device.type == "cpu":
         return time.process_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep.torch_private import pytree
-from halfstep.tuning.op_times import paths_of
+from halfstep.tuning.op_times import hooked, paths_of
 
 Flow = dict[tuple[str, str], int]
 """Elements handed from one module to another in a forward pass."""
@@ -41,15 +41,8 @@ def flow_of(step: Callable[[], Any], models: Sequence[nn.Module], nodes: Iterabl
                 made.setdefault(id(tensor), paths[module])
 
     paths = paths_of(models)
-    handles: list[Any] = []
-    try:
-        for module in paths:
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
+    with hooked(paths, before, after):
         step()
-    finally:
-        for handle in handles:
-            handle.remove()
     sizes = {id(tensor): tensor.numel() for tensor in kept}
     return _edges(sizes, made, taken, outside, wanted)
 

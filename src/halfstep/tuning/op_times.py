@@ -11,7 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +123,22 @@ def paths_of(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 @contextmanager
+def hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Generator[None]:
+    """Within, `before` and `after` are called around the forward of each module."""
+    with ExitStack() as stack:
+        for module in modules:
+            first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            stack.callback(first.remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+@contextmanager
 def _named(models: Sequence[nn.Module]) -> Generator[None]:
     """Within, every module's forward is a range of the profiler's that carries its path."""
-    handles: list[Any] = []
     open_ranges: list[record_function] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         span = record_function(_MODULE + paths[module])
         span.__enter__()
         open_ranges.append(span)
@@ -137,14 +147,8 @@ def _named(models: Sequence[nn.Module]) -> Generator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     paths = paths_of(models)
-    try:
-        for module in paths:
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+    with hooked(paths, enter, leave):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _activities(models: Iterable[nn.Module]) -> list[ProfilerActivity]:

@@ -55,6 +55,22 @@ def network_to_half(network: nn.Module) -> nn.Module:
     return network
 
 
+def _of_inner(name: str, says: str) -> Any:
+    """An attribute of the optimizer inside, read and set there."""
+
+    def set_inside(self: Any, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    return property(lambda self: getattr(self.optimizer, name), set_inside, doc=says)
+
+
+def _joined(groups: str) -> Any:
+    """Lists by group in one list."""
+    return property(
+        lambda self: [p for group in getattr(self, groups) for p in group], doc=f"`{groups}` in one."
+    )
+
+
 class FP16_Optimizer:
     """Masters and loss scale around an optimizer of a model that already is fp16, as in Apex.
 
@@ -109,29 +125,16 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.set(value)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, which hold the masters; may be set."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state; may be set."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
+    param_groups = _of_inner(
+        "param_groups", "The inner optimizer's groups, which hold the masters; may be set."
+    )
+    state = _of_inner("state", "The inner optimizer's state; may be set.")
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The 16-bit weights of each group."""
         weights = {id(master): weight for weight, master in self.masters.pairs()}
-        return [[weights[id(p)] for p in g["params"] if id(p) in weights] for g in self.param_groups]
+        return [[weights[id(p)] for p in group] for group in self.fp32_from_fp16_groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
@@ -143,24 +146,12 @@ class FP16_Optimizer:
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The parameters of each group that are fp32 themselves and get gradients."""
         masters = {id(master) for _, master in self.masters.pairs()}
-        return [
-            [p for p in g["params"] if id(p) not in masters and p.requires_grad] for g in self.param_groups
-        ]
+        own = [[p for p in g["params"] if id(p) not in masters] for g in self.param_groups]
+        return [[p for p in group if p.requires_grad] for group in own]
 
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """`fp16_groups` in one list."""
-        return [p for group in self.fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """`fp32_from_fp16_groups` in one list."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """`fp32_from_fp32_groups` in one list."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
+    all_fp16_params = _joined("fp16_groups")
+    all_fp32_from_fp16_params = _joined("fp32_from_fp16_groups")
+    all_fp32_from_fp32_params = _joined("fp32_from_fp32_groups")
 
     def maybe_print(self, msg: str) -> None:
         """Print, where verbose."""

@@ -59,10 +59,11 @@ def value_and_grad(
             that the call has no argument for, or none at all.
     """
     _check_what(fn, grad_position, weights, has_aux)
-    told = _TellsOnce(fn)
+    told = has_aux
 
     @functools.wraps(fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        nonlocal told
         positions = () if grad_position is None else grad_position
         positions = (positions,) if isinstance(positions, int) else tuple(positions)
         by_weight = (
@@ -75,7 +76,7 @@ def value_and_grad(
         with torch.enable_grad():
             outputs = fn(*given, **kwargs)
             counted = _differentiated(outputs, has_aux)
-            told.look(counted, has_aux)
+            told = told or _tell_of_more(getattr(fn, "__name__", type(fn).__name__), counted)
         grads = gradients_of(counted, [*(given[i] for i in positions), *by_weight])
         of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
@@ -124,25 +125,18 @@ def _differentiable(given: Any, position: int) -> Tensor:
     return found
 
 
-class _TellsOnce:
-    """Warns once that outputs beside the loss are differentiated too."""
-
-    def __init__(self, fn: Any) -> None:
-        self.name, self.told = getattr(fn, "__name__", type(fn).__name__), False
-
-    def look(self, counted: list[torch.Tensor], has_aux: bool) -> None:
-        """Warn, the first time that the first output is one number and others are more."""
-        first_is_loss = len(counted) > 1 and counted[0].numel() == 1
-        if has_aux or self.told or not first_is_loss or all(t.numel() == 1 for t in counted[1:]):
-            return
-        self.told = True
-        shapes = ", ".join(str(list(t.shape)) for t in counted[1:])
-        warnings.warn(
-            f"{self.name} returns a loss and {shapes} beside it, and value_and_grad(has_aux=False) "
-            "differentiates the sum of all of them, as in MindSpore: has_aux=True counts the loss alone",
-            HalfstepWarning,
-            stacklevel=3,
-        )
+def _tell_of_more(name: str, counted: list[torch.Tensor]) -> bool:
+    """Warn where the first output is one number, a loss, and others are more; whether it did."""
+    if len(counted) < 2 or counted[0].numel() != 1 or all(t.numel() == 1 for t in counted[1:]):
+        return False
+    shapes = ", ".join(str(list(t.shape)) for t in counted[1:])
+    warnings.warn(
+        f"{name} returns a loss and {shapes} beside it, and value_and_grad(has_aux=False) "
+        "differentiates the sum of all of them, as in MindSpore: has_aux=True counts the loss alone",
+        HalfstepWarning,
+        stacklevel=3,
+    )
+    return True
 
 
 def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import numbers
 import warnings
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,10 +37,11 @@ def _shape(normalized_shape: Any) -> tuple[int, ...]:
     )
 
 
-def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors of one dtype as they are, of several in fp32: torch's kernels take one."""
+def _normalized(norm: Any, shape: Any, eps: float, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+    """torch's kernel, which takes one dtype: of several all go to fp32; the result in `dtype`."""
     kinds = {t.dtype for t in tensors if t is not None}
-    return [t if t is None or len(kinds) == 1 else t.float() for t in tensors]
+    x, *parameters = [t if t is None or len(kinds) == 1 else t.float() for t in tensors]
+    return norm(x, _shape(shape), *parameters, eps).to(dtype)
 
 
 def fused_layer_norm_affine(
@@ -54,9 +56,7 @@ def fused_layer_norm_affine(
 
     `memory_efficient` is taken and has no effect: torch keeps the input and two numbers a row.
     """
-    x, w, b = _wide(input, weight, bias)
-    assert x is not None
-    return F.layer_norm(x, _shape(normalized_shape), w, b, eps).to(input.dtype)
+    return _normalized(F.layer_norm, normalized_shape, eps, input.dtype, input, weight, bias)
 
 
 def fused_layer_norm(
@@ -75,9 +75,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm_affine` in the dtype of the weight."""
-    x, w, b = _wide(input, weight, bias)
-    assert x is not None
-    return F.layer_norm(x, _shape(normalized_shape), w, b, eps).to(weight.dtype)
+    return _normalized(F.layer_norm, normalized_shape, eps, weight.dtype, input, weight, bias)
 
 
 def fused_rms_norm_affine(
@@ -88,9 +86,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimensions, in the input's dtype."""
-    x, w = _wide(input, weight)
-    assert x is not None
-    return F.rms_norm(x, list(_shape(normalized_shape)), w, eps).to(input.dtype)
+    return _normalized(F.rms_norm, normalized_shape, eps, input.dtype, input, weight)
 
 
 def fused_rms_norm(
@@ -104,9 +100,7 @@ def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """`fused_rms_norm_affine` in the dtype of the weight."""
-    x, w = _wide(input, weight)
-    assert x is not None
-    return F.rms_norm(x, list(_shape(normalized_shape)), w, eps).to(weight.dtype)
+    return _normalized(F.rms_norm, normalized_shape, eps, weight.dtype, input, weight)
 
 
 class _Normalizes:
@@ -140,24 +134,25 @@ class FusedRMSNorm(_Normalizes, nn.RMSNorm):
         return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 1e-5)
 
 
-def _always_affine(name: str, options: dict[str, Any]) -> None:
-    unknown = options.keys() - {"elementwise_affine"}
-    if unknown:
-        raise TypeError(f"{name} got an unexpected argument {sorted(unknown)[0]!r}")
-    if "elementwise_affine" in options:
-        warnings.warn(f"{name} has no elementwise_affine: it is always affine", HalfstepWarning, stacklevel=3)
-    if not options.get("elementwise_affine", True):
-        raise UnsupportedError(f"{name} does not support elementwise_affine=False, as in Apex")
-
-
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """FusedLayerNorm whose output has the dtype of its weight."""
+class _AlwaysAffine(_Normalizes):
+    """As in Apex, which takes no `elementwise_affine` here."""
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
     ) -> None:
-        _always_affine("MixedFusedLayerNorm", options)
+        name, affine = type(self).__name__, options.pop("elementwise_affine", None)
+        if options:
+            raise TypeError(f"{name} got an unexpected argument {sorted(options)[0]!r}")
+        if affine is not None:
+            told = f"{name} has no elementwise_affine: it is always affine"
+            warnings.warn(told, HalfstepWarning, stacklevel=2)
+        if affine is False:
+            raise UnsupportedError(f"{name} does not support elementwise_affine=False, as in Apex")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
+    """FusedLayerNorm whose output has the dtype of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
@@ -166,14 +161,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         )
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of its weight."""
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
-    ) -> None:
-        _always_affine("MixedFusedRMSNorm", options)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape]."""

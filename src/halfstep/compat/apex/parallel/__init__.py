@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from halfstep.compat.apex.parallel.LARC import LARC
 from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.torch_private import tree_leaves
 
 __all__ = [
     "LARC",
@@ -150,12 +150,12 @@ class Reducer:
 
     Args:
         module_or_grads_list: a module, whose parameters become rank 0's now and whose gradients `reduce`
-            averages; or gradients, nested as one likes.
+            averages; or gradients, in lists, tuples and dicts.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
-        self.grads = [] if self.module is not None else list(_tensors(module_or_grads_list))
+        self.grads = [] if self.module is not None else tree_leaves(module_or_grads_list)
         if self.module is not None:
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.data, 0)
@@ -168,14 +168,6 @@ class Reducer:
         for gradient in grads:
             dist.all_reduce(gradient)
             gradient.div_(dist.get_world_size())
-
-
-def _tensors(nest: Any) -> Iterable[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, Iterable):
-        for each in nest:
-            yield from _tensors(each)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
