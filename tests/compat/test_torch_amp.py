@@ -329,7 +329,7 @@ def test_install_entered_and_never_left_holds(quiet):
         assert issubclass(torch.autocast, hs.autocast)
         assert isinstance(torch.GradScaler(), hs.GradScaler)
     finally:
-        torch_amp._installed[-1][0].__exit__()
+        torch_amp._in_force[0].__exit__()
     assert originals() == before
 
 

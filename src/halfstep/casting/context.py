@@ -173,73 +173,61 @@ traced_from_outside(autocast)
 # --- functions that stop and go on -------------------------------------------------------------------------
 
 
+def _drive(arguments: tuple[Any, ...], running: Any) -> Generator[Any, Any, Any]:
+    """Run a generator or an awaitable to its end: in the region while it runs, out while it waits."""
+    step: Callable[[], Any] = functools.partial(running.send, None)
+    while True:
+        try:
+            with autocast(*arguments):
+                item = step()
+        except StopIteration as end:
+            return end.value
+        try:
+            step = functools.partial(running.send, (yield item))
+        except GeneratorExit:
+            running.close()
+            raise
+        except BaseException as error:
+            step = functools.partial(running.throw, error)
+
+
+_awaited: Any = types.coroutine(_drive)
+
+
 def _decorate_generator(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """Wrap a generator function or a coroutine function: in the region while it runs, out while it waits."""
-
-    def drive(running: Any) -> Generator[Any, Any, Any]:
-        step: Callable[[], Any] = lambda: running.send(None)  # noqa: E731
-        while True:
-            try:
-                with autocast(*arguments):
-                    item = step()
-            except StopIteration as end:
-                return end.value
-            step = yield from _next_step(running, item)
-
+    """Wrap a generator function or a coroutine function."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await types.coroutine(drive)(function(*args, **kwargs))
+            return await _awaited(arguments, function(*args, **kwargs))
 
         return coroutine
 
     @functools.wraps(function)
     def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        return (yield from drive(function(*args, **kwargs)))
+        return (yield from _drive(arguments, function(*args, **kwargs)))
 
     return generator
 
 
-def _next_step(running: Any, item: Any) -> Generator[Any, Any, Callable[[], Any]]:
-    """Hand `item` out, and return the call that hands what comes back to the function that waits."""
-    try:
-        sent = yield item
-    except GeneratorExit:
-        running.close()
-        raise
-    except BaseException as error:
-        thrown = error
-        return lambda: running.throw(thrown)
-    return lambda: running.send(sent)
-
-
 def _decorate_async_generator(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    in_region = _decorate_generator
-
     @functools.wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         running = function(*args, **kwargs)
-        step: Callable[[], Any] = lambda: running.__anext__()  # noqa: E731
+        step: Callable[[], Any] = functools.partial(running.asend, None)
         while True:
-
-            async def advance(step: Callable[[], Any] = step) -> Any:
-                return await step()
-
             try:
-                item = await in_region(advance, arguments)()
+                item = await _awaited(arguments, step())
             except StopAsyncIteration:
                 return
             try:
-                sent = yield item
+                step = functools.partial(running.asend, (yield item))
             except GeneratorExit:
                 await running.aclose()
                 raise
             except BaseException as error:
-                thrown = error
-                step = lambda: running.athrow(thrown)  # noqa: E731, B023
-            else:
-                step = lambda: running.asend(sent)  # noqa: E731, B023
+                step = functools.partial(running.athrow, error)
 
     return wrapper
 

@@ -230,15 +230,13 @@ class install:
 
     def __enter__(self) -> Installation:
         self._entered = True
-        if _installed:
-            return _installed[-1][1]
-        originals = {
-            (sys.modules[place], name): getattr(sys.modules[place], name)
-            for place, names in _PLACES.items()
-            for name in names
-        }
-        ours = {id(original): _PLACES[place.__name__][name] for (place, name), original in originals.items()}
-        imported = {(m, name): value for m, name, value in _bound(ours)}
+        if _in_force:
+            return _in_force[0].installation
+        places = [(sys.modules[place], name) for place, names in _PLACES.items() for name in names]
+        named = {(place, name): getattr(place, name) for place, name in places}
+        ours = {id(torchs): _PLACES[place.__name__][name] for (place, name), torchs in named.items()}
+        self._torchs = {**named, **{(m, name): value for m, name, value in _bound(ours)}}
+        self._ours, self._script = ours, torch.jit.script
         unreached = tuple(sorted(_keepers(ours)))
         if unreached:
             warnings.warn(
@@ -247,52 +245,41 @@ class install:
                 HalfstepWarning,
                 stacklevel=2,
             )
-        change = _Patch({**originals, **imported}, ours)
-        change.apply()
-        replaced = tuple(f"{place.__name__}.{name}" for place, name in change.originals)
-        _installed.append((self, Installation(replaced, unreached), change))
-        return _installed[-1][1]
+        self.installation = Installation(tuple(f"{m.__name__}.{name}" for m, name in self._torchs), unreached)
+        self._put_ours()
+        _in_force.append(self)
+        return self.installation
 
     def __exit__(self, *_: object) -> None:
-        if _installed and _installed[-1][0] is self:
-            _installed.pop()[2].undo()
+        if self in _in_force:
+            _in_force.clear()
+            self._put_back()
 
-
-@dataclass(frozen=True)
-class _Patch:
-    """Names that stand for ours now, with what they stood for; `ours` by the id of the original."""
-
-    originals: Mapping[tuple[ModuleType, str], Any]
-    ours: Mapping[int, Any]
-    script: Callable[..., Any] = torch.jit.script
-
-    def apply(self) -> None:
-        for (module, name), original in self.originals.items():
+    def _put_ours(self) -> None:
+        for (module, name), torchs in self._torchs.items():
             own = _PLACES.get(module.__name__, {}).get(name)
-            setattr(module, name, self.ours[id(original)] if own is None else own)
+            setattr(module, name, self._ours[id(torchs)] if own is None else own)
         torch.jit.script = self._script_with_torchs_own
 
-    def undo(self) -> None:
-        torch.jit.script = self.script
-        for (module, name), original in self.originals.items():
-            setattr(module, name, original)
-        back = {
-            id(_PLACES[module.__name__][name]): original
-            for (module, name), original in self.originals.items()
-            if name in _PLACES.get(module.__name__, {})
-        }
+    def _put_back(self) -> None:
+        torch.jit.script = self._script
+        back: dict[int, Any] = {}
+        for (module, name), torchs in self._torchs.items():
+            setattr(module, name, torchs)
+            if (own := _PLACES.get(module.__name__, {}).get(name)) is not None:
+                back[id(own)] = torchs
         for module, name, value in _bound(back):
             setattr(module, name, back[id(value)])
 
     def _script_with_torchs_own(self, obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
-        self.undo()
+        self._put_back()
         try:
-            return self.script(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+            return self._script(obj, *args, _frames_up=_frames_up + 1, **kwargs)
         finally:
-            self.apply()
+            self._put_ours()
 
 
-_installed: list[tuple[install, Installation, _Patch]] = []
+_in_force: list[install] = []
 
 
 def _foreign_modules() -> list[ModuleType]:
