@@ -270,7 +270,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
     return {
         **state,
         "algorithm": algorithm_of(optimizer),
-        "state": {_named(k, names): v for k, v in state["state"].items()},
+        "state": {names[k] if isinstance(k, int) else k: v for k, v in state["state"].items()},
         "param_groups": groups,
     }
 
@@ -281,10 +281,6 @@ def algorithm_of(optimizer: Optimizer) -> str:
         if kind.__module__.startswith(("torch.optim.", "halfstep.optim.")) and kind is not Optimizer:
             return kind.__name__
     return type(optimizer).__name__
-
-
-def _named(key: Any, names: list[str]) -> Any:
-    return names[key] if isinstance(key, int) else key
 
 
 def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
@@ -313,7 +309,11 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
             f"{_some(sorted(known - saved))}, unexpected {_some(sorted(saved - known))}"
         )
     # Newer versions of an optimizer bring flags that older checkpoints lack; its numbers say what it is.
-    numbers = {key for key, value in optimizer.defaults.items() if _is_numeric(value)}
+    numbers = {
+        key
+        for key, value in optimizer.defaults.items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    }
     lacking = sorted({key for group in state["param_groups"] for key in numbers - group.keys()})
     kind = type(optimizer).__name__
     if lacking:
@@ -329,10 +329,6 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
             f"the {with_it} has fp32 masters from MasterWeights, the {without} has none: "
             "resume with the same optimizer and level"
         )
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
 
 class CheckpointFolder:

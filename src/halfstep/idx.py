@@ -12,8 +12,7 @@ from torch import Tensor
 
 from halfstep.errors import DataError
 
-_IDX_DTYPES = {0x08: 1}
-"""IDX element codes read here -> bytes an element (unsigned bytes; MNIST uses nothing else)."""
+_UNSIGNED_BYTES = 0x08
 
 
 def read_idx(path: Path) -> Tensor:
@@ -29,7 +28,7 @@ def read_idx(path: Path) -> Tensor:
         raise DataError(f"cannot read {path}: {error}") from error
     except Exception as error:  # zlib.error has no public base class of its own
         raise DataError(f"cannot decompress {path}: {error}") from error
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_DTYPES:
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
         raise DataError(
             f"{path} is not an IDX file of unsigned bytes (starts with {data[:4].hex() or 'nothing'})"
         )

@@ -15,12 +15,12 @@ from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
-from halfstep.report.comparison import Comparison, RecipeRows
+from halfstep.report.comparison import Comparison
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from halfstep.recipes import Recipe
-    from halfstep.recipes.runs import OnStep, TimeBudget, TrainSetting
+    from halfstep.recipes.runs import TrainSetting
 
 
 AUTO = "auto"
@@ -63,7 +63,7 @@ def run(
         json: Print JSON instead of the table.
     """
     from halfstep import devices
-    from halfstep.recipes.runs import TimeBudget
+    from halfstep.recipes.runs import TimeBudget, run_recipe
 
     order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
     limit = _time_limit(time_limit, order.demo)
@@ -72,11 +72,27 @@ def run(
     where = computing_device(device)
     kept = where.type == "cpu" and devices.keep_freed_memory()
     jobs = [_job(one, order, where, data) for one in order.recipes]
-    budget = TimeBudget(limit, sum(len(job.settings) * job.seeds for job in jobs))
+    trainings = [len(job.settings) * order.seeds for job in jobs]
+    budget = TimeBudget(limit, sum(trainings))
     with joined(where):
         quiet = json or rank() != 0
-        with progress("training", sum(job.total for job in jobs), quiet=quiet) as on_step:
-            results = [_train(job, where, data, on_step, budget) for job in jobs]
+        with progress(
+            "training", sum(job.steps * count for job, count in zip(jobs, trainings)), quiet=quiet
+        ) as on_step:
+            results = [
+                run_recipe(
+                    job.recipe,
+                    job.settings,
+                    seeds=order.seeds,
+                    steps=job.steps,
+                    device=where,
+                    folder=data,
+                    rounds=12 if order.demo else 24,
+                    on_step=on_step,
+                    budget=budget,
+                )
+                for job in jobs
+            ]
         if rank() != 0:
             return
     _show(Comparison(_machine(where, kept), results), report, json)
@@ -109,17 +125,11 @@ class _TrainOrder:
 
 @dataclass(frozen=True)
 class _RecipeJob:
-    """One recipe's share of an order; `rounds` of timing in turns."""
+    """One recipe's share of an order."""
 
     recipe: Recipe
     settings: tuple[TrainSetting, ...]
     steps: int
-    seeds: int
-    rounds: int
-
-    @property
-    def total(self) -> int:
-        return self.steps * self.seeds * len(self.settings)
 
 
 def _order(
@@ -237,7 +247,7 @@ def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | N
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
-    return _RecipeJob(recipe, tuple(settings), steps, order.seeds, 12 if order.demo else 24)
+    return _RecipeJob(recipe, tuple(settings), steps)
 
 
 def _tuned(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> TrainSetting:
@@ -247,24 +257,6 @@ def _tuned(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str |
     dtype = order.dtypes[0] if order.dtypes else None
     print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
     return TrainSetting.of(tune_recipe(recipe, device, dtype=dtype, folder=data))
-
-
-def _train(
-    job: _RecipeJob, device: torch.device, folder: str | None, on_step: OnStep, budget: TimeBudget
-) -> RecipeRows:
-    from halfstep.recipes.runs import run_recipe
-
-    return run_recipe(
-        job.recipe,
-        job.settings,
-        seeds=job.seeds,
-        steps=job.steps,
-        device=device,
-        folder=folder,
-        rounds=job.rounds,
-        on_step=on_step,
-        budget=budget,
-    )
 
 
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from halfstep.report.comparison import Bound
 from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
+from halfstep.tuning.engine import clock_of
 from halfstep.tuning.op_times import without_remarks
 
 Step = Callable[[], Any]
@@ -171,15 +172,13 @@ def work_of(step: Step) -> Work:
 def _best(action: Step, device: torch.device, least: int = 5, budget: float = 0.05) -> float:
     # The best of many: other processes can only make a sample slower.
     action()
-    best = float("inf")
+    clock, best = clock_of(device), float("inf")
     until = time.perf_counter() + budget
     while least > 0 or time.perf_counter() < until:
         least -= 1
-        _wait(device)
-        started = time.perf_counter()
+        started = clock()
         action()
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
+        best = min(best, clock() - started)
     return best
 
 

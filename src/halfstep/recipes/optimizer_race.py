@@ -109,7 +109,8 @@ class TimedContestant:
         self.contestant = contestant
         self.device = device
         generator = torch.Generator(device).manual_seed(0)
-        self.params = [_parameter(n, contestant.dtype, device, generator) for n in sizes]
+        drawn = [torch.randn(1, n, device=device, generator=generator).mul_(0.02) for n in sizes]
+        self.params = [nn.Parameter(values.to(contestant.dtype)) for values in drawn]
         self.optimizer = contestant.make(self.params)
         for p in self.params:
             p.grad = torch.empty_like(p)
@@ -137,10 +138,6 @@ class TimedContestant:
             held += [value for value in state.values() if isinstance(value, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         return sum(storages.values()) / sum(p.numel() for p in self.params)
-
-
-def _parameter(n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(torch.randn(1, n, device=device, generator=generator).mul_(0.02).to(dtype))
 
 
 def race(
@@ -173,7 +170,7 @@ def movement(contestant: Contestant, start: float, lr: float, steps: int, count:
     uncompressed.
     """
     ours = _moved(contestant.make, contestant.dtype, contestant.value, start, lr, steps, count)
-    return ours / _moved(_plain, torch.float32, fp32_value, start, lr, steps, 16)
+    return ours / _moved(torch.optim.AdamW, torch.float32, fp32_value, start, lr, steps, 16)
 
 
 def _moved(
@@ -199,10 +196,6 @@ def _moved(
         p.grad.fill_(1.0)
         optimizer.step()
     return begin - float(value(optimizer, p).double().mean())
-
-
-def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params)
 
 
 def fp32_value(optimizer: Any, p: nn.Parameter) -> Tensor:

@@ -151,9 +151,8 @@ def _difference_figure(
     zero = smoothed[base.label]
     lines: list[Line] = []
     for row in others:
-        pairs = [(i, v - zero[i]) for i, v in enumerate(smoothed[row.label]) if i < len(zero)]
-        stride = max(1, math.ceil(len(pairs) / 400))
-        lines.append(Line(row.label, _classes(row), [(i + 1.0, v) for i, v in pairs[::stride]]))
+        apart = [v - its for v, its in zip(smoothed[row.label], zero)]
+        lines.append(Line(row.label, _classes(row), [(i + 1.0, v) for i, v in _thin(apart)]))
     curves = [smooth(run.losses, window) for run in base.runs if run.losses]
     band = _band(curves)
     if band:

@@ -225,25 +225,19 @@ def _curve(
         if pen_up:
             path.append(f"M{across(x):.1f} {up(y):.1f}")
         else:
-            path.append((f"H{across(x):.1f}" if line.steps and y != before else "") + _to(across(x), up(y)))
+            aside = f"H{across(x):.1f}" if line.steps and y != before else ""
+            path.append(f"{aside}L{across(x):.1f} {up(y):.1f}")
         pen_up, before = False, y
     heights = dict(line.points)
     title = f"<title>{escape(line.name)}</title>"
     drawn = f"<path class='curve {line.classes}' d='{''.join(path)}'>{title}</path>"
     return drawn + "".join(
-        f"<path class='skip {line.classes}' d='{_cross(across(x), up(heights[x]))}'>"
+        f"<path class='skip {line.classes}' "
+        f"d='M{across(x) - 3.5:.1f} {up(heights[x]) - 3.5:.1f}l7 7m0 -7l-7 7'>"
         f"<title>{escape(line.name)}: step {x:g} skipped</title></path>"
         for x in line.marks
         if x in heights and _drawable(heights[x], logarithmic)
     )
-
-
-def _to(x: float, y: float) -> str:
-    return f"L{x:.1f} {y:.1f}"
-
-
-def _cross(x: float, y: float) -> str:
-    return f"M{x - 3.5:.1f} {y - 3.5:.1f}l7 7m0 -7l-7 7"
 
 
 def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:

@@ -29,7 +29,7 @@ def cells(row: Row, metric: str, slow: Mapping[str, str]) -> list[str]:
         row.label + (" (slow here)" if row.dtype in slow else ""),
         _final(row, metric),
         "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
-        _number(row.seconds, 1e3, 2) + _noise(row.noise),
+        _number(row.seconds, 1e3, 2) + (f" ± {50 * row.noise:.0f} %" if row.noise else ""),
         _number(row.samples_per_second, 1.0, 0),
         _number(row.peak_bytes, 1e-6, 1),
         _number(row.saved_bytes, 1e-6, 1),
@@ -53,10 +53,6 @@ def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
     if metric == "accuracy":
         return f"{100.0 * value:{sign}.2f}"
     return f"{value:{sign}#.{digits}g}"
-
-
-def _noise(noise: float | None) -> str:
-    return "" if not noise else f" ± {50 * noise:.0f} %"
 
 
 def _number(value: float | None, factor: float, digits: int) -> str:
@@ -155,7 +151,8 @@ def remedy(op: OpCost, dtype: str) -> str:
         return "casts; O2 or neighbours in one dtype need fewer"
     if op.op == "accumulate gradients":
         return "larger batches and fewer backward passes a step"
-    low = _is_low(op.op)
+    row = TABLES["halfstep"].get(op.op)
+    low = row is not None and row.rule is Rule.LOW
     if dtype == "fp32":
         return f"16 bits may shorten it ({'O1 or O2' if low else 'O2'})"
     if op.fp32 is not None and op.seconds > 1.05 * op.fp32:
@@ -163,11 +160,6 @@ def remedy(op: OpCost, dtype: str) -> str:
     if low:
         return "faster matrix arithmetic"
     return "bound by memory; fewer or smaller tensors, or torch.compile"
-
-
-def _is_low(op: str) -> bool:
-    row = TABLES["halfstep"].get(op)
-    return row is not None and row.rule is Rule.LOW
 
 
 #: A level must be so much faster, or smaller, to be worth its name.
@@ -186,7 +178,7 @@ def verdict(recipe: RecipeRows) -> str:
         return "No verdict: compare with O0 (--level O0,...)"
     good = [row for row in rows if row is not base and _as_good(row, base, metric)]
     if not good:
-        return f"Keep fp32 (O0): no other setting trains as well ({_count(len(rows) - 1)} compared)"
+        return f"Keep fp32 (O0): no other setting trains as well ({len(rows) - 1} compared)"
     if busy(recipe):
         return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
     best = min(good, key=_seconds)
@@ -244,7 +236,3 @@ def _gains(row: Row, base: Row, recipe: RecipeRows) -> str:
     margin = f"test {recipe.metric} within {_margin(row, base, recipe.metric):.2g} of O0's ({recipe.trained})"
     check = "; no masters: check a full run" if row.level == "O3" else ""
     return f"{speed}, {memory}, {margin}{check}"
-
-
-def _count(n: int) -> str:
-    return f"{n} setting" + ("" if n == 1 else "s")

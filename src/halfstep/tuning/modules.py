@@ -6,7 +6,6 @@ its module's rule, a normalisation runs in the dtype it is given because its row
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from halfstep.formats import dtype_name
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
+from halfstep.tuning.engine import clock_of
 from halfstep.tuning.flow import Flow
 from halfstep.tuning.op_times import StepTimes
 
@@ -116,17 +116,9 @@ def _reason(path: str, full: Mapping[str, float], low: Mapping[str, float], dtyp
 
 def cast_cost(device: torch.device, dtype: torch.dtype, elements: int = 1 << 18) -> float:
     """Seconds to cast one fp32 element to `dtype` and back, at the size of a usual activation."""
-    wide = torch.ones(elements, device=device)
-    best = float("inf")
+    wide, clock, best = torch.ones(elements, device=device), clock_of(device), float("inf")
     for _ in range(5):
-        _wait(device)
-        started = time.perf_counter()
+        started = clock()
         wide.to(dtype).float()
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
+        best = min(best, clock() - started)
     return best / elements
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

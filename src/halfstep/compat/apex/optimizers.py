@@ -346,8 +346,7 @@ class FusedNovoGrad(_PerParameter):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise UnsupportedError("FusedNovoGrad does not support amsgrad=True, as in Apex")
+        _refuse_amsgrad("FusedNovoGrad", amsgrad)
         if norm_type not in (0, 2, float("inf")):
             raise ConfigError(f"norm_type={norm_type!r}: expected 2, or 0 for the largest magnitude")
         self.set_grad_none, self.reg_inside_moment = set_grad_none, reg_inside_moment

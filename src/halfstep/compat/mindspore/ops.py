@@ -182,19 +182,9 @@ def assign_add(variable: torch.Tensor, value: Any) -> torch.Tensor:
     return variable.add_(value)
 
 
-def concat(tensors: Any, axis: int = 0) -> torch.Tensor:
-    """Join tensors along an axis."""
-    return torch.cat(tuple(tensors), axis)
-
-
 def softmax(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
     """exp(x) / sum exp(x) along an axis."""
     return torch.softmax(x, axis)
-
-
-def stop_gradient(x: torch.Tensor) -> torch.Tensor:
-    """`x`, through which no gradient flows."""
-    return x.detach()
 
 
 def fill(type: torch.dtype | None, shape: Any, value: Any) -> Tensor:
@@ -459,6 +449,7 @@ matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.lo
 sum, ones_like, zeros_like, expand_dims = torch.sum, torch.ones_like, torch.zeros_like, torch.unsqueeze
 sigmoid, tanh, gelu, square, sqrt = torch.sigmoid, torch.tanh, F.gelu, torch.square, torch.sqrt
 argmax, equal, reshape, stack = torch.argmax, torch.eq, torch.reshape, torch.stack
+concat, stop_gradient = torch.concat, torch.detach
 reduce_mean, reduce_sum, Map = mean, ReduceSum(), HyperMap
 composite: ModuleType = sys.modules[__name__]
 functional = operations = composite
