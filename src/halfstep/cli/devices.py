@@ -91,7 +91,8 @@ def _bring_up(module: str) -> None:
     in_file = path.suffix == ".py"
     if in_file and not path.exists():
         raise ConfigError(f"--module {module!r}: no such file")
-    sys.path.insert(0, str(path.resolve().parent if in_file else Path.cwd()))
+    folder = str(path.resolve().parent if in_file else Path.cwd())
+    sys.path.insert(0, folder)
     try:
         importlib.import_module(path.stem if in_file else module)
     except Exception as error:
@@ -100,6 +101,9 @@ def _bring_up(module: str) -> None:
             f"--module {module!r} cannot be imported: {type(error).__name__}: {said}; "
             "give a dotted name or a file that python can import"
         ) from error
+    finally:  # what lies beside it is found first while it is imported, and after all others from then on
+        sys.path.remove(folder)
+        sys.path.append(folder)
 
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
