@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -115,16 +115,20 @@ def convolution_probe(cls: OpClass) -> ConvolutionProbe:
     return ConvolutionProbe(x, weight, grad.copy_(values_of(tuple(grad.shape), dtype, 3)), geometry)
 
 
+def _ways(names: Iterable[str], function: Callable[..., object], *args: Any) -> dict[str, Call]:
+    """The function with these arguments, by every implementation that is named."""
+    return {name: functools.partial(function, name, *args) for name in names}
+
+
 def _convolution(cls: OpClass, direction: str) -> dict[str, Call]:
     x, weight, grad, geometry = convolution_probe(cls)
     names = ["rounded", "native"]
     if cls.geometry[:2] == "2d" and cls.size != SIZES[0] and not cls.geometry.endswith("channels_last"):
         names = ["rounded", "rounded_channels_last", "native", "channels_last"]
     if direction == "forward":
-        return {n: functools.partial(functions.convolve, n, x, weight, None, geometry) for n in names}
+        return _ways(names, functions.convolve, x, weight, None, geometry)
     mask = [direction == "input", direction == "weight", False]
-    backward = functions.convolve_backward
-    return {n: functools.partial(backward, n, grad, x, weight, geometry, mask) for n in names}
+    return _ways(names, functions.convolve_backward, grad, x, weight, geometry, mask)
 
 
 def matrix_of(cls: OpClass) -> tuple[int, int, int]:
@@ -142,9 +146,9 @@ def _linear(cls: OpClass, direction: str) -> dict[str, Call]:
     x, weight, grad = values_of((n, k), dtype, 1), values_of((m, k), dtype, 2), values_of((n, m), dtype, 3)
     names = ["rounded", *(["onednn"] if functions.has_onednn() else []), "native"]
     if direction == "forward":
-        return {name: functools.partial(functions.linear, name, x, weight, None) for name in names}
+        return _ways(names, functions.linear, x, weight, None)
     a, b = (grad, weight) if direction == "input" else (grad.t(), x)
-    return {name: functools.partial(functions.product, name, a, b, dtype) for name in names}
+    return _ways(names, functions.product, a, b, dtype)
 
 
 BATCHES = {
@@ -159,9 +163,7 @@ def _products(cls: OpClass, direction: str) -> dict[str, Call]:
     count, n = BATCHES[cls.geometry][cls.size]
     a, b, grad = (values_of((count, n, n), dtype, seed) for seed in (1, 2, 3))
     left, right = {"forward": (a, b), "input": (grad, b.mT), "weight": (a.mT, grad)}[direction]
-    return {
-        name: functools.partial(functions.product, name, left, right, dtype) for name in ("rounded", "native")
-    }
+    return _ways(("rounded", "native"), functions.product, left, right, dtype)
 
 
 _ATTENTIONS = {"tiny": (16, 32), "small": (64, 32), "medium": (192, 32), "large": (512, 64)}
@@ -174,11 +176,9 @@ def _attention(cls: OpClass, direction: str) -> dict[str, Call]:
     q, k, v, grad = (values_of(shape, dtype, seed) for seed in range(4))
     causal, names = cls.geometry == "causal", ("rounded", "native")
     if direction == "forward":
-        return {n: functools.partial(functions.attend, n, q, k, v, None, causal, None) for n in names}
+        return _ways(names, functions.attend, q, k, v, None, causal, None)
     saved = (q, k, v, *functions.attend("native", q, k, v, None, causal, None))
-    return {
-        n: functools.partial(functions.attend_backward, n, grad, saved, None, causal, None) for n in names
-    }
+    return _ways(names, functions.attend_backward, grad, saved, None, causal, None)
 
 
 _RECURRENT = {"tiny": (4, 16), "small": (8, 32), "medium": (16, 64), "large": (32, 128)}
@@ -207,7 +207,7 @@ def _recurrent(cls: OpClass, direction: str) -> dict[str, Call]:
             out = op(wide[0], initial, wide[1:-1], True, 1, 0.0, training, False, False)[0].to(dtype)
             return torch.autograd.grad(out, leaves, torch.ones_like(out)) if training else out
 
-    return {how: functools.partial(run, how) for how in ("rounded", "native")}
+    return _ways(("rounded", "native"), run)
 
 
 PROBES: Mapping[str, Callable[[OpClass, str], dict[str, Call]]] = {

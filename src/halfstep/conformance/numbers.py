@@ -8,7 +8,7 @@ be off, and fp32 accumulation besides; a kernel that sums in 16 bits misses it b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -87,26 +87,18 @@ def _long_convolution(at: torch.device, low: torch.dtype) -> Outcome:
 def _long_gradients(at: torch.device, low: torch.dtype) -> Outcome:
     """Gradients that are long sums: of a weight over a batch, of a filter over its places."""
     worst = 0.0
-    for make in (_linear_gradients, _convolution_gradients):
-        ours, exact = make(at, low), make(torch.device("cpu"), torch.float64)
+    for op, shapes in ((F.linear, ((LONG, 3), (5, 3))), (F.conv2d, ((4, 2, 34, 34), (3, 2, 3, 3)))):
+        ours, exact = _gradients(op, shapes, at, low), _gradients(op, shapes, "cpu", torch.float64)
         worst = max([worst, *(_error(g, e) for g, e in zip(ours, exact, strict=True))])
     return _within(worst, low, 2.0, "gradients")
 
 
-def _linear_gradients(at: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    base = torch.bfloat16  # the same inputs in every dtype
-    x, weight = (_uniform(base, *shape).to(dtype).to(at).requires_grad_() for shape in ((LONG, 3), (5, 3)))
-    return torch.autograd.grad(F.linear(x, weight), (x, weight), torch.ones(LONG, 5, dtype=dtype).to(at))
-
-
-def _convolution_gradients(at: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    base = torch.bfloat16
-    x, weight = (
-        _uniform(base, *shape).to(dtype).to(at).requires_grad_() for shape in ((4, 2, 34, 34), (3, 2, 3, 3))
-    )
-    y = F.conv2d(x, weight)
-    ones = torch.ones(y.shape, dtype=dtype).to(at)
-    return torch.autograd.grad(y, (x, weight), ones)
+def _gradients(op: Any, shapes: Any, at: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """By input and weight, which are the same numbers in every dtype."""
+    drawn = (_uniform(torch.bfloat16, *shape).to(dtype).to(at) for shape in shapes)
+    x, weight = (values.requires_grad_() for values in drawn)
+    y = op(x, weight)
+    return torch.autograd.grad(y, (x, weight), torch.ones(y.shape, dtype=dtype).to(at))
 
 
 def _long_rows(at: torch.device, low: torch.dtype) -> Outcome:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
@@ -27,20 +27,12 @@ _KINDS = {
 _SHOWN = 8
 
 
-class Writable(Protocol):
-    """A document of the doctor, which gives its own plain values."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The document as plain values."""
-        ...
-
-
-def write_doctor(document: Mapping[str, Any] | Writable, path: str | Path) -> Path:
+def write_doctor(document: Any, path: str | Path) -> Path:
     """Write the page of `render_doctor` to `path`, whole or not at all; ConfigError where impossible."""
     return write_page(render_doctor(document), path)
 
 
-def render_doctor(document: Mapping[str, Any] | Writable) -> str:
+def render_doctor(document: Any) -> str:
     """The page for a document of the doctor, or for what `halfstep doctor --json` prints."""
     if not isinstance(document, Mapping):
         if not hasattr(document, "as_dict"):
@@ -75,7 +67,7 @@ def _embedded(document: Mapping[str, Any]) -> str:
                     "counts": list(sample["counts"]),
                     "zeros": sample["zeros"],
                     "bad": sample["infs"] + sample["nans"],
-                    "scale": _finite(math.log2(sample["scale"])) if sample["scale"] > 0 else 0,
+                    "scale": math.log2(sample["scale"]) if 0 < sample["scale"] < math.inf else 0,
                 }
             )
     formats = {
@@ -120,10 +112,6 @@ def _beside_row(row: Mapping[str, Any]) -> dict[str, str]:
         word = "all zero"
     shown = ["" if x is None else f"{x:.4g}" for x in (good, bad)]
     return {"kind": row["kind"], "path": row["path"], "good": shown[0], "bad": shown[1], "word": word}
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
 
 
 def _few(names: Sequence[str], most: int = 6) -> str:
@@ -219,7 +207,7 @@ def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
     causes = {bad["step"]: bad for bad in document["bad"]}
     rows = [
         (
-            _range(run),
+            " to ".join(dict.fromkeys(str(n["step"] + 1) for n in (run[0], run[-1]))),
             f"{run[0]['scale']:g}",
             run[0]["worst"],
             _cause(next((causes[n["step"]] for n in run if n["step"] in causes), None)),
@@ -239,11 +227,6 @@ def _runs(skips: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         else:
             runs.append([note])
     return runs
-
-
-def _range(run: Sequence[Mapping[str, Any]]) -> str:
-    first, last = run[0]["step"] + 1, run[-1]["step"] + 1
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def _cause(bad: Mapping[str, Any] | None) -> str:

@@ -267,11 +267,8 @@ class DynamicLossScaleUpdateCell(Cell):
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__()
-        self.loss_scale_value, self.scale_factor, self.scale_window = (
-            loss_scale_value,
-            scale_factor,
-            scale_window,
-        )
+        self.loss_scale_value = loss_scale_value
+        self.scale_factor, self.scale_window = scale_factor, scale_window
         self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
 
     def get_loss_scale(self) -> float:
