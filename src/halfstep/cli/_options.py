@@ -25,14 +25,6 @@ def _hint(default: str) -> str:
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint=_hint)]
 
 
-def computing_device(name: str | None) -> torch.device:
-    """The device to compute on; None gives the accelerator if there is one. ConfigError where it cannot."""
-    found = devices.resolve(name)
-    if found.type == "meta":
-        raise ConfigError("device 'meta' has no values to compute with; choose cpu or an accelerator")
-    return found
-
-
 def set_threads(count: int | None) -> None:
     """Have torch use so many CPU threads; ConfigError for a number that it cannot."""
     most = 16 * (os.cpu_count() or 1)  # torch ends without a word where threads cannot be made
@@ -40,6 +32,14 @@ def set_threads(count: int | None) -> None:
         raise ConfigError(f"--threads {count}: expected 1 or more, at most {most} on this machine")
     if count is not None:
         torch.set_num_threads(count)
+
+
+def computing_device(name: str | None) -> torch.device:
+    """The device to compute on; None gives the accelerator if there is one. ConfigError where it cannot."""
+    found = devices.resolve(name)
+    if found.type == "meta":
+        raise ConfigError("device 'meta' has no values to compute with; choose cpu or an accelerator")
+    return found
 
 
 def check_report(path: Path | None) -> None:
