@@ -41,33 +41,6 @@ class _Figure:
     note: str
 
 
-@dataclass(frozen=True)
-class _LegendLine:
-    """One setting in the legend and in the list of sentences."""
-
-    label: str
-    level: str
-    classes: str
-    sentence: str
-
-
-@dataclass(frozen=True)
-class _Section:
-    """What the page shows of one recipe."""
-
-    name: str
-    verdict: str
-    busy: str
-    about: str
-    columns: Sequence[str]
-    cells: list[list[str]]
-    rows: list[_LegendLine]
-    curves: list[_Figure]
-    constant_scales: str
-    bars: list[_Figure]
-    bounds: list[tuple[str, list[str]]]
-
-
 def render(document: Comparison) -> str:
     """The page of what `halfstep train` found; `Comparison.from_dict` reads what its --json prints."""
     context = {
@@ -84,24 +57,32 @@ def _machine(machine: Mapping[str, Any]) -> str:
     )
 
 
-def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> _Section:
+def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
+    """What the page shows of one recipe."""
     rows, metric = recipe.rows, recipe.metric
-    base = recipe.base
     scales, constant = _scale_figure(rows)
     found = [(row.label, bounds(row)) for row in rows]
-    return _Section(
-        name=recipe.name,
-        verdict=verdict(recipe),
-        busy=busy(recipe),
-        about=f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
-        columns=columns(metric),
-        cells=[cells(row, metric, slow) for row in rows],
-        rows=[_LegendLine(row.label, row.level, _classes(row), sentence(row, base, slow)) for row in rows],
-        curves=[*_loss_figures(recipe), *scales],
-        constant_scales="; ".join(constant),
-        bars=[*_time_figure(recipe), *_memory_figure(rows)],
-        bounds=[(label, shown) for label, shown in found if shown],
-    )
+    return {
+        "name": recipe.name,
+        "verdict": verdict(recipe),
+        "busy": busy(recipe),
+        "about": f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
+        "columns": columns(metric),
+        "cells": [cells(row, metric, slow) for row in rows],
+        "rows": [
+            {
+                "label": row.label,
+                "level": row.level,
+                "classes": _classes(row),
+                "sentence": sentence(row, recipe.base, slow),
+            }
+            for row in rows
+        ],
+        "curves": [*_loss_figures(recipe), *scales],
+        "constant_scales": "; ".join(constant),
+        "bars": [*_time_figure(recipe), *_memory_figure(rows)],
+        "bounds": [(label, shown) for label, shown in found if shown],
+    }
 
 
 def _classes(row: SettingRow) -> str:
