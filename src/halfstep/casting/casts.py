@@ -137,7 +137,7 @@ def runner(
     if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
         return _norm_runner(site)
     # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
-    return None if site.native is None else _below_runner(site)
+    return None if site.native is None else lambda _, args, kwargs: site.below(args, kwargs)
 
 
 def _dtypes(args: Args, kwargs: Kwargs) -> set[torch.dtype]:
@@ -282,10 +282,6 @@ def _widest_runner(site: OpOnDevice) -> Runner:
         return _cast_below(site, target, args, kwargs)
 
     return run
-
-
-def _below_runner(site: OpOnDevice) -> Runner:
-    return lambda _, args, kwargs: site.below(args, kwargs)
 
 
 def _norm_runner(site: OpOnDevice) -> Runner:

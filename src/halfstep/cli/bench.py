@@ -38,7 +38,7 @@ def run(
     """
     from halfstep.recipes import optimizer_race
 
-    most = _memory() // BYTES
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BYTES
     if not 1000 <= parameters <= most:
         raise ConfigError(f"--parameters {parameters:g}: expected 1000 to {most:.2g}, what memory here holds")
     if rounds < 1:
@@ -57,10 +57,6 @@ def run(
                     "results": [asdict(r) for r in results], "movement": moved})  # fmt: skip
         return
     _print(results, sum(sizes), moved)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _movement(optimizer_race: Any) -> dict[str, dict[str, float]]:

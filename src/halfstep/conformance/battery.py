@@ -158,11 +158,11 @@ def _cnn() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(16, 1, 8, 8), torch.randint(0, 5, (16,))
 
 
-def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
-    return _Tokens(), torch.randint(0, 12, (6, 8)), torch.randint(0, 5, (48,))
-
-
-MODELS = {"MLP": _mlp, "CNN": _cnn, "transformer": _transformer}
+MODELS = {
+    "MLP": _mlp,
+    "CNN": _cnn,
+    "transformer": lambda: (_Tokens(), torch.randint(0, 12, (6, 8)), torch.randint(0, 5, (48,))),
+}
 
 
 def _gradients(model: nn.Module, scale: float = 1.0) -> Tensor:

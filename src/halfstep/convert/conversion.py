@@ -374,7 +374,9 @@ class _Casting:
         asked = own_dtype(module)
         if not path:
             self._root_edges(module, inner)
-        elif asked is not None and asked != outer and own_dtype(self._parent(path)) is None:
+        elif asked is not None and asked != outer:
+            if own_dtype(self.paths.get(path.rpartition(".")[0], self.model)) is not None:
+                return
             self._cast_outputs(path, module, outer, "to_float above it ends here")
         elif inner is not None and inner != outer and rule is not above and asked is None:
             if keeps_fp32(module, outer):
@@ -385,9 +387,6 @@ class _Casting:
 
     def _dtype_at(self, rule: PlanRule | None) -> torch.dtype | None:
         return None if rule is None else rule.dtype
-
-    def _parent(self, path: str) -> nn.Module:
-        return self.paths.get(path.rpartition(".")[0], self.model)
 
     def _root_edges(self, module: nn.Module, inner: torch.dtype | None) -> None:
         level = self.level

@@ -113,14 +113,6 @@ def _text(batch_size: int, folder: str | None) -> Task:
     )
 
 
-def _next_character(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def _mean_divergence(log_predicted: Tensor, target: Tensor) -> Tensor:
-    return F.kl_div(log_predicted, target, reduction="none").mean()
-
-
 _ALL = (
     Recipe(
         name="digits-mlp",
@@ -157,7 +149,7 @@ _ALL = (
         optimizer=lambda parameters, master: AdamW(
             parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, master=master
         ),
-        loss=_next_character,
+        loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         data=_text,
     ),
     Recipe(
@@ -170,7 +162,7 @@ _ALL = (
         model=_models.ink_autoencoder,
         # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
         optimizer=lambda parameters, master: SGD(parameters, lr=784 * 0.4, momentum=0.9, master=master),
-        loss=_mean_divergence,
+        loss=lambda predicted, target: F.kl_div(predicted, target, reduction="none").mean(),
         data=_ink,
         scales=("dynamic", "none"),
     ),

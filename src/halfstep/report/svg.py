@@ -100,10 +100,6 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     return labels
 
 
-def _power_label(value: float) -> str:
-    return f"2<tspan dy='-4' font-size='9'>{round(math.log2(value))}</tspan>"
-
-
 def line_chart(
     lines: Sequence[Line],
     *,
@@ -191,7 +187,9 @@ def _frame(
 ) -> str:
     parts = []
     ends = f"x1='{on.left}' x2='{on.width - _RIGHT}'"
-    labels = [_power_label(tick) for tick in y_ticks] if powers_of_two else tick_labels(y_ticks)
+    labels = tick_labels(y_ticks)
+    if powers_of_two:
+        labels = [f"2<tspan dy='-4' font-size='9'>{round(math.log2(tick))}</tspan>" for tick in y_ticks]
     for tick, label in zip(y_ticks, labels):
         y = up(tick)
         parts.append(f"<line class='grid' {ends} y1='{y:.1f}' y2='{y:.1f}'/>")
