@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -36,14 +35,6 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 _PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.aten.", "torch.", "aten::", "aten.", "F.")
-_OPERATORS: Mapping[Any, str] = {
-    operator.matmul: "matmul",
-    operator.pow: "pow",
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.truediv: "div",
-}
 _NN: Any = nn_functions
 OWN_OP_MARK = "__halfstep_op__"
 OWN_OPS: dict[str, Callable[..., Any]] = {}
@@ -70,8 +61,8 @@ def _name_of_callable(fn: Callable[..., Any]) -> str | None:
     if isinstance(fn, OpOverloadPacket):
         namespace, _, name = overload_packet_name(fn).partition("::")
         return name if namespace == "aten" else overload_packet_name(fn)
-    if fn in _OPERATORS:
-        return _OPERATORS[fn]
+    if getattr(fn, "__module__", "") == "_operator":
+        return _ALIASES.get(f"__{fn.__name__}__")
     name = getattr(fn, "__name__", "")
     homes = (torch, torch.nn.functional, torch.Tensor, _NN, torch.special, torch.linalg, torch.fft)
     short = name.removeprefix("linalg_").removeprefix("fft_").removeprefix("special_")
