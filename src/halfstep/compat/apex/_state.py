@@ -203,12 +203,13 @@ class Account:
     """One optimizer under `amp`. `skip` holds the message of a step that must not be taken.
 
     `inside`: how many `scale_loss` bodies that name it are running. `announced`: one named it since its last
-    step; `owner` is told where a step finds gradients without.
+    step; `owner` is told where a step finds fresh gradients without.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owner: AmpState) -> None:
         self.optimizer, self._owner = optimizer, owner
         self.announced = False
+        self._stepped: tuple[int, int] | None = None
         self.masters: MasterWeights | None = None
         self.scaled, self.inside = False, 0
         self.skip: str | None = None
@@ -216,14 +217,16 @@ class Account:
         self._left: list[tuple[Tensor, Tensor, int]] = []
         mine: weakref.ref[Account] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
-        self._handle = optimizer.register_step_pre_hook(
-            lambda o, args, kwargs: _before_step(mine, args, kwargs)
-        )
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda o, args, kwargs: _before_step(mine, args, kwargs)),
+            optimizer.register_step_post_hook(lambda o, args, kwargs: _after_step(mine)),
+        ]
 
     def remove(self) -> None:
         """Take the hook and the masters off the optimizer."""
         self.settle()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self.masters is not None:
             self.masters.revert()
 
@@ -235,6 +238,21 @@ class Account:
         pairs = self.masters.pairs()
         own = {id(master) for _, master in pairs}
         return [weight for weight, _ in pairs], [p for p in groups if id(p) not in own]
+
+    def mark(self) -> tuple[int, int] | None:
+        """What tells a gradient from the one of the last step; None where there is none."""
+        owned = (weight_of(p).grad for group in self.optimizer.param_groups for p in group["params"])
+        first = next((grad for grad in owned if grad is not None), None)
+        return None if first is None else (id(first), first._version)
+
+    def look(self) -> None:
+        """Tell of gradients that are there without a `scale_loss`, unless the last step had them already."""
+        if not self.announced and (mark := self.mark()) is not None and mark != self._stepped:
+            self._owner.unscaled_step(self.optimizer)
+
+    def stepped(self) -> None:
+        """Remember which gradients this step had."""
+        self.announced, self._stepped = False, self.mark()
 
     def before_backward(self) -> None:
         """Set finished gradients aside; those of delayed losses stay, to be accumulated on."""
@@ -305,10 +323,7 @@ def _before_step(account: weakref.ref[Account], args: tuple[Any, ...], kwargs: d
             "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "
             "the last backward before a step must not delay"
         )
-    owned = (weight_of(p).grad for group in self.optimizer.param_groups for p in group["params"])
-    if not self.announced and any(grad is not None for grad in owned):
-        self._owner.unscaled_step(self.optimizer)
-    self.announced = False
+    self.look()
     if self.skip is not None:
         self._owner.say(self.skip)
         self.skip = None
@@ -316,6 +331,12 @@ def _before_step(account: weakref.ref[Account], args: tuple[Any, ...], kwargs: d
         low, others = self.weights()
         for p in (*low, *others):
             p.grad = None
+
+
+def _after_step(account: weakref.ref[Account]) -> None:
+    self = account()
+    if self is not None:
+        self.stepped()
 
 
 @contextmanager
