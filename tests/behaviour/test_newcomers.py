@@ -202,5 +202,5 @@ def test_an_epsilon_that_is_zero_is_named_where_the_loss_turns_nan():
     backward(amp, model)
     amp.step()
     backward(amp, model)
-    with pytest.warns(hs.HalfstepWarning, match="AdamW's eps 1e-08 is zero beside fp16 weights"):
+    with pytest.warns(hs.HalfstepWarning, match="AdamW group 0: eps 1e-08 is zero beside fp16 weights"):
         amp.step()

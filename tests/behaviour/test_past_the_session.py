@@ -280,10 +280,9 @@ def test_revert_finds_what_was_prepared_through_the_model(kind, level):
 def test_a_session_shows_itself():
     model, amp = prepared("torch", "O2", "fp16")
     train(model, amp, 2)
-    for part in ("O2", "AdamW", "steps=2", "skips=", "loss_scale=", "c=fp16"):
-        assert part in repr(amp)
     for part in ("O2", "AdamW: 2 steps, 0 skipped, loss scale 65536", "c=fp16"):
         assert part in str(amp)
+        assert part in repr(amp)
 
 
 @pytest.mark.parametrize("name", ["level", "device", "optimizers", "stop", "lr"])
@@ -360,20 +359,27 @@ def test_an_orthogonal_parametrization_is_not_made_in_16_bits(level):
 
 
 @each_kind
-def test_a_layer_added_to_the_optimizer_alone_is_told_apart_from_one_that_was_replaced(kind):
+def test_a_layer_added_to_the_optimizer_alone_and_one_that_was_replaced_are_refused(kind):
     model, amp = prepared(kind, "O1")
     amp.optimizers[0].add_param_group({"params": list(nn.Linear(2, 2).parameters())})
-    with pytest.raises(ConfigError, match=r"2 of 8 parameters of this AdamW were added .* prepare again"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 8 parameters of this AdamW are not the model's.*add it to the model and"
+    ):
         train(model, amp)
     model, amp = prepared(kind, "O1")
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    with pytest.raises(ConfigError, match="1 of 6 parameters of this AdamW are no longer the model's"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 6 parameters of this AdamW are not the model's.*replace its parameters"
+    ):
         train(model, amp)
 
 
 def test_a_scheduler_s_class_a_number_as_a_loss_and_a_level_by_place_are_named():
     _, amp = prepared(level="O1")
-    with pytest.raises(ConfigError, match=r"got the class: expected .* StepLR\(optimizer, \.\.\.\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step\(scheduler=.*StepLR.*\): expected a scheduler made of its class and the optimizer",
+    ):
         amp.step(scheduler=torch.optim.lr_scheduler.StepLR)
     with pytest.raises(ConfigError, match=r"backward got 1\.0 of type float, expected the loss as a tensor"):
         amp.backward(1.0)

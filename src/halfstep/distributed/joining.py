@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,34 +19,8 @@ if TYPE_CHECKING:
 _ANSWERED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Following(Protocol):
-    """The fp32 masters behind the weights of a DDP."""
-
-    def expect_broadcast(self) -> None:
-        """Know that DDP is about to write every weight."""
-        ...
-
-    def take_from(self, rank: int) -> None:
-        """Set them to those of one rank of DDP's group."""
-        ...
-
-
-class Answering(Protocol):
-    """A session as `join` sees it."""
-
-    device: torch.device
-
-    def step_without_batch(self) -> None:
-        """Take part in the collectives of a step of the other ranks."""
-        ...
-
-    def replica(self, ddp: Any) -> Following:
-        """The masters behind the weights of `ddp`."""
-        ...
-
-
 @contextmanager
-def join(ddp: nn.Module, session: Answering, **options: Any) -> Generator[None]:
+def join(ddp: nn.Module, session: Any, **options: Any) -> Generator[None]:
     """Within, ranks may have different numbers of batches: `with hs.distributed.join(ddp, amp): ...`.
 
     torch's `ddp.join()` answers DDP's collectives for ranks that have run out, and knows nothing of the

@@ -22,7 +22,7 @@ from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
-from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault
+from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
 from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
@@ -95,7 +95,7 @@ def findings_at_rest(
     """What shows without running a step: in buffers, optimizers, criteria and the session."""
     return [
         *_buffers(parts, becomes),
-        *_optimizer_epsilon(parts),
+        *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
         *_ulps(parts),
         *_losses(parts, step),
         *_missing_scale(parts),
@@ -255,17 +255,6 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
     if rising and bool((low.diff() == 0).any()):
         lost = int((low.diff() == 0).sum())
         yield Finding("low buffer", where, f"{lost} of {wide.numel()} rising values are equal in {fmt}", cure)
-
-
-def _optimizer_epsilon(parts: StepParticipants) -> Iterable[Finding]:
-    for optimizer in parts.optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            eps = group.get("eps")
-            half = [p for p in group["params"] if p.dtype == torch.float16]
-            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
-                where = f"{type(optimizer).__name__} group {number}"
-                text = f"eps {eps:g} is zero beside fp16 weights: a division by zero where a gradient is zero"
-                yield Finding("epsilon", where, text, "use fp32 master weights (level O2), or eps=1e-4")
 
 
 def _ulps(parts: StepParticipants) -> Iterable[Finding]:

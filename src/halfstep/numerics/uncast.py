@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.formats import dtype_name
+from halfstep.formats import FP16, dtype_name
 from halfstep.optim.masters import holder_of
 from halfstep.policy.levels import LOW_DTYPES, Level
 from halfstep.policy.ops import Rule
@@ -61,6 +61,17 @@ def weights_fault(
         text = f"no op ran in {dtype_name(policy.compute_dtype)}: all weights are fp64, which is never cast"
         return text, "call model.float() before prepare(), or prepare at level O0"
     return None
+
+
+def zero_epsilons(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, str]]:
+    """Parameter groups whose epsilon fp16 weights round to zero: where, what is wrong, and the cure."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
+            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
+                text = f"eps {eps:g} is zero beside fp16 weights: a division by zero where a gradient is zero"
+                cure = "use fp32 master weights (level O2), or eps=1e-4"
+                yield f"{type(optimizer).__name__} group {number}", text, cure
 
 
 def ran_wide(loss: Tensor, policy: Policy) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.convert.sharded import shards_of
 from halfstep.distributed import local_of
 from halfstep.errors import (
     CheckpointError,
@@ -25,8 +26,8 @@ from halfstep.errors import (
     ScalerStateError,
     show,
 )
-from halfstep.formats import FP16
 from halfstep.names import named_parameters
+from halfstep.numerics.uncast import zero_epsilons
 from halfstep.optim.loading import HasMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
@@ -89,14 +90,10 @@ def check_scheduler(scheduler: Any) -> None:
             "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
             "call scheduler.step(metric) yourself, after an evaluation"
         )
-    if isinstance(scheduler, type):
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
-            f"step(scheduler={scheduler.__name__}) got the class: expected a scheduler made of it and the "
-            f"optimizer, {scheduler.__name__}(optimizer, ...)"
-        )
-    if not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"step(scheduler=...) got {type(scheduler).__name__}: expected a scheduler with step()"
+            f"step(scheduler={show(scheduler)}): expected a scheduler made of its class and the optimizer, "
+            "such as StepLR(optimizer, 30)"
         )
 
 
@@ -110,6 +107,21 @@ def check_state(state: Any, level: Level, policy: Policy) -> None:
             raise CheckpointError(
                 f"this state was saved with {what} {state.get(what)}, the session has {own}: "
                 f"prepare with that {what} to resume"
+            )
+
+
+def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError where an optimizer updates what is not the models', or no longer is."""
+    mine = {id(p) for model in models for p in (*model.parameters(), *shards_of(model))}
+    for optimizer in optimizers:
+        held, kind = weights_of(optimizer), type(optimizer).__name__
+        strangers = [p for p in held if id(p) not in mine]
+        if strangers:
+            raise ConfigError(
+                f"{len(strangers)} of {len(held)} parameters of this {kind} are not the model's, the first "
+                f"of shape {list(strangers[0].shape)}: shard a model first (fully_shard and tensor parallel "
+                "replace its parameters), then build the optimizer from it, then prepare both. To add a "
+                "layer amp.revert(), add it to the model and to the optimizer, and prepare again"
             )
 
 
@@ -202,19 +214,6 @@ def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
     return any(bool(local_of(g.detach()).any()) for g in grads) if grads else None
 
 
-def epsilon_hint(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What to do about steps taken on inf or NaN: an epsilon that fp16 weights round to zero is the cause."""
-    for optimizer in (o for o in optimizers if not isinstance(o, HasMasters)):
-        for group in optimizer.param_groups:
-            eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
-            if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:
-                return (
-                    f"{type(optimizer).__name__}'s eps {eps:g} is zero beside fp16 weights: it divides "
-                    "by zero where a gradient is zero: use level O2, halfstep.optim or eps=1e-4"
-                )
-    return "pass skip_nonfinite=True to prepare() to skip such steps"
-
-
 def no_optimizer(precision: Precision, scale: LossScale) -> str:
     """What a backward of a session without optimizers leaves to its caller; nothing where that is little."""
     scaled = "" if isinstance(scale, NoLossScale) else f"nothing divides the loss scale {scale.read():g} out"
@@ -284,18 +283,8 @@ def skips_of(on_nonfinite: str | None, skip_nonfinite: bool | None, scaled: bool
     return skips
 
 
-@dataclass(frozen=True, eq=False)
-class Looked:
-    """What is kept of a step until it is known whether its gradients were finite."""
-
-    where: str = ""
-    values: tuple[Tensor, ...] = ()
-    """The losses themselves."""
-    losses: tuple[Loss, ...] = ()
-    """What each brought, and the scale that it carried."""
-
-
-NOTHING = Looked()
+#: Says what was wrong with a step of this number; the flag: whether it was taken.
+Report = Callable[[int | None, bool], None]
 
 
 class NonFinite:
@@ -318,13 +307,15 @@ class NonFinite:
         if self._choice == "raise":
             self._losses.append(loss.detach())
 
-    def look(self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss]) -> Looked:
-        """Note what somebody will be told if the step was bad; which gradients were while they are there."""
+    def look(
+        self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss]
+    ) -> Report | None:
+        """What to call once gradients are known to be bad; notes which are while they are there."""
         values, self._losses = self._losses, []
         if found is False or self._said or self._choice in ("skip", "continue"):
-            return NOTHING
+            return None
         where = self._where(optimizer) if found is True else ""
-        return Looked(where, tuple(values), tuple(losses))
+        return partial(self._raise, where, values, losses) if self._choice else partial(self._warn, where)
 
     def _where(self, optimizer: torch.optim.Optimizer) -> str:
         names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
@@ -336,27 +327,24 @@ class NonFinite:
         first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
         return f"of {len(bad)} of {len(held)} parameters (first: {first}) "
 
-    def tell(self, step: int | None, taken: bool, finite: bool, looked: Looked) -> None:
-        """Warn once of a bad step that was taken; raise NonFiniteError where that was asked for."""
-        if finite:
-            return
-        if self._choice == "raise":
-            self._raise(step, looked)
-        elif taken and self._choice is None and not self._said:
+    def _warn(self, where: str, step: int | None, taken: bool) -> None:
+        if taken and not self._said:
             self._said = True
             warnings.warn(
-                f"step {step}: gradients {looked.where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {epsilon_hint(self._optimizers)} (said once)",
+                f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
+                f"PyTorch does; {_cure_of(self._optimizers)} (said once)",
                 HalfstepWarning,
                 stacklevel=5,
             )
 
-    def _raise(self, step: int | None, looked: Looked) -> None:
-        bad = [loss for loss in looked.values if not bool(loss.isfinite().all())]
-        lowest = [loss.scale for loss in looked.losses if bool(loss.found) and loss.scale.at_lowest]
+    def _raise(
+        self, where: str, values: list[Tensor], losses: Sequence[Loss], step: int | None, taken: bool
+    ) -> None:
+        bad = [loss for loss in values if not bool(loss.isfinite().all())]
+        lowest = [loss.scale for loss in losses if bool(loss.found) and loss.scale.at_lowest]
         if not bad and not lowest:
             return
-        what = f"gradients {looked.where}hold inf or NaN"
+        what = f"gradients {where}hold inf or NaN"
         if bad:
             what = f"the loss is {float(bad[0].float().sum())}"
         elif not isinstance(lowest[0], NoLossScale | StaticLossScale):
@@ -365,3 +353,9 @@ class NonFinite:
             f"step {step}: {what}; the step was not taken, weights are those before it "
             "(on_nonfinite='raise'). `amp.replayable` or `halfstep doctor` name the op"
         )
+
+
+def _cure_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    found = zero_epsilons([o for o in optimizers if not isinstance(o, HasMasters)])
+    cures = (f"{where}: {text}: {cure}" for where, text, cure in found)
+    return next(cures, "pass skip_nonfinite=True to prepare() to skip such steps")

@@ -29,7 +29,7 @@ from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.checks import skips_of
+from halfstep.session.checks import check_parameters, skips_of
 from halfstep.session.precision import Precision, lower
 from halfstep.session.ranks import check_group, check_norm_group
 from halfstep.session.session import Models, Optimizers, Session
@@ -109,21 +109,14 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
 
 
 def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError where an optimizer holds parameters of another model."""
-    mine = {id(p) for model in models for p in model.parameters()}
+    """Raise ConfigError where an optimizer has masters already, or holds parameters of another model."""
     for index, optimizer in enumerate(optimizers):
-        strangers = [p for p in parameters_of(optimizer) if id(p) not in mine]
-        if any(isinstance(p, Master) for p in strangers):
+        if any(isinstance(p, Master) for p in parameters_of(optimizer)):
             raise ConfigError(
                 f"optimizer {index} ({type(optimizer).__name__}) already has master weights: "
                 "revert() the earlier session or MasterWeights first"
             )
-        if strangers:
-            raise ConfigError(
-                f"optimizer {index} ({type(optimizer).__name__}) holds {len(strangers)} parameters that are "
-                f"not the model's, the first of shape {tuple(strangers[0].shape)}: "
-                "build it from the model given to prepare"
-            )
+    check_parameters(models, optimizers)
 
 
 def check_width(precision: Precision, models: Sequence[nn.Module]) -> None:

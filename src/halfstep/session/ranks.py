@@ -20,6 +20,7 @@ from halfstep.convert.sharded import shards_of
 from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.session.checks import check_parameters
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
@@ -28,19 +29,19 @@ _NUMBERS = itertools.count()
 
 
 class RankGuard:
-    """The ranks of one session, and its checks; those that cannot change are made once."""
+    """The ranks of one session, and its checks; those that cannot change are made once for each DDP."""
 
     def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
         self._setup, self._given, self._stages = weakref.proxy(setup), group, norm_group
-        self._models, self._optimizers = setup.models, setup.optimizers
         self.number = next(_NUMBERS)
-        self._checked = self._knows_group = False
+        parameters = [p for model in setup.models for p in model.parameters()]
+        self._wrappers = [weakref.ref(ddp) for ddp in (ddp_around(parameters) if world_size() > 1 else ())]
         self.asks = True
         """Whether the next call has anything to check."""
-        self._wrappers: list[weakref.ref[Any]] | None = None
-        self._group: Any = None
-        self._sharded, self._same_gradients = False, SameGradients()
-        self._prepared = [weakref.ref(w) for o in setup.optimizers for w in weights_of(o)]
+        self._checked = self._sharded = False
+        self._group: tuple[Any, ...] = ()
+        """The ranks that belong together, once they are known."""
+        self._same_gradients = SameGradients()
 
     @property
     def group(self) -> Any:
@@ -51,9 +52,8 @@ class RankGuard:
         """
         if world_size() == 1:
             return None
-        if not self._knows_group:
-            self._group, self._knows_group = joint_group(self._groups()), True
-        return self._group
+        self._group = self._group or (joint_group(self._groups()),)
+        return self._group[0]
 
     def _groups(self) -> list[Any]:
         """The process groups over which the session's models are wrapped, or the one that was given."""
@@ -62,7 +62,7 @@ class RankGuard:
         found = [] if self._stages is None else [self._stages]
         meshes = dict.fromkeys(
             mesh
-            for model in self._models
+            for model in self._setup.models
             for p in (*model.parameters(), *shards_of(model))
             if (mesh := getattr(p, "device_mesh", None)) is not None
         )
@@ -72,24 +72,21 @@ class RankGuard:
 
     def _around(self) -> list[Any]:
         """Every DDP around the models."""
-        if self._wrappers is None:
-            parameters = (p for model in self._models for p in model.parameters())
-            self._wrappers = [
-                weakref.ref(ddp) for ddp in (ddp_around(parameters) if world_size() > 1 else ())
-            ]
         return [ddp for ref in self._wrappers if (ddp := ref()) is not None]
 
     def trains_in(self, module: nn.Module) -> bool:
         """Whether weights of the session's models are the module's."""
         theirs = set(module.parameters())
-        return any(p in theirs for model in self._models for p in model.parameters())
+        return any(p in theirs for model in self._setup.models for p in model.parameters())
 
     def wrapped(self, ddp: Any, sends: bool) -> None:
-        """A DDP is being made around the models: what was found before it is looked for anew.
+        """A DDP is being made around the models.
 
         Where it `sends` (a collective), its ranks get the kernels of their first one.
         """
-        self._wrappers, self._checked, self._knows_group, self.asks = None, False, False, True
+        self._checked, self.asks, self._group = False, True, ()
+        if world_size() > 1:
+            self._wrappers.append(weakref.ref(ddp))
         if sends and self._given is None:
             self._share_kernels([ddp.process_group])
 
@@ -104,26 +101,24 @@ class RankGuard:
             for group in groups:
                 self._setup.kernels = kernels_of_first_rank(self._setup.kernels, compute, group)
 
-    def check(self, shares_flag: bool) -> None:
-        """Raise ConfigError or UnsupportedError; `shares_flag`: steps tell each other what they found."""
-        if self._setup.reverted:
+    def check(self) -> None:
+        """Raise ConfigError or UnsupportedError for what cannot train as one run."""
+        setup, wrappers = self._setup, self._around()
+        if setup.reverted:
             raise ConfigError(
                 "this session was reverted and takes no more steps: use the session of a new prepare()"
             )
         if not self._checked:
-            self._check_parameters()
-            for ddp in self._around():
+            check_parameters(setup.models, setup.optimizers)
+            for ddp in wrappers:
                 self._check_wrapper(ddp)
-            self._sharded = world_size() > 1 and any(map(is_sharded, self._models))
-            self._checked, self.asks = True, self._sharded or bool(self._around())
-        if not shares_flag:
-            return
-        for ddp in self._around():
-            if joins_alone(ddp):
-                raise ConfigError(
-                    "ddp.join() answers for DDP alone, and this session's ranks also tell each other what "
-                    "they found: use `with hs.distributed.join(ddp, amp):` instead"
-                )
+            self._sharded = world_size() > 1 and any(map(is_sharded, setup.models))
+            self._checked, self.asks = True, self._sharded or bool(wrappers)
+        if setup.skip_nonfinite and any(map(joins_alone, wrappers)):
+            raise ConfigError(
+                "ddp.join() answers for DDP alone, and this session's ranks also tell each other what "
+                "they found: use `with hs.distributed.join(ddp, amp):` instead"
+            )
 
     def narrow_gradients(self) -> None:
         """Give DDP gradients of the weights' dtype: its buffers take no fp32 ones, which steps leave."""
@@ -132,53 +127,29 @@ class RankGuard:
                 if p.grad is not None and p.dtype in LOW_DTYPES and p.grad.dtype != p.dtype:
                     p.grad = p.grad.to(p.dtype)
 
-    def check_step(self, shares_flag: bool, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """`check`, and that all ranks of `fully_shard` have gradients of the same parameters.
 
         Raises:
             ConfigError: on every rank of a mesh whose ranks have gradients of different parameters.
         """
-        self.check(shares_flag)
+        self.check()
         if self._sharded:
             self._same_gradients.check(weights_of(optimizer), self._name_of)
 
     def _name_of(self, weight: torch.Tensor) -> str:
-        names = (name for model in self._models for name, p in model.named_parameters() if p is weight)
+        names = (name for model in self._setup.models for name, p in model.named_parameters() if p is weight)
         return next(names, "a parameter")
 
-    def _check_parameters(self) -> None:
-        """The optimizers must still hold the model's own parameters."""
-        mine = {id(p) for model in self._models for p in (*model.parameters(), *shards_of(model))}
-        prepared = {id(p) for ref in self._prepared if (p := ref()) is not None}
-        for optimizer in self._optimizers:
-            held, kind = weights_of(optimizer), type(optimizer).__name__
-            gone = [p for p in held if id(p) not in mine]
-            added = sum(id(p) not in prepared for p in gone)
-            if added:
-                raise ConfigError(
-                    f"{added} of {len(held)} parameters of this {kind} were added to it after prepare and "
-                    "are not the model's: amp.revert(), add the layer to the model and its parameters to the "
-                    "optimizer, then prepare again (or give prepare all models)"
-                )
-            if gone:
-                raise ConfigError(
-                    f"{len(gone)} of {len(held)} parameters of this {kind} are no longer the "
-                    "model's: they were replaced after prepare (fully_shard and tensor parallel do that) and "
-                    "would never train. Shard the model first, then build the optimizer, then prepare"
-                )
-
     def _check_wrapper(self, ddp: Any) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self._setup.optimizers:
             refuse_in_ddp(optimizer)
-        for hook, _ in comm_hooks(ddp):
-            if (
-                getattr(hook, "dtype", None) is torch.float16
-                and self._setup.policy.compute_dtype == torch.bfloat16
-            ):
-                raise ConfigError(
-                    "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
-                    "to zero or to inf: register compress_hook('bf16') instead"
-                )
+        sent = {getattr(hook, "dtype", None) for hook, _ in comm_hooks(ddp)}
+        if self._setup.policy.compute_dtype == torch.bfloat16 and torch.float16 in sent:
+            raise ConfigError(
+                "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
+                "to zero or to inf: register compress_hook('bf16') instead"
+            )
 
 
 def joint_group(groups: Sequence[Any]) -> Any:

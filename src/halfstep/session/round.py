@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ScalerStateError
 from halfstep.gradients.stats import AnyStats, found_inf_of
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
 from halfstep.session.steppers import Stepper
-from halfstep.torch_private import foreach_add_, foreach_mul_
+from halfstep.torch_private import foreach_mul_
 from halfstep.trees import all_finite
 
 Flag = bool | Tensor
@@ -197,31 +196,13 @@ def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
     before = [(w, w.grad) for w in weights]
     for w in weights:
         w.grad = None
-    done = False
+    new: list[Tensor | None] = [None] * len(before)
     try:
         yield
-        done = True
+        new = [w.grad if add else None for w in weights]
     finally:
-        if add and done:
-            add_again([(w, grad) for w, grad in before if grad is not None])
-        else:
-            for w, grad in before:
-                w.grad = grad
-
-
-@torch.no_grad()
-def add_again(before: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add what was set aside to the gradients of now."""
-    here = [(w, grad) for w, grad in before if w.grad is not None]
-    for w, grad in before:
-        if w.grad is None:
-            w.grad = grad
-    dense = [(w.grad, grad) for w, grad in here if _dense(w.grad) and _dense(grad)]
-    if dense:
-        foreach_add_(*map(list, zip(*dense)))
-    for w, grad in here:
-        if not (_dense(w.grad) and _dense(grad)):
-            w.grad = w.grad + grad  # pyright: ignore[reportOptionalOperand]
+        for (w, old), more in zip(before, new):
+            w.grad = more if old is None else old if more is None else old.detach() + more.detach()
 
 
 # ---- unscale and step -----------------------------------------------------------------------------------
@@ -322,10 +303,6 @@ def _any(flags: Sequence[Flag]) -> Flag:
     for flag in flags:
         result = flag if result is False else result if flag is False else result | flag
     return result
-
-
-def _dense(grad: Tensor | None) -> bool:
-    return grad is not None and grad.layout == torch.strided and local_of(grad) is grad
 
 
 def _larger(first: float | Tensor | None, second: float | Tensor | None) -> float | Tensor | None:

@@ -23,9 +23,9 @@ from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
-from halfstep.names import fqns, named_parameters
-from halfstep.optim.loading import HasMasters
+from halfstep.names import fqns
 from halfstep.optim.masters import holder_of, holders_of
+from halfstep.optim.shards import as_shard
 from halfstep.session.steppers import weights_of
 from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
@@ -68,23 +68,12 @@ def _encode(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
-        if kind == "list" and (columns := _columns(entries)) is not None:
-            return {"rows": [columns, [[row.get(c, []) for c in columns] for row in entries]]}
         return {kind: [_encode(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
     if hasattr(value, "item"):
         return value.item()
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
     )
-
-
-def _columns(entries: Sequence[Any]) -> list[str] | None:
-    """The keys of a list of dicts of plain values, in their order; None where it is no such table."""
-    if len(entries) < 2 or not all(isinstance(row, dict) for row in entries):
-        return None
-    keys = list(dict.fromkeys(key for row in entries for key in row))
-    plain = all(v is None or type(v) in (bool, int, float, str) for row in entries for v in row.values())
-    return keys if plain and all(type(k) is str for k in keys) else None
 
 
 def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
@@ -95,7 +84,7 @@ def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         return read(held)
     if kind == "dict":
         return {_decode(k, read): _decode(v, read) for k, v in held}
-    if kind == "rows":
+    if kind == "rows":  # a list of dicts, as earlier versions wrote it
         columns, rows = held
         return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]
     items = [_decode(item, read) for item in held]
@@ -103,15 +92,6 @@ def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 # ---- what there is to save ------------------------------------------------------------------------------
-
-
-def _names(session: Session) -> dict[int, str]:
-    """The name in the file of every parameter of the models, by id."""
-    found: dict[int, str] = {}
-    for index, model in enumerate(session.models):
-        prefix = f"{index}." if len(session.models) > 1 else ""
-        found |= {id(p): prefix + name for name, p in named_parameters(model).items()}
-    return found
 
 
 def _masters(session: Session) -> dict[int, Tensor]:
@@ -137,6 +117,11 @@ def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 yield prefix + short[key], value, by_key.get(key)
+
+
+def _names(session: Session) -> dict[int, str]:
+    """The name in the file of every parameter of the models, by id; of a tied one the first."""
+    return {id(p): name for name, _, p in reversed([*_tensors(session)]) if p is not None}
 
 
 def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
@@ -406,12 +391,11 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
             "the checkpoint's optimizer holds other parameters: build it from the same model"
         )
     by_number = parameters_of(optimizer)
-    ours = isinstance(optimizer, HasMasters)
     state: dict[int, Any] = {}
     for number, name in enumerate(names):
         p = by_number[number]
         entry = {
-            what: value if not isinstance(value, dict) else _state(found, value["tensor"], p, ours)
+            what: as_shard("", _box(found, value["tensor"], p), p) if isinstance(value, dict) else value
             for what, value in saved["state"].get(name, {}).items()
         }
         if entry:
@@ -421,18 +405,6 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
         for old, new in zip(saved["groups"], present["param_groups"])
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _state(found: shardfiles.Index, name: str, p: Tensor, ours: bool) -> Tensor:
-    local = _box(found, name, p)
-    if ours or local_of(p) is p or found.wholes[name] != tuple(p.shape):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    placed: Any = p
-    return DTensor.from_local(
-        local, placed.device_mesh, placed.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
 
 
 @torch.no_grad()

@@ -30,16 +30,15 @@ from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights
 from halfstep.optim.replicas import tell_of_wraps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
-from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
+from halfstep.scaling.outcome import Outcome, OutcomeQueue
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import saving
 from halfstep.session.checks import (
     LEFT,
-    NOTHING,
     SKIPPED_IN_A_ROW,
     SKIPPING,
-    Looked,
     NonFinite,
+    Report,
     check_loss_id,
     check_scheduler,
     check_state,
@@ -145,7 +144,7 @@ class Session(Setup):
             handle.remove()
         self._handles = []
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
         read = ", ".join(f"{scale.read():g}" for scale in self.loss_scales)
         kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "no optimizer"
@@ -162,14 +161,6 @@ class Session(Setup):
             slow = does_not_pay(measurements.known(), dtype_name(dtype), torch.get_num_threads())
             lines.append(slow or "")
         return "\n".join(filter(None, lines))
-
-    def __repr__(self) -> str:
-        kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "none"
-        scales = self.loss_scale if len(self.loss_scales) == 1 else list(self.loss_scales)
-        return (
-            f"Session(level={self.level.name}, policy={self.policy}, optimizers=[{kinds}], "
-            f"loss_scale={scales}, steps={self.steps}, skips={self.skips.total})"
-        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
@@ -262,7 +253,7 @@ class Session(Setup):
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
         optimizers = self.optimizers
         if self._ranks.asks:
-            self._ranks.check(self.skip_nonfinite)
+            self._ranks.check()
         indices = indices_of(optimizers, optimizer)
         mixed = mixing(self.state, indices, loss_id)
         if self._first:
@@ -379,7 +370,7 @@ class Session(Setup):
         check_clip(clip_norm)
         check_scheduler(scheduler)
         if self._ranks.asks:
-            self._ranks.check_step(self.skip_nonfinite, self.optimizers[index])
+            self._ranks.check_step(self.optimizers[index])
         stepper = self._steppers[index]
         losses = losses_to_step(self.state, stepper, index)
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
@@ -396,7 +387,7 @@ class Session(Setup):
                 listener(self, stepper.optimizer)
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
             measured, found, losses = self._update(index, losses, inv_scale, clip_norm)
-            looked = self._nonfinite.look(stepper.optimizer, found, losses)
+            report = self._nonfinite.look(stepper.optimizer, found, losses)
             kept = NoLossScale() if stepper.unscaled else carried
             self.state = self.state.stepped(index, losses, None if zero_grad else kept, measured)
             if zero_grad:
@@ -410,7 +401,7 @@ class Session(Setup):
                 conversion.buffers.look()
         partly = found is True and self.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
-        return self._tell(carried_value(losses), measured, found, reason, scheduler, looked)
+        return self._tell(carried_value(losses), measured, found, reason, scheduler, report)
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
@@ -469,7 +460,7 @@ class Session(Setup):
         found: bool | Tensor,
         reason: str | None,
         scheduler: Any,
-        looked: Looked,
+        report: Report | None,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
         here, skips, step = isinstance(found, bool), self.skip_nonfinite, self.state.steps
@@ -482,11 +473,13 @@ class Session(Setup):
             amax=measured.amax,
             step=step,
             reason=reason,
-            on_read=None if here else partial(self._arrived_late, scheduler, looked),
+            on_read=None
+            if here
+            else lambda r: self._arrived(scheduler, r.taken, r.finite, r.scale, r.step, report),
         )
         self.history.append(outcome)
         if here:
-            self._arrived(scheduler, not (found and skips), not found, float(scale), step, looked)
+            self._arrived(scheduler, not (found and skips), not found, float(scale), step, report)
         else:
             self._queue.push(outcome)
         for listener in (*self.listeners,):
@@ -507,20 +500,18 @@ class Session(Setup):
         found = bool(flag) if self.device.type == "cpu" else flag
         scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
         if isinstance(found, bool):
-            self._arrived(None, not found, True, scale.read(), self.steps, NOTHING)
-
-    def _arrived_late(self, scheduler: Any, looked: Looked, record: StepRecord) -> None:
-        self._arrived(scheduler, record.taken, record.finite, record.scale, record.step, looked)
+            self._arrived(None, not found, True, scale.read(), self.steps, None)
 
     def _arrived(
-        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, looked: Looked
+        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, report: Report | None
     ) -> None:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
         if scheduler is not None and taken:
             scheduler.step()
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
             self.state = self.state._replace(skips=self.state.skips.counted(taken))
-        self._nonfinite.tell(step, taken, finite, looked)
+        if not finite and report is not None:
+            report(step, taken)
         if taken:
             return
         self.state.skips.check(scale=scale)

@@ -57,7 +57,6 @@ class Setup:
         """Whether all was undone, and whether stand-ins are in the place of 16-bit weights."""
         self._off = False
         """Whether a region that casts nothing was asked for."""
-        self._region = self.policy, kernels, autocast(device.type, policy=self.policy, kernels=kernels)
 
     @property
     def model(self) -> nn.Module:
@@ -84,12 +83,7 @@ class Setup:
                 "device from the model and its dtype from prepare(dtype=...); hs.autocast takes both"
             )
         self._off = self._off or not enabled
-        policy, kernels = self.policy, self.kernels  # a replay tries another policy
-        if not enabled or torch.compiler.is_compiling():
-            return autocast(self.device.type, policy=policy, enabled=enabled, kernels=kernels)
-        if self._region[0] is not policy or self._region[1] is not kernels:
-            self._region = policy, kernels, autocast(self.device.type, policy=policy, kernels=kernels)
-        return self._region[2]
+        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
     def replica(self, ddp: Any) -> Replica:
         """The weights with masters that `ddp` keeps the same on all ranks."""

@@ -181,8 +181,6 @@ class TorchStepper(Stepper):
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on; a master's own gradient would be widened by the look."""
-        if self._masters is None:
-            return super().has_gradients()
         return any(w.grad is not None for w in weights_of(self.optimizer))
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
