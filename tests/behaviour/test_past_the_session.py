@@ -292,6 +292,33 @@ def test_settings_without_effect_are_refused(name):
         setattr(amp, name, "O1")
 
 
+def test_what_a_session_derives_is_refused_in_the_same_words():
+    _, amp = prepared()
+    kinds = {name: getattr(type(amp), name) for name in dir(type(amp))}
+    derived = {name for name, kind in kinds.items() if isinstance(kind, property) and kind.fset is None}
+    assert {"group", "level", "loss_scales", "model", "skips", "steps"} <= derived
+    for name in derived:
+        with pytest.raises(ConfigError, match=f"Session.{name} cannot be set"):
+            setattr(amp, name, None)
+
+
+def test_methods_of_a_session_may_be_wrapped_and_put_back():
+    model, amp = prepared()
+    called = []
+
+    def wrapped(name, own):
+        return lambda *given, **named: (called.append(name), own(*given, **named))[1]
+
+    for name in ("autocast", "backward", "step"):
+        setattr(amp, name, wrapped(name, getattr(amp, name)))
+    train(model, amp, 1)
+    for name in ("autocast", "backward", "step"):
+        delattr(amp, name)
+    train(model, amp, 1)
+    assert called == ["autocast", "backward", "step"]
+    assert amp.steps == 2
+
+
 def test_a_loss_scale_that_is_none_is_refused():
     _, amp = prepared()
     with pytest.raises(ConfigError, match="loss_scale = 3: expected a LossScale"):

@@ -228,7 +228,13 @@ def no_optimizer(precision: Precision, scale: LossScale) -> str:
 def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
     """A loss as it is, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
     if isinstance(loss, list | tuple):
-        loss = _sum_of(loss)
+        wrong = [i for i, one in enumerate(loss) if not isinstance(one, Tensor) or one.numel() != 1]
+        if wrong or not loss:
+            raise ConfigError(
+                f"backward got {len(loss)} losses, those at {wrong} are no scalar tensors: give at least "
+                "one, each reduced to one number"
+            )
+        loss = torch.stack([one.float().reshape(()) for one in loss]).sum()
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"backward got {loss!r:.60} of type {type(loss).__name__}, expected the loss as a tensor (not "
@@ -245,16 +251,6 @@ def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
             "reduce it (loss.mean()) or pass gradient="
         )
     return loss
-
-
-def _sum_of(losses: Sequence[Any]) -> Tensor:
-    wrong = [i for i, one in enumerate(losses) if not isinstance(one, Tensor) or one.numel() != 1]
-    if wrong or not losses:
-        raise ConfigError(
-            f"backward got {len(losses)} losses, those at {wrong} are no scalar tensors: give at least one, "
-            "each reduced to one number"
-        )
-    return torch.stack([one.float().reshape(()) for one in losses]).sum()
 
 
 # ---- gradients that are not finite ---------------------------------------------------------------------

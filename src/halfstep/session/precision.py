@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -68,8 +69,13 @@ def lower(
     """
     row, word_dtype = level_of(level)
     chosen = _policy_of(row, dtype, word_dtype, policy, device)
-    row = _with_outputs_of(row, chosen)
-    return Precision(row, chosen, plan, _loss_scales_of(loss_scale, row, chosen.compute_dtype))
+    if chosen.output_dtype is not None:
+        row = replace(row, output_role="full" if chosen.output_dtype == torch.float32 else "low")
+    given = loss_scale if isinstance(loss_scale, list | tuple) else [loss_scale]
+    if not given:
+        raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
+    scales = [_loss_scale_of(one, row, chosen.compute_dtype) for one in given]
+    return Precision(row, chosen, plan, tuple(scales))
 
 
 def _policy_of(
@@ -126,14 +132,7 @@ def _check_roles(level: Level, policy: Policy) -> None:
         )
 
 
-def _with_outputs_of(level: Level, policy: Policy) -> Level:
-    """Return the level with model outputs in the policy's output dtype, where the policy names one."""
-    if policy.output_dtype is None:
-        return level
-    return replace(level, output_role="full" if policy.output_dtype == torch.float32 else "low")
-
-
-def _loss_scale_of(given: LossScale | float | str | None, level: Level, compute: torch.dtype) -> LossScale:
+def _loss_scale_of(given: Any, level: Level, compute: torch.dtype) -> LossScale:
     """Return the loss scale that an argument names, or the level's own."""
     if isinstance(given, LossScale):
         given.check_kept()
@@ -160,16 +159,3 @@ def _loss_scale_of(given: LossScale | float | str | None, level: Level, compute:
             f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
         )
     return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
-
-
-def _loss_scales_of(
-    given: LossScales,
-    level: Level,
-    compute: torch.dtype,
-) -> tuple[LossScale, ...]:
-    """Return a loss scale for each loss: one, or those of a list."""
-    if not isinstance(given, list | tuple):
-        return (_loss_scale_of(given, level, compute),)  # pyright: ignore[reportArgumentType]
-    if not given:
-        raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
-    return tuple(_loss_scale_of(one, level, compute) for one in given)

@@ -31,7 +31,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
 from halfstep.session.checks import check_parameters, skips_of
 from halfstep.session.precision import Precision, lower
-from halfstep.session.ranks import check_group, check_norm_group
+from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import fit_states
 from halfstep.trees import parameters_of
@@ -160,7 +160,8 @@ def apply_precision(
     level, compute, plan = precision.level, precision.policy.compute_dtype, precision.plan
     held = {p for o in optimizers for p in parameters_of(o)}
     for model in models:
-        own = precision.masters and any(_is_torchs(o, model) for o in optimizers)
+        torchs = {p for o in optimizers if not isinstance(o, HasMasters) for p in parameters_of(o)}
+        own = precision.masters and not torchs.isdisjoint(model.parameters())  # fp32 shards are masters then
         conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
     originals = {p: value for c in conversions for p, value in c.originals.items()}
     for index, optimizer in enumerate(optimizers if precision.masters else ()):
@@ -196,12 +197,6 @@ def warn_of_lost_masters(
             HalfstepWarning,
             stacklevel=3,
         )
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether this is a torch optimizer of that model: fp32 shards are its masters then."""
-    theirs = set[Any]() if isinstance(optimizer, HasMasters) else {*parameters_of(optimizer)}
-    return not theirs.isdisjoint(model.parameters())
 
 
 # ---- level="auto" ---------------------------------------------------------------------------------------
@@ -367,8 +362,7 @@ def prepare(
     precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_ownership(models, optimizers)
     check_width(precision, models)
-    check_group(group)
-    check_norm_group(norm_group, optimizers)
+    check_groups(group, norm_group, optimizers)
     check_accumulation(accumulate, precision, optimizers)
     skips = skips_of(on_nonfinite, skip_nonfinite, precision.scaled)
     table = table_of(kernels)

@@ -88,17 +88,13 @@ class RankGuard:
         if world_size() > 1:
             self._wrappers.append(weakref.ref(ddp))
         if sends and self._given is None:
-            self._share_kernels([ddp.process_group])
+            self.share_kernels([ddp.process_group])
 
-    def share_kernels(self) -> None:
-        """Compute by the kernels of the first rank on all of the ranks that are known by now (law 13)."""
-        if world_size() > 1:
-            self._share_kernels(self._groups())
-
-    def _share_kernels(self, groups: Sequence[Any]) -> None:
+    def share_kernels(self, groups: Sequence[Any] = ()) -> None:
+        """Compute by the kernels of the first rank on all ranks, of the groups known by now (law 13)."""
         compute = self._setup.policy.compute_dtype
-        if self._setup.device.type == "cpu" and compute in LOW_DTYPES:
-            for group in groups:
+        if world_size() > 1 and self._setup.device.type == "cpu" and compute in LOW_DTYPES:
+            for group in groups or self._groups():
                 self._setup.kernels = kernels_of_first_rank(self._setup.kernels, compute, group)
 
     def check(self) -> None:
@@ -178,23 +174,18 @@ def kernels_of_first_rank(table: KernelTable, compute: torch.dtype, group: Any) 
     return KernelTable(from_plain(rows), name="of rank 0", measured=measured)
 
 
-_OWN = "group", "a process group that this rank is in, what new_group([0, 1]) gives ranks 0 and 1 say"
-_STAGES = "norm_group", "the process group of the stages, mesh.get_group('pp') say"
+def check_groups(group: Any, norm_group: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for what is no process group of this rank.
 
-
-def check_group(group: Any, about: tuple[str, str] = _OWN) -> None:
-    """Raise ConfigError for what is no process group of this rank."""
+    UnsupportedError where norms come too late for a group of stages.
+    """
     kind = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    if group is not None and not isinstance(group, kind):
-        raise ConfigError(f"{about[0]}={group!r:.80}: expected {about[1]}")
-
-
-def check_norm_group(group: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise as `check_group`, or UnsupportedError where norms come too late for a group of stages."""
-    check_group(group, _STAGES)
-    if group is None:
-        return
-    if any(getattr(optimizer, "release_gradients", False) for optimizer in optimizers):
+    own = "a process group that this rank is in, what new_group([0, 1]) gives ranks 0 and 1 say"
+    stages = "the process group of the stages, mesh.get_group('pp') say"
+    for name, given, expected in (("group", group, own), ("norm_group", norm_group, stages)):
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(f"{name}={given!r:.80}: expected {expected}")
+    if norm_group is not None and any(getattr(one, "release_gradients", False) for one in optimizers):
         raise UnsupportedError(
             "norm_group with release_gradients, which clips by this rank's own norm of the step before: "
             "give one of the two"

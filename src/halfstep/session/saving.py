@@ -100,13 +100,6 @@ def _masters(session: Session) -> dict[int, Tensor]:
     return {id(p): value for holder in holders for p, value in holder.masters().items()}
 
 
-def _reshard(session: Session) -> None:
-    """After a forward without backward `fully_shard` may still hold whole weights."""
-    for module in (m for model in session.models for m in model.modules()):
-        if hasattr(module, "reshard") and hasattr(module, "unshard"):
-            cast(Any, module).reshard()
-
-
 def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Every weight and buffer, by name in the file; and the parameter that it is."""
     for index, model in enumerate(session.models):
@@ -188,11 +181,9 @@ def save(
     """
     if self.state.losses:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
-    _check_not_evaluating(self)
-    wait_until_saved(self)
     path = Path(path)
     check_keep(path, keep_last)
-    _reshard(self)
+    _make_ready(self)
     pieces, group = dict[str, Piece](), self.group
     held: dict[str, Any] = {"": rank(group) if self.stages else 0}
     masters = _masters(self)
@@ -213,12 +204,18 @@ def save(
     return path
 
 
-def _check_not_evaluating(session: Session) -> None:
+def _make_ready(session: Session) -> None:
     if session.evaluates:
         raise CheckpointError(
             "save() or load() inside `with amp.evaluating()`, where the weights are stand-ins: call it "
             "after the block"
         )
+    wait_until_saved(session)
+    for module in (m for model in session.models for m in model.modules()):
+        if hasattr(module, "reshard") and hasattr(
+            module, "unshard"
+        ):  # whole since a forward without backward
+            cast(Any, module).reshard()
 
 
 def wait_until_saved(self: Session) -> None:
@@ -296,14 +293,12 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> 
     differ. Returns `extra` and this rank's `position` (None where the number of ranks changed, which is
     said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
     """
-    _check_not_evaluating(self)
-    wait_until_saved(self)
+    _make_ready(self)
     path = Path(path)
     old = path.with_name(f".{path.name}.old")
     if not path.exists() and (old / MANIFEST).is_file():
         path = old  # killed between two renames
     manifest = _checked(path, self.group)
-    _reshard(self)
     headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
     found = shardfiles.index(headers)
     _check(self, manifest, found, schedulers)

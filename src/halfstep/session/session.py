@@ -393,7 +393,9 @@ class Session(Setup):
             if zero_grad:
                 stepper.clear()
         except BaseException as error:
-            self._broken_off(index, error)
+            self.state, self.found_inf = self.state.without(index), None  # the gradients are not ours now
+            if not isinstance(error, Exception):  # a signal, while gradients are changed in place
+                stepper.clear()
             torch.set_grad_enabled(enabled)
             raise
         for conversion in self.conversions:
@@ -422,36 +424,22 @@ class Session(Setup):
         if fault is not None:
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
 
-    def _broken_off(self, index: int, error: BaseException) -> None:
-        """After an error or a signal in a step: the gradients are not ours.
-
-        A signal may come while gradients are changed in place, so that they are dropped.
-        """
-        self.state, self.found_inf = self.state.without(index), None
-        if not isinstance(error, Exception):
-            self._steppers[index].clear()
-
     def _update(
         self, index: int, losses: list[Loss], inv_scale: Tensor | None, clip_norm: float | None
     ) -> tuple[AnyStats, Flag, list[Loss]]:
         """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
-        stepper, wants_max = self._steppers[index], self.state.needs_amax
-        if not self.skip_nonfinite:
+        stepper, skips, wants_max = self._steppers[index], self.skip_nonfinite, self.state.needs_amax
+        if skips:
+            measured = stepper.measure(inv_scale, wants_max)
+        else:
             measured = stepper.look_and_update(inv_scale, wants_max, clip_norm)
-            losses, found = self._settle(index, losses, measured)
-            return measured, found, losses
-        measured = stepper.measure(inv_scale, wants_max)
-        losses, found = self._settle(index, losses, measured)
-        self.found_inf = found
-        stepper.update(measured, clip_norm, found if self.skip_nonfinite else False)
-        self.found_inf = None
-        return measured, found, losses
-
-    def _settle(self, index: int, losses: list[Loss], measured: AnyStats) -> tuple[list[Loss], Flag]:
-        """OR over this optimizer, those that share its losses, and the ranks of the session (law 3)."""
-        skips, device = self.skip_nonfinite, self.device
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        return settle(losses, self._steppers, index, measured, device, over_ranks)
+        losses, found = settle(losses, self._steppers, index, measured, self.device, over_ranks)
+        if skips:
+            self.found_inf = found
+            stepper.update(measured, clip_norm, found)
+            self.found_inf = None
+        return measured, found, losses
 
     def _tell(
         self,

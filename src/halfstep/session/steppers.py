@@ -260,8 +260,9 @@ def steppers_of(
 
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
     """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
-    if not needs_amax and gradients and all(map(_is_plain, gradients)):
-        norm = _fp32_norm(gradients)
+    plain = all(type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu for g in gradients)
+    if plain and gradients and not needs_amax and all(g.layout is torch.strided for g in gradients):
+        norm = math.hypot(*map(float, foreach_norm(gradients, 2)))
         if math.isfinite(norm):
             return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
     if any(local_of(g) is not g for g in gradients):
@@ -284,16 +285,6 @@ def _complete(
     factor = 1.0 if inv_scale is None else float(inv_scale)
     amax = max(known.amax, rest.amax or 0.0) * factor if needs_amax else None
     return GradStats(True, math.hypot(known.norm, rest.norm) * factor, amax)
-
-
-def _is_plain(g: Tensor) -> bool:
-    return type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.layout is torch.strided
-
-
-def _fp32_norm(gradients: list[Tensor]) -> float:
-    """The 2-norm over all gradients; inf or NaN where one is not finite, or where squares overflow fp32."""
-    norms = foreach_norm(gradients, 2)
-    return math.hypot(*(float(norm) for norm in norms))
 
 
 def _on_host_if_cpu(stats: AnyStats) -> AnyStats:
