@@ -70,12 +70,9 @@ def check_words(unknown: Mapping[str, Any]) -> None:
 
 def check_unused(step: Any, batch: Any, seconds: Any) -> None:
     """Raise ConfigError for arguments of "auto" where nothing is measured."""
-    given = {
-        "step": step is not None,
-        "batch": not (isinstance(batch, tuple) and not batch),
-        "seconds": seconds != 60.0,
-    }
-    used = [f"{name}=" for name, here in given.items() if here]
+    has_batch = not (isinstance(batch, tuple) and not batch)
+    given = (("step=", step is not None), ("batch=", has_batch), ("seconds=", seconds != 60.0))
+    used = [name for name, here in given if here]
     if used:
         raise ConfigError(
             f"prepare got {' and '.join(used)}, which only level='auto' and layout='auto' use: drop it, or "
@@ -108,8 +105,10 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
 
 
-def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError where an optimizer has masters already, or holds parameters of another model."""
+def check_parts(
+    precision: Precision, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise ConfigError where an optimizer has masters already, or parameters of another model or in fp64."""
     for index, optimizer in enumerate(optimizers):
         if any(isinstance(p, Master) for p in parameters_of(optimizer)):
             raise ConfigError(
@@ -117,10 +116,6 @@ def check_ownership(models: Sequence[nn.Module], optimizers: Sequence[torch.opti
                 "revert() the earlier session or MasterWeights first"
             )
     check_parameters(models, optimizers)
-
-
-def check_width(precision: Precision, models: Sequence[nn.Module]) -> None:
-    """Raise ConfigError for fp64 weights at a level whose masters would be fp32."""
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
     if wide and precision.masters:
         raise ConfigError(
@@ -175,21 +170,19 @@ def apply_precision(
             optimizer.init_states()
 
 
-def warn_of_lost_masters(
-    precision: Precision, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn where a checkpoint was loaded before `prepare`, which dropped the masters it held.
 
     An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
     """
     compute = precision.policy.compute_dtype
     torchs = [o for o in optimizers if not isinstance(o, HasMasters) and len(o.state)]
-    if not precision.masters or not torchs:
+    weights = [
+        p.detach() for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1
+    ]
+    if not precision.masters or sum(w.numel() for w in weights) < 32:
         return
-    weights = [p for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1]
-    if sum(p.numel() for p in weights) >= 32 and all(
-        bool((p.detach().to(compute).float() == p.detach()).all()) for p in weights
-    ):
+    if all(bool((w.to(compute).float() == w).all()) for w in weights):
         warnings.warn(
             f"{type(torchs[0]).__name__} has taken steps, but the weights hold only {dtype_name(compute)} "
             "values: a checkpoint of this level that is loaded before prepare() loses its fp32 masters. "
@@ -360,13 +353,12 @@ def prepare(
     check_unused(step, batch, seconds)
     device = device_of(models)
     precision = lower(level, dtype, policy, plan, device, loss_scale)
-    check_ownership(models, optimizers)
-    check_width(precision, models)
+    check_parts(precision, models, optimizers)
     check_groups(group, norm_group, optimizers)
     check_accumulation(accumulate, precision, optimizers)
     skips = skips_of(on_nonfinite, skip_nonfinite, precision.scaled)
     table = table_of(kernels)
-    warn_of_lost_masters(precision, models, optimizers)
+    warn_of_lost_masters(precision, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
     conversions, masters = list[Conversion](), dict[int, MasterWeights]()
     try:

@@ -131,12 +131,12 @@ class Session(Setup):
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(self.optimizers, self._carried)
 
-    def follow(self) -> None:
-        """Once everything is prepared: copies of the models get the masters, and the session can be found."""
-        self._follow_copies()
+    def follow(self) -> list[Any]:
+        """Once everything is prepared; see `Setup.follow`."""
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        self._handles = [*self._handles, *self._follow_loads(), *self._remember()]
+        self._handles = [*self._handles, *super().follow()]
+        return self._handles
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""

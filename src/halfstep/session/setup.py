@@ -89,22 +89,6 @@ class Setup:
         """The weights with masters that `ddp` keeps the same on all ranks."""
         return Replica(ddp, ddp.module, [self])
 
-    def _follow_copies(self) -> None:
-        """From now on, copies of the models are made of the masters' values, and DDP sends these too."""
-        if self.precision.masters:
-            follow_wraps(self)
-            exact = weakref.WeakMethod(self._exact)
-            for conversion in self.conversions:
-                conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
-
-    def _follow_loads(self) -> list[RemovableHandle]:
-        """From now on, checkpoints reach masters, and fp32 weights of torch, unrounded; returns hooks."""
-        if not self.precision.masters:
-            plain = [o for o in self.optimizers if holder_of(o) is None]
-            return [handle for o in plain for handle in SavedMasters().attach(o)]
-        own = [o for o in self.optimizers if isinstance(o, HasMasters)]  # MasterWeights follow by themselves
-        return [handle for o in own for handle in LoadedMasters(o).attach(self.models)]
-
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
         return {w: value for holder in self._holders for w, value in holder.masters().items()}
@@ -158,26 +142,33 @@ class Setup:
         for optimizer in self.optimizers:
             _OPTIMIZERS.pop(optimizer, None)
 
-    def _remember(self) -> list[Any]:
-        """Note what was prepared; an earlier session of the same optimizer no longer watches it.
+    def follow(self) -> list[RemovableHandle]:
+        """From now on masters reach copies of the models, DDP and loads, and the session can be found.
 
-        Returns the handles of hooks on converted models, for `revert` to remove.
+        An earlier session of the same optimizer no longer watches it. Returns hooks, for `revert` to remove.
         """
+        handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
+            if self.precision.masters and isinstance(optimizer, HasMasters):
+                handles += LoadedMasters(optimizer).attach(self.models)  # MasterWeights follow by themselves
+            elif not self.precision.masters and holder_of(optimizer) is None:
+                handles += SavedMasters().attach(optimizer)
             earlier = _OPTIMIZERS.get(optimizer)
             before = None if earlier is None else earlier()
             if before is not None and before is not self:
                 before.stop_watching()
             _OPTIMIZERS[optimizer] = weakref.ref(self)
+        if self.precision.masters:
+            follow_wraps(self)
+            exact = weakref.WeakMethod(self._exact)
+            for conversion in self.conversions:
+                conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
         for model in self.models:
             _MODELS[unwrap(model)] = weakref.ref(self)
         for listener in made:
             listener(self)
         changed = [c.model for c in self.conversions if c.changes]
-        return [model.register_load_state_dict_post_hook(Prepared(self)) for model in changed]
-
-    def stop_watching(self) -> None:
-        """Another session prepared the same optimizer: it alone looks after direct steps now."""
+        return [*handles, *(model.register_load_state_dict_post_hook(Prepared(self)) for model in changed)]
 
 
 def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -193,9 +184,7 @@ def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]
 # ---- which session prepared a model ---------------------------------------------------------------------
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Setup]] = weakref.WeakKeyDictionary()
-_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Setup]] = (
-    weakref.WeakKeyDictionary()
-)
+_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 #: Called with every session that is made.
 made: list[Callable[[Any], None]] = []

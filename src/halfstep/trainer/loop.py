@@ -50,17 +50,13 @@ def _count(least: int) -> tuple[Callable[[Any], bool], str]:
     return lambda v: type(v) is int and v >= least, f"a whole number, {least} or more"
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_fn": (callable, "a function (output, target) -> loss"),
     "metrics": (
         lambda v: v is None or (isinstance(v, Mapping) and all(map(callable, cast("Any", v).values()))),
         "names and functions (output, target) -> value",
     ),
-    **dict.fromkeys(("callbacks", "loggers"), (_is_list, "a list")),
+    **dict.fromkeys(("callbacks", "loggers"), (lambda v: isinstance(v, list | tuple), "a list")),
     **dict.fromkeys(("accumulate", "read_every", "keep"), _count(1)),
     "checkpoint_every": _count(0),
     "checkpoints": (lambda v: v is None or isinstance(v, str | Path), "a folder's path"),
@@ -203,10 +199,6 @@ class Position:
                 )
             self.end()
             yield END
-
-    def give_back(self) -> None:
-        """The batch just given was not trained on: a resumed run is given it again."""
-        self.served -= 1
 
     def trained(self) -> None:
         """End the pass where the batch just trained on was its last."""
@@ -566,7 +558,7 @@ class Trainer:
         first = next(batches)
         if _ranks_max(bool(self._stop)) if self._asks else self._stop and world_size() == 1:
             if first is not END:  # this rank's pass goes on: a resumed run is given the batch again
-                position.give_back()
+                position.served -= 1
             return False
         waiting = [] if first is END else [first]
 
