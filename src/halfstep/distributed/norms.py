@@ -37,7 +37,7 @@ def whole_norms(grads: Sequence[Tensor]) -> list[Tensor]:
         sets.setdefault((*_place(grad), grad.dtype, grad.device), []).append(number)
     for (group, *_), numbers in sets.items():
         own = [grads[number] for number in numbers]
-        norms = _plain_norms([_whole(g) for g in own]) if group is None else _exchanged(own, group)
+        norms = foreach_norm([_whole(g) for g in own], 2) if group is None else _exchanged(own, group)
         found.update(zip(numbers, norms, strict=True))
     return [found[number] for number in range(len(grads))]
 
@@ -71,10 +71,6 @@ def _whole(grad: Tensor) -> Tensor:
     return placed.full_tensor()
 
 
-def _plain_norms(tensors: list[Tensor]) -> list[Tensor]:
-    return list(foreach_norm(tensors, 2))
-
-
 def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
     """The norms of gradients split over one group along one dimension; each rank puts some together."""
     ranks, me, (_, dim) = world_size(group), rank(group), _place(grads[0])
@@ -96,7 +92,7 @@ def _exchanged(grads: Sequence[Tensor], group: Group) -> list[Tensor]:
     mine = [number for number, owner in enumerate(owners) if owner == me]
     if mine:
         whole = [torch.cat(parts, dim) for parts in zip(*pieces)]
-        norms[mine] = torch.stack(_plain_norms(whole)).to(wide)
+        norms[mine] = torch.stack(list(foreach_norm(whole, 2))).to(wide)
     dist.all_reduce(norms, group=group)  # all but the owner's are 0
     return list(norms.to(grads[0].device, grads[0].dtype).unbind())
 

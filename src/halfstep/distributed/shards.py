@@ -79,7 +79,10 @@ def shard(
     given = options if mesh is None else {**options, "mesh": mesh}
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]
     if norms and model not in norms:
-        fully_shard(norms, **{**given, **_of_norms(options.get("mp_policy"))})
+        own = {"reshard_after_forward": False}  # gathered throughout, and in the dtype that they have
+        if (policy := options.get("mp_policy")) is not None:
+            own["mp_policy"] = replace(policy, param_dtype=None)
+        fully_shard(norms, **{**given, **own})
     for block in chosen:
         if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
@@ -92,12 +95,6 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _of_norms(policy: Any) -> dict[str, Any]:
-    """Normalisations stay gathered, and in the dtype that they have, whatever the others are gathered in."""
-    own = {} if policy is None else {"mp_policy": replace(policy, param_dtype=None)}
-    return {"reshard_after_forward": False, **own}
 
 
 def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:

@@ -1,13 +1,13 @@
 """What one optimizer step did, told without making the accelerator wait.
 
-An `Outcome` holds device scalars as the step left them and copies them to the host, all in one transfer, when
+An `Outcome` holds device scalars as the step left them and copies them to the host in one transfer when
 a property is first read. `StepRecord` is the plain value that comes out; nothing here decides anything.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
+from halfstep.trees import home_device
 
 Scalar = bool | float | Tensor | None
 
@@ -75,7 +76,7 @@ class Outcome:
         self._reason = reason
         self._record: StepRecord | None = None
         self._on_read = on_read
-        self._copies: list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]] | None = None
+        self._copy: AsyncCopy | None = None
         self.result = result
 
     @property
@@ -126,29 +127,32 @@ class Outcome:
 
     def start_copy(self) -> None:
         """Begin copying device values to the host behind the work already queued, without waiting."""
-        if self._copies is None:
-            self._copies = _start_copies(self._values)
+        tensors = self._tensors().values()
+        if self._copy is None and tensors:
+            home = home_device(tensors)
+            moved = [t.detach().to(home, non_blocking=True).reshape(1) for t in tensors]
+            self._copy = send_to_host(torch.cat([t.view(torch.uint8) for t in moved]))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The values that are tensors, the widest first: so the bytes of each are aligned."""
+        held = {name: v for name, v in self._values.items() if isinstance(v, Tensor)}
+        return dict(sorted(held.items(), key=lambda one: -one[1].element_size()))
 
     @property
     def arrived(self) -> bool:
         """Whether reading would not wait: the values are on the host or their copy has finished."""
-        return self._copies is not None and all(copy.done() for _, copy in self._copies)
-
-    def _host_values(self) -> dict[str, Scalar]:
-        host: dict[str, Scalar] = {
-            name: None if isinstance(v, Tensor) else v for name, v in self._values.items()
-        }
-        for scalars, copy in self._copies or ():
-            sizes = [dtype.itemsize for _, dtype in scalars]
-            for (name, dtype), one in zip(scalars, copy.wait().split(sizes)):
-                host[name] = one.view(dtype).item()
-        return host
+        on_host = not any(isinstance(v, Tensor) for v in self._values.values())
+        return on_host if self._copy is None else self._copy.done()
 
     def read(self) -> StepRecord:
-        """Copy the values to the host (once, in one transfer a device) and return them."""
+        """Copy the values to the host (once, in one transfer) and return them."""
         if self._record is None:
             self.start_copy()
-            host = {name: None if v is None else float(v) for name, v in self._host_values().items()}
+            values, tensors = dict(self._values), self._tensors()
+            if self._copy is not None:
+                parts = self._copy.wait().split([t.element_size() for t in tensors.values()])
+                values |= {n: part.view(t.dtype).item() for (n, t), part in zip(tensors.items(), parts)}
+            host = {name: None if v is None else float(v) for name, v in values.items()}
             taken, finite = bool(host["taken"]), bool(host["finite"])
             reason = _reason(taken, finite) if self._reason is None else self._reason
             scale, norm, amax = cast(float, host["scale"]), host["grad_norm"], host["amax"]
@@ -165,7 +169,7 @@ class Outcome:
         """Pickle and copy as plain values."""
         record = self.read()
         values: dict[str, Scalar] = {name: getattr(record, name) for name in self._values}
-        return self.__dict__ | {"_values": values, "_on_read": None, "_copies": None}
+        return self.__dict__ | {"_values": values, "_on_read": None, "_copy": None}
 
     def __repr__(self) -> str:
         tensors = [v for v in self._values.values() if isinstance(v, Tensor)]
@@ -179,20 +183,6 @@ def _reason(taken: bool, finite: bool) -> str:
         return "" if taken else "skipped"
     what = "gradients hold inf or NaN"
     return f"taken although {what}" if taken else f"skipped: {what}"
-
-
-def _start_copies(values: Mapping[str, Scalar]) -> list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]]:
-    """Send the scalars to the host, the bytes of those of one device in one tensor."""
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append((name, value.detach().reshape(1)))
-    copies: list[tuple[list[tuple[str, torch.dtype]], AsyncCopy]] = []
-    for scalars in by_device.values():
-        scalars.sort(key=lambda one: -one[1].element_size())  # so that each is aligned
-        whole = torch.cat([t.view(torch.uint8) for _, t in scalars])
-        copies.append(([(name, t.dtype) for name, t in scalars], send_to_host(whole)))
-    return copies
 
 
 class OutcomeQueue:
