@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from halfstep.scaling.loss_scale import (
     check_scale,
     is_number,
 )
-from halfstep.trees import as_float32, home_device
+from halfstep.trees import home_device
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,13 @@ class HeadroomLossScale(LossScale):
     @property
     def value(self) -> float | Tensor:
         """The scale: a float on the host, a 0-d float32 tensor after `adjust(tensor)`."""
-        peak, limit = self._peak(), self.limit.value
-        if isinstance(peak, Tensor):
-            room = _power_of_two_below(self.overflow_at / (peak * 2.0**self.bits))
-            return torch.minimum(room, self.limit.tensor(peak.device)).clamp(min=self.limit.min)
-        spared = peak * 2.0**self.bits
-        if spared == 0.0:
-            return limit
-        assert not isinstance(limit, Tensor)  # history and limit move to a device together
-        room = as_float32(self.overflow_at / spared)
-        return as_float32(max(min(2.0 ** (math.frexp(room)[1] - 1), limit), self.limit.min))
+        past = self.history
+        if not isinstance(past, Tensor) and not any(past):
+            return self.limit.value
+        known = past if isinstance(past, Tensor) else torch.tensor(past, dtype=torch.float32)
+        room = _power_of_two_below(self.overflow_at / (known.max() * 2.0**self.bits))
+        value = torch.minimum(room, self.limit.tensor(known.device)).clamp(min=self.limit.min)
+        return value if isinstance(past, Tensor) else float(value)
 
     def with_value(self, value: float | Tensor) -> HeadroomLossScale:
         """Return this scale with its limit set to `value` and its memory of gradients emptied."""
@@ -82,11 +78,6 @@ class HeadroomLossScale(LossScale):
     def at_lowest(self) -> bool:
         """Whether it is down to the `min` of its limit (reads)."""
         return self.read() <= self.limit.min
-
-    def _peak(self) -> float | Tensor:
-        if isinstance(self.history, Tensor):
-            return self.history.max()
-        return max(self.history, default=0.0)
 
     def adjust(
         self,
@@ -105,19 +96,15 @@ class HeadroomLossScale(LossScale):
                 "HeadroomLossScale.adjust(finite, amax) needs the largest magnitude of the unscaled "
                 "gradients; halfstep's GradScaler and sessions measure it"
             )
-        if isinstance(finite, Tensor) or isinstance(amax, Tensor) or isinstance(self.history, Tensor):
-            return self._adjust_on_device(finite, amax)
-        at = self.read()
-        seen = as_float32(amax) if finite else as_float32(self.overflow_at / at)
-        clean = bool(finite) and self.limit.read() * seen <= self.overflow_at
-        return replace(self, limit=self.limit.adjust(clean), history=(*self.history, seen)[-self.window :])
-
-    def _adjust_on_device(self, finite: bool | Tensor, amax: float | Tensor) -> HeadroomLossScale:
-        device = home_device([x for x in (finite, amax, self.history) if isinstance(x, Tensor)])
+        tensors = [x for x in (finite, amax, self.history) if isinstance(x, Tensor)]
+        device = home_device(tensors) if tensors else torch.device("cpu")
         flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
         peak = torch.as_tensor(amax, dtype=torch.float32).to(device, non_blocking=True).reshape(())
-        seen = torch.where(flag, peak, self.overflow_at * self.inverse(device))
+        seen = torch.where(flag, peak, self.overflow_at / self.tensor(device))
         clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
+        if not tensors:
+            past = (*cast("tuple[float, ...]", self.history), float(seen))
+            return replace(self, limit=self.limit.adjust(bool(clean)), history=past[-self.window :])
         past = torch.zeros(self.window, device=device)
         if isinstance(self.history, Tensor):
             past = self.history.to(device, non_blocking=True)
