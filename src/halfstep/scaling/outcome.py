@@ -127,7 +127,7 @@ class Outcome:
 
     def start_copy(self) -> None:
         """Begin copying device values to the host behind the work already queued, without waiting."""
-        tensors = self._tensors().values()
+        tensors = list(self._tensors().values())
         if self._copy is None and tensors:
             home = home_device(tensors)
             moved = [t.detach().to(home, non_blocking=True).reshape(1) for t in tensors]

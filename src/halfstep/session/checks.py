@@ -160,36 +160,31 @@ def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int
 # ---- gradients ------------------------------------------------------------------------------------------
 
 
-def refuse_direct_steps(
-    optimizers: Sequence[torch.optim.Optimizer], carried: Callable[[int], float | None]
-) -> list[RemovableHandle]:
-    """Make `optimizer.step()` an error while its gradients carry a loss scale; returns the hooks.
+def refuse_direct_steps(session: Any) -> list[RemovableHandle]:
+    """Make `optimizer.step()` an error while its gradients carry a session's loss scale; returns the hooks.
 
-    `carried(index)` gives the scale of an optimizer's gradients, 1 where they carry none, None where they did
-    not come through the session: the first such step is told, since nothing scales its losses. A method is
-    held weakly, so that an optimizer does not keep its session alive.
+    The first such step on gradients that did not come through the session is told, since nothing scales its
+    losses. The session is held weakly, so that an optimizer does not keep it alive.
     """
-    weak = weakref.WeakMethod(carried)
-    told: list[bool] = []
+    weak = weakref.ref(session)
 
-    def hook_for(index: int) -> Callable[..., None]:
-        def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            scale_of = weak()
-            scale = 1.0 if scale_of is None else scale_of(index)
-            if scale is None:
-                if not told and any(w.grad is not None for w in weights_of(optimizer)):
-                    told.append(True)
-                    warnings.warn(UNSCALED.format(type(optimizer).__name__), HalfstepWarning, stacklevel=4)
-            elif scale != 1.0:
-                raise ScalerStateError(
-                    f"{type(optimizer).__name__}.step() was called on gradients that carry the session's "
-                    f"loss scale {scale:g}: call amp.step(), which divides it out (and amp.backward() "
-                    "without GradScaler)"
-                )
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own, name = weak(), type(optimizer).__name__
+        if own is None:
+            return
+        carried = own.state.carried[index_of(own.optimizers, optimizer)]
+        if carried is None:
+            if UNSCALED not in own.state.told and any(w.grad is not None for w in weights_of(optimizer)):
+                own.state = own.state.said(UNSCALED)
+                warnings.warn(UNSCALED.format(name), HalfstepWarning, stacklevel=4)
+        elif carried.read() != 1.0:
+            raise ScalerStateError(
+                f"{name}.step() was called on gradients that carry the session's loss scale "
+                f"{carried.read():g}: call amp.step(), which divides it out (and amp.backward() "
+                "without GradScaler)"
+            )
 
-        return refuse
-
-    return [o.register_step_pre_hook(hook_for(i)) for i, o in enumerate(optimizers)]
+    return [optimizer.register_step_pre_hook(refuse) for optimizer in session.optimizers]
 
 
 def check_gradients(stepper: Stepper, after_backward: bool) -> None:

@@ -129,7 +129,7 @@ class Session(Setup):
         """Whether each rank has other parameters, whatever their names."""
         self.writer: GroupWriter | None = None
         free = all(isinstance(scale, NoLossScale) for scale in scales)
-        self._handles: list[Any] = [] if free else refuse_direct_steps(self.optimizers, self._carried)
+        self._handles: list[Any] = [] if free else refuse_direct_steps(self)
 
     def follow(self) -> list[Any]:
         """Once everything is prepared; see `Setup.follow`."""
@@ -332,11 +332,6 @@ class Session(Setup):
         carried = self.state.carried[index] or NoLossScale()
         inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
         return self._steppers[index].measure(inv_scale, False)
-
-    def _carried(self, index: int) -> float | None:
-        """The scale that an optimizer's gradients carry; 1 where none, None where none came through here."""
-        scale = self.state.carried[index]
-        return None if scale is None else scale.read()
 
     @never_compiled
     def step(
