@@ -131,12 +131,11 @@ class Session(Setup):
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(self)
 
-    def follow(self) -> list[Any]:
-        """Once everything is prepared; see `Setup.follow`."""
+    def follow(self) -> None:
+        """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        self._handles = [*self._handles, *super().follow()]
-        return self._handles
+        self._handles = [*self._handles, *self._follow()]
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""

@@ -142,7 +142,7 @@ class Setup:
         for optimizer in self.optimizers:
             _OPTIMIZERS.pop(optimizer, None)
 
-    def follow(self) -> list[RemovableHandle]:
+    def _follow(self) -> list[RemovableHandle]:
         """From now on masters reach copies of the models, DDP and loads, and the session can be found.
 
         An earlier session of the same optimizer no longer watches it. Returns hooks, for `revert` to remove.

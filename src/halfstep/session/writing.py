@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,13 +34,13 @@ MANIFEST = "manifest.json"
 class GroupWriter:
     """Writes the checkpoints of one session in a thread, from copies taken at the call; no error is lost.
 
-    An interpreter that ends waits for it. An error that nobody has asked for by then is told on standard
-    error.
+    The thread is no daemon: an interpreter that ends waits for it. An error that nobody has asked for by then
+    is told on standard error.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "halfstep saves")
-        self._saving: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
         self._group: Group | None = None
         self._made_for: tuple[Any, ...] = ()
         atexit.register(self._tell)
@@ -63,20 +63,29 @@ class GroupWriter:
             self._made_for = group, dist.group.WORLD
         copies = {name: replace(p, value=p.value.detach().to("cpu", copy=True)) for name, p in pieces.items()}
         own = self._group if world_size(group) > 1 else group
-        self._saving = self._pool.submit(write, path, copies, about, manifest, keep_last, own)
+
+        def work() -> None:
+            try:
+                write(path, copies, about, manifest, keep_last, own)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="halfstep saves", daemon=False)
+        self._thread.start()
 
     def wait(self) -> None:
         """Return when nothing is being written; raises what the last writing raised, once, on every rank."""
-        saving, self._saving = self._saving, None
-        try:
-            if saving is not None:
-                saving.result()
-        except RuntimeError as error:
-            if isinstance(error, CheckpointError):
-                raise
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
             raise CheckpointError(
-                "a save in the background was not finished: another rank is gone; earlier ones stand"
+                "a save in the background was not finished: another rank is gone; what was saved before "
+                "stands"
             ) from error
+        if error is not None:
+            raise error
 
     def _tell(self) -> None:
         try:
