@@ -183,10 +183,8 @@ class Replayable:
         """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if ran.early is None and self._device.type == "cpu":
-                known = getattr(parts.session, "found_inf", None)  # it has looked already, as a rule
-                bad = _holds_nonfinite(optimizer) if known is None else bool(known)
-                ran.early = Snapshot(parts) if bad else None
+            if ran.early is None and self._device.type == "cpu" and _holds_nonfinite(optimizer):
+                ran.early = Snapshot(parts)
 
         return [o.register_step_pre_hook(guard) for o in parts.optimizers]
 

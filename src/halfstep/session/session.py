@@ -116,8 +116,6 @@ class Session(Setup):
         self.early_listeners: list[EarlyListener] = []
         self._queue = OutcomeQueue()
         self._nonfinite = NonFinite(on_nonfinite, self.models, self.optimizers)
-        self.found_inf: bool | Tensor | None = None
-        """What is known of the gradients while an update uses them; None where it looks as it goes."""
         self._replay: Replayable | None = None
         self._first, self._wide = True, False
         """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
@@ -387,7 +385,7 @@ class Session(Setup):
             if zero_grad:
                 stepper.clear()
         except BaseException as error:
-            self.state, self.found_inf = self.state.without(index), None  # the gradients are not ours now
+            self.state = self.state.without(index)  # the gradients are not ours now
             if not isinstance(error, Exception):  # a signal, while gradients are changed in place
                 stepper.clear()
             torch.set_grad_enabled(enabled)
@@ -430,9 +428,7 @@ class Session(Setup):
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
         losses, found = settle(losses, self._steppers, index, measured, self.device, over_ranks)
         if skips:
-            self.found_inf = found
             stepper.update(measured, clip_norm, found)
-            self.found_inf = None
         return measured, found, losses
 
     def _tell(
