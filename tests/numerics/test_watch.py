@@ -8,11 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
-from halfstep.gradients.per_parameter import EndsBuffer, amaxes, amaxes_of, ends_of
+from halfstep.gradients.per_parameter import amaxes, amaxes_of, ends_of
 from halfstep.numerics.watch import forecast, headroom, spread, trend, watch
 from halfstep.optim import SGD, AdamW
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare
+from halfstep.trees import dense_values
 
 
 class Two(nn.Module):
@@ -149,7 +150,7 @@ def test_largest_of_any_dtype_and_layout():
     ]
     expected = torch.tensor([3.0, 1e300, math.nan, math.inf, 0.0, 5.0, 5.0], dtype=torch.float64)
     assert torch.equal(amaxes(given).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
-    one_by_one = amaxes_of([EndsBuffer(g).take(g) for g in given])
+    one_by_one = amaxes_of([ends_of(dense_values(g)) for g in given])
     assert torch.equal(one_by_one.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
 
 

@@ -20,7 +20,6 @@ from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 
 if TYPE_CHECKING:
-    from halfstep.numerics.cures import Cure
     from halfstep.numerics.watch import Watch
 
 _KINDS = ("activation", "activation_grad", "gradient", "weight", "update")

@@ -22,6 +22,7 @@ from halfstep.doctor.process import Found, Order, in_words, run_main
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names
+from halfstep.numerics.watch import leave
 from halfstep.session import setup
 from halfstep.torch_private import disable_current_modes, graph_task
 
@@ -64,15 +65,15 @@ class Hooks:
 
     def _on_session(self, session: Any) -> None:
         session.early_listeners.append(self._before_session)
-        self._stack.callback(_remove, session.early_listeners, self._before_session)
-        self._stack.callback(_remove, session.listeners, self._after_session)
+        self._stack.callback(leave, session.early_listeners, self._before_session)
+        self._stack.callback(leave, session.listeners, self._after_session)
         self._examiner.on_made(session)
 
     def _before_session(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         self._depth, self._updated, self._stepped = 1, False, optimizer
         with disable_current_modes():
             self._examiner.on_stepping(optimizer)
-        _remove(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
+        leave(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
         session.listeners.append(self._after_session)
 
     def _after_session(self, session: Any, outcome: Any) -> None:
@@ -202,11 +203,6 @@ def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tens
         return found
     arguments = [p.name for p in inspect.signature(module.forward).parameters.values()]
     return dict(zip(arguments, tensors))
-
-
-def _remove(listeners: list[Any], listener: Any) -> None:
-    if listener in listeners:
-        listeners.remove(listener)
 
 
 def _in_backward() -> bool:

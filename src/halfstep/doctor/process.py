@@ -1,10 +1,10 @@
 """One run of a script in a process of its own, the one runner of scripts; and a run held as it is.
 
 What is run is a function with its order, which can be pickled: in a copy of this process where that is safe,
-else in a fresh one. `Moment.hold()` keeps a running process by fork: it returns None in
-the run itself and an order in each copy that is asked for later, which goes on from that line with everything
-as it was (data iterators, Python's own variables, random state), does what the order says and leaves with
-`answer`. Not for processes that have used an accelerator. `Copies` is this way to run a script's steps again.
+else in a fresh one. `Copies.hold()` keeps a running process by fork: it returns in the run itself, and in
+each copy that is asked for later, which goes on from that line with everything as it was (data iterators,
+Python's own variables, random state), does what its order says and leaves with `answer`. Not for processes
+that have used an accelerator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import os
 import pickle
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -25,6 +24,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,6 @@ class Found:
         return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)
 
 
-_LENGTH = 8
 #: What holding steps may cost: seconds, and beyond them a share of the run.
 _GRACE, _SHARE = 0.5, 0.15
 
@@ -89,53 +89,16 @@ def can_fork() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-class Moment:
-    """The state of this process at `hold`, waiting in a child that does nothing until it is asked."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-        self._asks = -1
-        self._answers = -1
-
-    def hold(self) -> Any:
-        """Keep this moment. None in the process that runs on; in a copy of it, the order it was given."""
-        order_end, self._asks = os.pipe()
-        self._answers, answer_end = os.pipe()
-        self._pid = os.fork()
-        if self._pid:
-            os.close(order_end)
-            os.close(answer_end)
-            return None
-        os.close(self._asks)
-        os.close(self._answers)
-        return _wait_for_orders(order_end, answer_end)
-
-    def ask(self, order: Again) -> Any:
-        """What a copy that goes on from here with `order` answers; None if it fails or takes too long."""
-        try:
-            _send(self._asks, order)
-            return _receive(self._answers, time.monotonic() + order.seconds + 5)
-        except OSError:
-            return None
-
-    def close(self) -> None:
-        """Let go of the moment."""
-        with contextlib.suppress(OSError):
-            _send(self._asks, None)  # workers that were started since hold this pipe open too
-        for end in (self._asks, self._answers):
-            with contextlib.suppress(OSError):
-                os.close(end)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-
-
 class Copies:
-    """Holds the beginning of the latest step, and runs it again in copies of the process, where it can."""
+    """Holds the beginning of the latest step, and runs it again in copies of the process, where it can.
+
+    What is held waits in a child that does nothing until it is asked.
+    """
 
     def __init__(self, examiner: Examiner) -> None:
         self._examiner = examiner
         self._may = examiner.order.copies and examiner.order.again is None and can_fork()
-        self._moment: Moment | None = None
+        self._held: tuple[int, Connection] | None = None
         self._began = time.monotonic()
         self._spent = 0.0
 
@@ -149,100 +112,84 @@ class Copies:
             return
         self.close()
         began = time.monotonic()
-        moment = Moment()
-        again = moment.hold()
-        if again is not None:
-            self._may, self._moment = False, None
+        ours, theirs = Pipe()
+        child = os.fork()
+        if not child:
+            ours.close()
+            again = _wait_for_orders(theirs)
+            self._may, self._held = False, None
             self._examiner.become_copy(again)
             return
-        self._moment = moment
+        theirs.close()
+        self._held = child, ours
         self._spent += time.monotonic() - began
 
     def run(self, again: Again) -> Seen | None:
-        """What a copy shows that goes on from the moment that is held; it cannot begin at the start."""
-        if self._moment is None or again.from_start:
+        """What a copy shows that goes on from the moment that is held; it cannot begin at the start.
+
+        None too if the copy fails or takes too long.
+        """
+        if self._held is None or again.from_start:
             return None
-        found = self._moment.ask(again)
-        return found if isinstance(found, Seen) else None
+        try:
+            self._held[1].send_bytes(pickle.dumps(again))
+            return _received(self._held[1], again.seconds + 5)
+        except (EOFError, OSError):
+            return None
 
     def close(self) -> None:
         """Let go of the moment that is held."""
-        if self._moment is not None:
-            self._moment.close()
-            self._moment = None
+        if self._held is None:
+            return
+        child, ours = self._held
+        self._held = None
+        with contextlib.suppress(OSError):
+            ours.send_bytes(pickle.dumps(None))  # workers that were started since hold this pipe open too
+        ours.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
 
 
-_answer_end = -1
+def _received(end: Connection, seconds: float | None) -> Any:
+    """What comes within so many seconds, else None."""
+    return pickle.loads(end.recv_bytes()) if end.poll(seconds) else None
+
+
+_answers: list[Connection] = []
 
 
 def answer(value: Any) -> None:
     """End this copy with its answer; nothing of what it would still do at exit is done."""
     with contextlib.suppress(OSError):
-        _send(_answer_end, value)
+        _answers[0].send_bytes(pickle.dumps(value))
     os._exit(0)
 
 
-def _send(end: int, value: Any) -> None:
-    data = pickle.dumps(value)
-    view = memoryview(len(data).to_bytes(_LENGTH, "little") + data)
-    while view:
-        view = view[os.write(end, view) :]
-
-
-def _read(end: int, count: int, until: float | None) -> bytes:
-    data = b""
-    while len(data) < count:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([end], [], [], left)[0]:
-            raise TimeoutError
-        part = os.read(end, count - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
-
-
-def _receive(end: int, until: float | None) -> Any:
-    try:
-        size = int.from_bytes(_read(end, _LENGTH, until), "little")
-        return pickle.loads(_read(end, size, until))
-    except (TimeoutError, EOFError):
-        return None
-
-
-def _wait_for_orders(order_end: int, answer_end: int) -> Any:
+def _wait_for_orders(end: Connection) -> Again:
     """In the waiting child: fork a copy for each order; returns in the copies only."""
-    global _answer_end
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself says what an interrupt means
         run = os.getppid()
         while True:
-            while not select.select([order_end], [], [], 2.0)[0]:
+            while not end.poll(2.0):
                 if os.getppid() != run:
                     os._exit(0)
-            order = _receive(order_end, None)
+            order = _received(end, None)
             if order is None:
                 os._exit(0)
             copy = os.fork()
             if copy == 0:
                 break
-            status = os.waitpid(copy, 0)[1]
-            if status:
-                _send(answer_end, None)
+            if os.waitpid(copy, 0)[1]:
+                end.send_bytes(pickle.dumps(None))
     except BaseException:
         os._exit(1)
-    os.close(order_end)
-    _answer_end = answer_end
+    _answers[:] = [end]
     signal.alarm(math.ceil(order.seconds))  # the default action ends a copy that hangs
-    _be_quiet()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     torch.set_num_threads(1)  # the threads of the run are not in its copies
     return order
-
-
-def _be_quiet() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for end in (1, 2):
-        os.dup2(nowhere, end)
 
 
 _START = "import sys; from halfstep.doctor.process import carry_out; carry_out(sys.argv[1])"

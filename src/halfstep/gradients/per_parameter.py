@@ -22,33 +22,6 @@ Ends = tuple[Tensor, Tensor]
 """Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""
 
 
-class EndsBuffer:
-    """Memory for the smallest and the largest element of one gradient, written anew at each backward.
-
-    Small blocks left behind in backward, between large ones that are freed, would cost the allocator more
-    than the reduction does.
-    """
-
-    def __init__(self, gradient: Tensor) -> None:
-        gradient = dense_values(gradient)
-        self._pair = gradient.new_zeros(2)
-        self._ends = self._pair[0], self._pair[1]
-
-    @torch.no_grad()
-    def take(self, gradient: Tensor) -> Ends:
-        """Both ends of `gradient`, as `ends_of` gives them."""
-        dense = dense_values(gradient)
-        if dense.numel():
-            torch.aminmax(dense, out=self._ends)
-        else:
-            self._pair.zero_()
-        return self._ends
-
-    def fits(self, gradient: Tensor) -> bool:
-        """Whether this gradient's ends can be written here."""
-        return gradient.device == self._pair.device and gradient.dtype == self._pair.dtype
-
-
 def amaxes_of(ends: Sequence[Ends]) -> Tensor:
     """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
     scalars = [end for pair in ends for end in pair]

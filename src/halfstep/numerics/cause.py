@@ -26,14 +26,6 @@ from halfstep.torch_private import tree_flatten, tree_unflatten
 _DEPTH = 48
 
 
-@dataclass(frozen=True)
-class Outlier:
-    """A weight that holds a value out of all proportion to the rest of it."""
-
-    name: str
-    text: str
-
-
 def _sources(node: Node, depth: int = 24) -> list[Tensor]:
     """The tensors from before the step that the op's inputs were made of."""
     found: list[Tensor] = []
@@ -53,10 +45,10 @@ def _sources(node: Node, depth: int = 24) -> list[Tensor]:
 
 def outlying_weight(
     node: Node, parameters: list[tuple[str, Tensor]], originals: Mapping[Any, Tensor]
-) -> Outlier | None:
-    """The parameter behind the op's inputs of which one row is far larger than the others, if any."""
+) -> tuple[str, str] | None:
+    """The parameter behind the op's inputs of which one row is far larger than the others, and in words."""
     read = {t.untyped_storage().data_ptr() for t in _sources(node) if t.layout == torch.strided and t.numel()}
-    worst: tuple[float, Outlier] | None = None
+    worst: tuple[float, tuple[str, str]] | None = None
     for name, p in ((name, local_of(p)) for name, p in parameters):
         if p.layout != torch.strided or not p.numel() or p.untyped_storage().data_ptr() not in read:
             continue
@@ -67,7 +59,7 @@ def outlying_weight(
             continue
         text = f"row {int(rows.argmax())} of {name} holds {top:.3g}, the others about {usual:.2g}"
         if worst is None or top > worst[0]:
-            worst = top, Outlier(name, text)
+            worst = top, (name, text)
     return None if worst is None else worst[1]
 
 

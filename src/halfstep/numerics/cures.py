@@ -228,15 +228,19 @@ def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def with_attributes(thing: Any, **values: Any) -> Generator[None]:
-    """Within, `thing` has these values as attributes."""
-    before = {k: getattr(thing, k) for k in values}
-    for k, v in values.items():
-        setattr(thing, k, v)
+    """Within, `thing` has these values as attributes; afterwards it is as before."""
+    before = {name: getattr(thing, name) for name in values}
+    own = {name for name in values if name in vars(thing)}
+    for name, value in values.items():
+        setattr(thing, name, value)
     try:
         yield
     finally:
-        for k, v in before.items():
-            setattr(thing, k, v)
+        for name, value in before.items():
+            if name in own or name not in vars(thing):  # else it was a class's, and is again
+                setattr(thing, name, value)
+            else:
+                delattr(thing, name)
 
 
 def _full_by_policy(parts: StepParticipants, op: str) -> Placed | None:
@@ -320,7 +324,6 @@ class _Divided:
             self._owner, self._name = parts.scaler, "scale"
 
     def __enter__(self) -> _Divided:
-        self._own = vars(self._owner).get(self._name)
         original = getattr(self._owner, self._name)
 
         def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -332,14 +335,12 @@ class _Divided:
             finally:
                 self._inside = False
 
-        setattr(self._owner, self._name, divided)
+        self._around = with_attributes(self._owner, **{self._name: divided})
+        self._around.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._own is None:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._own)
+    def __exit__(self, *error: Any) -> None:
+        self._around.__exit__(*error)
 
 
 class _NoFaster:
@@ -428,15 +429,11 @@ def _spec(kind: str, node: Node, *amount: float) -> Spec:
     return (kind, node.op, node.location.file, node.location.line, *amount)
 
 
-def _cure(spec: Spec, text: str, code: str) -> Cure:
+def _cure(*doses: tuple[Spec, str, str]) -> Cure:
+    """A cure by its doses (spec, text, code), each stronger than the one before."""
+    (spec, text, code), *_ = doses
     kind = "full" if spec[0] == "full_here" else spec[0]
-    return Cure(kind, text, code, specs=[spec], doses=[(text, code)])
-
-
-def _with_doses(cures: list[Cure]) -> Cure:
-    """One cure of several, of which each is a stronger dose than the one before."""
-    specs, doses = [c.specs[0] for c in cures], [c.doses[0] for c in cures]
-    return replace(cures[0], specs=specs, doses=doses)
+    return Cure(kind, text, code, specs=[d[0] for d in doses], doses=[d[1:] for d in doses])
 
 
 def _here(location: OpLocation) -> str:
@@ -447,19 +444,14 @@ def _full(node: Node, parts: StepParticipants) -> Cure:
     terms = terms_of(parts, node.location.in_region)
     by_rule = terms.in_policy and node.location.in_region and _full_by_policy(parts, node.op) is not None
     code = f'policy.with_rules(full=["{node.op}"])' if by_rule else terms.wide
-    return _cure(
-        _spec("full" if by_rule else "full_here", node),
-        f"run {node.op} in fp32{_here(node.location)}",
-        code,
-    )
-
-
-_BF16 = "use bf16: the range of fp32, no loss scale needed"
+    text = f"run {node.op} in fp32{_here(node.location)}"
+    return _cure((_spec("full" if by_rule else "full_here", node), text, code))
 
 
 def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
-    return _cure(("bf16",), _BF16, terms_of(parts, in_region).bf16)
+    text = "use bf16: the range of fp32, no loss scale needed"
+    return _cure((("bf16",), text, terms_of(parts, in_region).bf16))
 
 
 def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -> list[Cure]:
@@ -477,7 +469,7 @@ def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -
         cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
         text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
-        cures.append(_cure(_spec("scale", node, bits), text, f"x * 2**-{bits}"))
+        cures.append(_cure((_spec("scale", node, bits), text, f"x * 2**-{bits}")))
     if node.op == "exp" and node.phase != "backward":
         cures.append(_smaller_exponent(node, cause))
     return [*cures, to_bf16(parts, node.location.in_region)]
@@ -506,27 +498,23 @@ def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]
     if loss < _LARGE_LOSS:
         return []
 
-    def divided(by: int) -> Cure:
-        text = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{by} less is enough"
-        return _cure(("loss", by), text, f"loss = loss / {2**by}")
-
-    return [_with_doses([divided(by) for by in (bits, bits + 4, bits + 8)])]
+    said = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{{}} less is enough"
+    strengths = (bits, bits + 4, bits + 8)
+    return [_cure(*((("loss", by), said.format(by), f"loss = loss / {2**by}") for by in strengths))]
 
 
 def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
     """Lower the loss scale; further where what comes later in backward needs it, not below its own least."""
-    options: list[Cure] = []
     now, least = scale_now(parts)
-    for further in (bits, bits + 4, bits + 8):
-        if now * 2.0**-further < least:
-            break
-        text = f"lower the loss scale by 2^{further} (a dynamic one does: the skip is harmless)"
-        if parts.scale_moves:
-            text = f"begin with a loss scale 2^{further} smaller: this one goes down only by skipping steps"
-        code = _scale_written(parts, now * 2.0**-further)
-        if lift_loss_scale(parts, -further) is not None:
-            options.append(_cure(("loss_scale", -further), text, code))
-    return [_with_doses(options)] if options else []
+    said = "lower the loss scale by 2^{} (a dynamic one does: the skip is harmless)"
+    if parts.scale_moves:
+        said = "begin with a loss scale 2^{} smaller: this one goes down only by skipping steps"
+    doses = [
+        (("loss_scale", -further), said.format(further), _scale_written(parts, now * 2.0**-further))
+        for further in (bits, bits + 4, bits + 8)
+        if now * 2.0**-further >= least and lift_loss_scale(parts, -further) is not None
+    ]
+    return [_cure(*doses)] if doses else []
 
 
 def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
@@ -535,7 +523,7 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
     text = f"raise the loss scale by 2^{bits}, or let it find its own"
     if parts.scale_moves:
         text = f"begin with a loss scale 2^{bits} larger: this one grows too slowly"
-    return _cure(("loss_scale", bits), text, _scale_written(parts, scale_now(parts)[0] * 2.0**bits))
+    return _cure((("loss_scale", bits), text, _scale_written(parts, scale_now(parts)[0] * 2.0**bits)))
 
 
 def _scale_written(parts: StepParticipants, value: float) -> str:
@@ -562,7 +550,7 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
     if cause.scalar is not None:
         value = FORMATS[cause.format].smallest_normal
         text = f"use an epsilon that {cause.format} can hold ({value:.2g}){_here(culprit.location)}"
-        cures.append(_cure(_spec("epsilon", culprit, value), text, f"eps = {value:.2g}"))
+        cures.append(_cure((_spec("epsilon", culprit, value), text, f"eps = {value:.2g}")))
     cures.append(_full(culprit, parts))
     if culprit is not node:
         cures.append(_full(node, parts))
@@ -636,11 +624,11 @@ _EXPONENTS = {"fp16": (10.0, 4.0)}
 def _smaller_exponent(node: Node, cause: Cause) -> Cure:
     name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
 
-    def below(limit: float) -> Cure:
-        text = f"keep what exp is taken of below {limit:g}, before exp and not after it{_here(node.location)}"
-        return _cure(_spec("clamp", node, limit), text, f"{name or 'x'}.clamp(max={limit:g})")
-
-    return _with_doses([below(limit) for limit in _EXPONENTS.get(cause.format, (80.0, 20.0))])
+    said = f"keep what exp is taken of below {{:g}}, before exp and not after it{_here(node.location)}"
+    limits = _EXPONENTS.get(cause.format, (80.0, 20.0))
+    return _cure(
+        *((_spec("clamp", node, x), said.format(x), f"{name or 'x'}.clamp(max={x:g})") for x in limits)
+    )
 
 
 def _away_from_the_edge(node: Node, cause: Cause) -> list[Cure]:
@@ -655,7 +643,7 @@ def _away_from_the_edge(node: Node, cause: Cause) -> list[Cure]:
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
-    return [_cure(_spec("clamp", node, 1e-4), text, code)]
+    return [_cure((_spec("clamp", node, 1e-4), text, code))]
 
 
 def propose(
@@ -669,8 +657,7 @@ def propose(
         return [Cure("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")]
     if node.phase == "optimizer" and cause.format in ("fp16", "e4m3fn", "e5m2"):
         text = "keep optimizer state in fp32: fp32 master weights"
-        code = terms_of(parts).masters
-        return [_cure(("masters",), text, code), to_bf16(parts)]
+        return [_cure((("masters",), text, terms_of(parts).masters)), to_bf16(parts)]
     if cause.kind == "range":
         return _for_range(node, cause, parts, root)
     if cause.kind == "precision":

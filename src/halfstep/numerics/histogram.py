@@ -1,8 +1,7 @@
 """Exponent histograms of float tensors, and what another format or scale would do to the values.
 
-Counting runs on the tensor's device and, away from the CPU, never waits for it; reading happens later. A
-tensor of 16 bits or fewer is counted without loss, one bin a bit pattern, so that every what-if question can
-be answered from the count alone. Nothing here changes a tensor or draws a random number.
+Counting runs on the tensor's device and, away from the CPU, never waits for it; reading happens later.
+Nothing here changes a tensor or draws a random number.
 """
 
 from __future__ import annotations
@@ -66,25 +65,6 @@ class Histogram:
         """Largest exponent present; None where no element is finite and not zero."""
         last = next((i for i in reversed(range(len(self.exponents))) if self.exponents[i]), None)
         return None if last is None else self.lowest + last
-
-    def count_below(self, exponent: int) -> int:
-        """Finite elements other than zero whose magnitude is under 2**exponent."""
-        return sum(self.exponents[: max(0, exponent - self.lowest)])
-
-    def flushed(self, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> tuple[int, int]:
-        """At least and at most how many nonzero elements become zero in `fmt` after scaling by 2**scale_log2.
-
-        Half of the smallest subnormal itself goes to zero and everything above it does not, so only the
-        elements of that one exponent are uncertain; `Codes.what_if` has no such doubt.
-        """
-        edge = lowest_exponent(format_of(fmt)) - 1 - scale_log2
-        return self.count_below(edge), self.count_below(edge + 1)
-
-    def overflowed(self, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> tuple[int, int]:
-        """At least and at most how many finite elements leave the range of `fmt` after scaling."""
-        edge = format_of(fmt).max_exponent + 1 - scale_log2
-        finite = sum(self.exponents)
-        return finite - self.count_below(edge), finite - self.count_below(edge - 1)
 
     def trimmed(self) -> tuple[int, tuple[int, ...]]:
         """First exponent present and the counts from it to the last one present (0, () when none is)."""
@@ -175,16 +155,6 @@ def _bincount(index: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, wide, torch.ones_like(wide))
 
 
-def _count_codes(flat: Tensor, fmt: Format) -> Tensor:
-    """Lossless count of bit patterns, int64 [2**bits]."""
-    mask = (1 << fmt.bits) - 1
-    counts = torch.zeros(1 << fmt.bits, dtype=torch.int64, device=flat.device)
-    for part in flat.view(_INT_OF_BITS[fmt.bits]).split(_CHUNK):
-        wide = part.view(torch.uint16).to(torch.int32) if fmt.bits == 16 else part.to(torch.int32)
-        counts += _bincount(wide & mask, 1 << fmt.bits)
-    return counts
-
-
 def count_many(parts: Sequence[Tensor]) -> Tensor:
     """Counts many flat fp32 CPU tensors in one go: int64 [len(parts), bins], each row as `count`'s bins."""
     fmt = FORMATS["fp32"]
@@ -253,72 +223,46 @@ def amax(t: Tensor) -> Tensor:
     return torch.maximum(low.neg(), high)
 
 
-@dataclass(frozen=True)
-class Codes:
-    """The lossless count of a tensor of 16 bits or fewer: `counts` is int64 [2**bits], one bin a pattern."""
+def what_if(t: Tensor, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> WhatIf:
+    """What storing `t` in `fmt` after scaling by 2**scale_log2 would do, exactly; any float dtype.
 
-    dtype: str
-    counts: Tensor
-
-    @classmethod
-    def of(cls, t: Tensor) -> Codes:
-        """Counts every bit pattern of `t` on its device, without waiting for an accelerator.
-
-        Raises:
-            ConfigError: `t` has more than 16 bits an element; use `count` and `what_if`.
-        """
-        flat = _flat(t)
-        fmt = format_of(flat.dtype)
-        if fmt.bits > 16:
-            raise ConfigError(
-                f"a lossless count needs a dtype of 16 bits or fewer, was given {fmt}; use count and what_if"
-            )
-        return cls(fmt.name, _count_codes(flat, fmt))
-
-    def values(self) -> tuple[Tensor, Tensor]:
-        """The distinct values present (fp64, sorted by bit pattern) and how often each occurs (int64)."""
-        fmt = FORMATS[self.dtype]
-        codes = self.counts.cpu().nonzero().view(-1)
-        narrow = codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int32).to(torch.uint16)
-        assert fmt.torch_dtype is not None
-        return narrow.view(fmt.torch_dtype).to(torch.float64), self.counts.cpu()[codes]
-
-    def histogram(self) -> Histogram:
-        """The exponent histogram of the same tensor."""
-        fmt = FORMATS[self.dtype]
-        magnitude = torch.arange(1 << fmt.bits, dtype=torch.int32) & ((1 << (fmt.bits - 1)) - 1)
-        bins = torch.zeros(_bins(fmt), dtype=torch.int64)
-        return Counts(self.dtype, bins.index_add_(0, _bin_index(magnitude, fmt), self.counts.cpu())).read()
-
-    def what_if(self, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> WhatIf:
-        """What storing the tensor in `fmt` after scaling by 2**scale_log2 would do, exactly."""
-        values, weights = self.values()
-        return _what_if([(values, weights)], format_of(fmt), scale_log2)
-
-    def best_scale(self, fmt: str | torch.dtype | Format, spare_bits: int = 0) -> WhatIf:
-        """The power-of-two scale that loses least: no overflow with `spare_bits` to go, best signal-to-noise.
-
-        Where several scales are equally good the one nearest to 1 is taken.
-        """
-        fmt = format_of(fmt)
-        values, weights = self.values()
-        top = values.abs()[values.isfinite()].max().item() if values.isfinite().any() else 0.0
-        if top == 0.0:
-            return _what_if([(values, weights)], fmt, 0)
-        highest = fmt.max_exponent - spare_bits - math.frexp(top)[1] + 1
-        if spare_bits == 0 and math.ldexp(top, highest) > fmt.max:
-            highest -= 1
-        tried = (_what_if([(values, weights)], fmt, k) for k in range(highest, highest - 64, -1))
-        return max(tried, key=lambda w: (w.snr_db, -abs(w.scale_log2)))
+    Raises:
+        ConfigError: `t` is not floating point.
+    """
+    return _what_if(((part.double(), torch.ones(())) for part in _flat(t).split(_CHUNK)), fmt, scale_log2)
 
 
-def _what_if(parts: Iterable[tuple[Tensor, Tensor | None]], fmt: Format, scale_log2: int) -> WhatIf:
-    finite = nonzero = flushed = overflow = 0.0
-    signal = noise = 0.0
-    for values, weights in parts:
-        weight = torch.ones_like(values) if weights is None else weights.to(torch.float64)
+def best_scale(t: Tensor, fmt: str | torch.dtype | Format, spare_bits: int = 0) -> WhatIf:
+    """The power-of-two scale that loses least: no overflow with `spare_bits` to go, best signal-to-noise.
+
+    Where several scales are equally good the one nearest to 1 is taken. Meant for 16 bits and fewer, which
+    have few distinct values.
+
+    Raises:
+        ConfigError: `t` is not floating point.
+    """
+    fmt = format_of(fmt)
+    values = _flat(t).double()
+    values, times = values[values.isfinite()].unique(return_counts=True)
+    top = values.abs().max().item() if values.numel() else 0.0
+    if top == 0.0:
+        return what_if(t, fmt)
+    highest = fmt.max_exponent - spare_bits - math.frexp(top)[1] + 1
+    if spare_bits == 0 and math.ldexp(top, highest) > fmt.max:
+        highest -= 1
+    tried = (_what_if([(values, times)], fmt, k) for k in range(highest, highest - 64, -1))
+    return max(tried, key=lambda w: (w.snr_db, -abs(w.scale_log2)))
+
+
+def _what_if(
+    parts: Iterable[tuple[Tensor, Tensor]], target: str | torch.dtype | Format, scale_log2: int
+) -> WhatIf:
+    """The same of values of which each counts as often as its weight says."""
+    fmt = format_of(target)
+    finite = nonzero = flushed = overflow = signal = noise = 0.0
+    for values, weight in parts:
         keep = values.isfinite()
-        x, weight = values[keep], weight[keep]
+        x, weight = values[keep], weight.to(values).expand_as(values)[keep]
         stored = round_to(torch.ldexp(x, torch.tensor(scale_log2)), fmt)
         stays = stored.isfinite()
         back = torch.ldexp(stored, torch.tensor(-scale_log2))
@@ -333,13 +277,3 @@ def _what_if(parts: Iterable[tuple[Tensor, Tensor | None]], fmt: Format, scale_l
     else:
         snr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
     return WhatIf(fmt.name, scale_log2, flushed / max(nonzero, 1), overflow / max(finite, 1), snr)
-
-
-def what_if(t: Tensor, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> WhatIf:
-    """The same as `Codes.what_if` from the tensor itself; any float dtype, a pass over the values.
-
-    Raises:
-        ConfigError: `t` is not floating point.
-    """
-    parts = ((part.to(torch.float64), None) for part in _flat(t).split(_CHUNK))
-    return _what_if(parts, format_of(fmt), scale_log2)

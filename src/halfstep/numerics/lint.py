@@ -135,66 +135,57 @@ class LintProbe:
         elif self._uncast == "" and node.base in self._low:
             self._uncast = _where(node)
         tensors = [t for t in node.tensors() if t.is_floating_point()]
-        low = next((t for t in (*node.outs, *tensors) if t.dtype == torch.float16), None)
-        for check in (self._scalars, self._mask_cast, self._long_softmax, self._long_sum):
-            if low is not None:
-                check(node, tensors)
+        if any(t.dtype == torch.float16 for t in (*node.outs, *tensors)):
+            for check in (_scalars, _mask_cast, _long_softmax, _long_sum):
+                found = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
+                self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
 
-    def _add(self, *finding: str) -> None:
-        self.findings.append(Finding(*finding))
 
-    def _scalars(self, node: Node, tensors: list[Tensor]) -> None:
-        scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if type(x) in (int, float)]
-        if not any(t.dtype == torch.float16 for t in (tensors or node.outs)):
-            return
-        base = node.base.rstrip("_")
-        for value in scalars:
-            size = abs(value)
-            if base in ("add", "clamp_min", "clamp", "maximum") and 0 < size <= FP16.smallest_subnormal / 2:
-                self._add(
-                    "epsilon", _where(node), f"{value:g} is zero in fp16, whose smallest value is 6e-08",
-                    "use at least 6.1e-05 (the smallest normal fp16), or run this op in fp32",
-                )  # fmt: skip
-            elif base in _MASKING and 1e6 <= size < math.inf and (value < 0) != (base == "sub"):
-                self._add(
-                    "mask", _where(node), f"{value:g} does not fit fp16, which ends at 65504",
-                    "use torch.finfo(x.dtype).min, or float('-inf') before a softmax",
-                )  # fmt: skip
+_Found = Iterable[tuple[str, str, str]]
+"""Rule, text and cure."""
+_MASK_CURE = "use torch.finfo(x.dtype).min, or float('-inf') before a softmax"
 
-    def _mask_cast(self, node: Node, tensors: list[Tensor]) -> None:
-        if node.base != "_to_copy" or not tensors or node.outs[0].dtype != torch.float16:
-            return
-        wide = tensors[0]
-        if wide.dtype == torch.float16 or wide.numel() == 0:
-            return
-        low, high = torch.aminmax(wide)
-        if math.isfinite(low) and low.item() <= -1e6 and high.item() <= FP16.max:
-            self._add(
-                "mask", _where(node), f"a mask of {low.item():g} becomes -inf when it is cast to fp16",
-                "build the mask with torch.finfo(torch.float16).min",
-            )  # fmt: skip
 
-    def _long_softmax(self, node: Node, tensors: list[Tensor]) -> None:
-        if node.base not in ("_softmax", "_log_softmax", "logsumexp") or node.outs[0].dtype != torch.float16:
-            return
+def _scalars(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if not any(t.dtype == torch.float16 for t in (tensors or node.outs)):
+        return
+    base = node.base.rstrip("_")
+    for value in tree_flatten((node.args, node.kwargs))[0]:
+        if type(value) not in (int, float):
+            continue
+        size = abs(value)
+        if base in ("add", "clamp_min", "clamp", "maximum") and 0 < size <= FP16.smallest_subnormal / 2:
+            text = f"{value:g} is zero in fp16, whose smallest value is 6e-08"
+            yield "epsilon", text, "use at least 6.1e-05 (the smallest normal fp16), or run this op in fp32"
+        elif base in _MASKING and 1e6 <= size < math.inf and (value < 0) != (base == "sub"):
+            yield "mask", f"{value:g} does not fit fp16, which ends at 65504", _MASK_CURE
+
+
+def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if not half or node.base != "_to_copy" or not tensors or not tensors[0].numel():
+        return
+    low, high = torch.aminmax(tensors[0])
+    if tensors[0].dtype != torch.float16 and -math.inf < low.item() <= -1e6 and high.item() <= FP16.max:
+        text = f"a mask of {low.item():g} becomes -inf when it is cast to fp16"
+        yield "mask", text, "build the mask with torch.finfo(torch.float16).min"
+
+
+def _long_softmax(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if half and node.base in ("_softmax", "_log_softmax", "logsumexp"):
         dim = node.args[1] if isinstance(node.args[1], int) else node.args[1][0]
         terms = tensors[0].shape[dim]
         if terms > FP16.max:
-            self._add(
-                "softmax", _where(node), f"{terms} terms in fp16: their sum does not fit",
-                "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])",
-            )  # fmt: skip
+            cure = "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
+            yield "softmax", f"{terms} terms in fp16: their sum does not fit", cure
 
-    def _long_sum(self, node: Node, tensors: list[Tensor]) -> None:
-        if node.base not in ("sum", "mean") or node.outs[0].dtype != torch.float16 or not tensors:
-            return
+
+def _long_sum(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if half and node.base in ("sum", "mean") and tensors:
         terms = tensors[0].numel() // max(1, node.outs[0].numel())
         if terms > FP16.max:
             why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
-            self._add(
-                "long reduction", _where(node), f"{node.base} over {terms} elements in fp16: {why}",
-                f"x.{node.base}(dtype=torch.float32)",
-            )  # fmt: skip
+            text = f"{node.base} over {terms} elements in fp16: {why}"
+            yield "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
 
 
 def _from_error(error: RuntimeError) -> Iterable[Finding]:
@@ -206,34 +197,38 @@ def _from_error(error: RuntimeError) -> Iterable[Finding]:
                 line = f"{frames.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frames.tb_lineno}"
             frames = frames.tb_next
         text = "a fill value does not fit the tensor's dtype (fp16 ends at 65504)"
-        yield Finding("mask", line, text, "use torch.finfo(x.dtype).min, or float('-inf') before a softmax")
+        yield Finding("mask", line, text, _MASK_CURE)
         return
     raise error
 
 
 def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[Finding]:
+    for where, module, _, buffer in _floating_buffers(parts):
+        if buffer.numel() < 2:
+            continue
+        if isinstance(module, _NORMS):
+            if buffer.dtype in LOW_DTYPES:
+                text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
+                yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
+        elif becomes is not None or buffer.dtype in LOW_DTYPES:
+            yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
+
+
+def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
     for model in parts.models:
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                where = f"{path}.{name}".strip(".")
-                if not buffer.is_floating_point() or buffer.numel() < 2:
-                    continue
-                if isinstance(module, _NORMS):
-                    if buffer.dtype in LOW_DTYPES:
-                        text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
-                        yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
-                elif becomes is not None or buffer.dtype in LOW_DTYPES:
-                    yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
+                if buffer.is_floating_point():
+                    yield f"{path}.{name}".strip("."), module, name, buffer
 
 
 def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
     """Floating buffers that are stored in 16 bits, or going to be, but for statistics of norms."""
-    for model in parts.models:
-        for path, module in model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False) if not isinstance(module, _NORMS) else ():
-                low = buffer.dtype in LOW_DTYPES or (becomes is not None and buffer.is_floating_point())
-                if low and not buffer.is_inference() and not recomputed(module, name):
-                    yield f"{path}.{name}".lstrip("."), buffer
+    for where, module, name, buffer in _floating_buffers(parts):
+        low = buffer.dtype in LOW_DTYPES or becomes is not None
+        own = low and not isinstance(module, _NORMS) and not buffer.is_inference()
+        if own and not recomputed(module, name):
+            yield where, buffer
 
 
 def _changed(name: str) -> Finding:
@@ -290,6 +285,12 @@ def _expected_update(p: Tensor, group: dict[str, Any], rate: float) -> Tensor | 
     return None if p.grad is None else rate * p.grad.detach().float().abs()
 
 
+_PROBABILITIES = (
+    "binary cross-entropy on probabilities: log of a rounded 0 or 1",
+    "give logits to BCEWithLogitsLoss and drop the sigmoid",
+)
+
+
 def _losses(parts: StepParticipants, step: Callable[..., Any] | None) -> Iterable[Finding]:
     cells = getattr(step, "__closure__", None) or ()
     values = []
@@ -302,9 +303,7 @@ def _losses(parts: StepParticipants, step: Callable[..., Any] | None) -> Iterabl
     modules = {v: "loss" for v in values if isinstance(v, nn.Module)} | modules
     for module, path in modules.items():
         if isinstance(module, nn.BCELoss):
-            text = "binary cross-entropy on probabilities: log of a rounded 0 or 1"
-            cure = "give logits to BCEWithLogitsLoss and drop the sigmoid"
-            yield Finding("probabilities", path or "BCELoss", text, cure)
+            yield Finding("probabilities", path or "BCELoss", *_PROBABILITIES)
 
 
 def _missing_scale(parts: StepParticipants) -> Iterable[Finding]:
@@ -344,12 +343,9 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
             for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
                 if -math.inf < value <= -1e6:
                     text = f"{value:g} does not fit fp16, which ends at 65504"
-                    cure = "use torch.finfo(x.dtype).min, or float('-inf') before a softmax"
-                    found.append(Finding("mask", where, text, cure))
+                    found.append(Finding("mask", where, text, _MASK_CURE))
         if _called(call) in ("BCELoss", "binary_cross_entropy"):
-            text = "binary cross-entropy on probabilities: log of a rounded 0 or 1"
-            cure = "give logits to BCEWithLogitsLoss and drop the sigmoid"
-            found.append(Finding("probabilities", where, text, cure))
+            found.append(Finding("probabilities", where, *_PROBABILITIES))
     return found
 
 

@@ -455,8 +455,7 @@ class Tape:
         self.backward_seen = False
         self.backward_call: tuple[str, int] = ("", 0)
         self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
-        self._made: dict[tuple[Any, ...], tuple[Node, int]] = {}
-        self._versions: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Node, int, tuple[int, int]]] = {}
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
         self._left = keep_bytes
@@ -484,7 +483,6 @@ class Tape:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._made.clear()
-        self._versions.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
@@ -602,18 +600,17 @@ class Tape:
         for observer in self._observers:
             observer(node, not bad)
         for place, t in enumerate(results):
-            self._made[key_of(t)] = (node, place)
             # Autograd counts an op's own write later than here (`_foreach` ones not at all), and gives a view
             # the count of what it shows.
             version = _version(given[0] if func.is_view and given else t)
-            self._versions[key_of(t)] = (version, version + (id(t) in copies))
+            self._made[key_of(t)] = node, place, (version, version + (id(t) in copies))
         self._keep(node, bad)
         return out
 
     def _maker(self, t: Tensor) -> tuple[Node, int] | None:
         """Which op made what `t` shows; None where it was written to since, through another view."""
-        key = key_of(t)
-        return self._made.get(key) if _version(t) in self._versions.get(key, ()) else None
+        made = self._made.get(key_of(t))
+        return made[:2] if made is not None and _version(t) in made[2] else None
 
     def region(self) -> bool:
         """Whether autocast is on, as the user's call sees it: where kernels run torch hides autocast."""

@@ -500,7 +500,7 @@ def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Nod
     named = {id(p): (n, p) for kind, n, p in _named_values(parts) if kind == "parameter"}
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
-        return replace(cause, weight=outlier.name).and_also(outlier.text), culprit
+        return replace(cause, weight=outlier[0]).and_also(outlier[1]), culprit
     large = {n: float(amax(t)) for n, t in node.names.items() if t.is_floating_point()}
     name = max(large, key=lambda n: large[n], default="")
     if name and large[name] > 1e3 and node.phase != "backward":
@@ -576,28 +576,27 @@ def _try_cures(
     rerun = _Together(everyone, alone) if together else alone
     for fault in found:
         try_cures(fault, Again(taped=0), rerun)
-    if not together:
+    if not together or bad is None:
         return
-    if bad is not None and bad.cause.kind == "rank":
-        _say_others(bad, everyone)
-    elif bad is not None:
-        own = everyone[rank(parts.group)].fault
-        bad.cures = [] if own is None else own.cures
+    by_rank = [told.fault for told in everyone]
+    mine = by_rank[rank(parts.group)]
+    if bad.cause.kind == "rank":
+        _say_others(bad, by_rank)
+    elif mine is not None:
+        bad.cures = mine.cures
 
 
-def _say_others(bad: Fault, everyone: Sequence[_ReplayReport]) -> None:
+def _say_others(bad: Fault, by_rank: Sequence[Fault | None]) -> None:
     """On a rank whose own step was well: what the others found."""
-    number = next((i for i, told in enumerate(everyone) if told.fault is not None), None)
-    if number is None:
+    found = [(number, fault) for number, fault in enumerate(by_rank) if fault is not None]
+    if not found:
         text = (
             "the gradients of every rank were finite and what the step read was not: it comes from the "
             "reduction over ranks, or from before the step"
         )
         bad.cause = Cause("unknown", text)
         return
-    found = everyone[number].fault
-    assert found is not None
-    story = f"{found.phase}: {found.op} {found.placed}: {found.cause.words}"
+    number, first = found[0]
+    story = f"{first.phase}: {first.op} {first.placed}: {first.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
-    faults = [one.fault for one in everyone if one.fault is not None]
-    bad.cures = list({cure.text: cure for fault in faults for cure in fault.cures}.values())
+    bad.cures = list({cure.text: cure for _, fault in found for cure in fault.cures}.values())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, dtype_name, format_of
-from halfstep.gradients.per_parameter import Ends, EndsBuffer, amaxes, amaxes_of, ends_of, worst_of
+from halfstep.gradients.per_parameter import Ends, amaxes, amaxes_of, ends_of, worst_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import Counts, count, count_many
 from halfstep.numerics.snapshot import is_session, replaying
@@ -288,16 +289,10 @@ def watch(
     return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
 
 
-class _Listening:
-    """An entry in a session's list of listeners, removed as a hook is."""
-
-    def __init__(self, listeners: list[Any], mine: Any) -> None:
-        self._listeners, self._mine = listeners, mine
-        listeners.append(mine)
-
-    def remove(self) -> None:
-        if self._mine in self._listeners:
-            self._listeners.remove(self._mine)
+def leave(listeners: list[Any], listener: Any) -> None:
+    """Takes a listener out of a list of them, if it is there."""
+    if listener in listeners:
+        listeners.remove(listener)
 
 
 class Watch:
@@ -328,14 +323,13 @@ class Watch:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
         self._sampling = every > 0
         self._ends: dict[str, Ends] = {}
-        self._slots: dict[str, EndsBuffer] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], _SampledTensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
-        self._late: deque[tuple[AsyncCopy, Callable[[], None]]] = deque()
+        self._late: deque[tuple[AsyncCopy, Callable[[Tensor], None]]] = deque()
         self._scale_of_step = self._scale()
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._install()
 
     def _install(self) -> None:
@@ -345,30 +339,35 @@ class Watch:
         # All gradients are looked at together when a session's step begins; not over several ranks, where
         # they are averages by then, nor where backward releases them.
         if self._session is not None and world_size() == 1 and not released:
-            self._handles.append(_Listening(self._session.early_listeners, self._before_step))
+            self._listen(self._session.early_listeners, self._before_step)
         else:
             for parameter, name in self._names.items():
                 if parameter in released:
-                    self._handles.append(parameter.register_hook(partial(self._on_gradient, name)))
+                    self._hold(parameter.register_hook(partial(self._on_gradient, name)))
                 elif parameter.requires_grad and parameter.is_leaf:
                     hook = partial(self._on_accumulated, name)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    self._hold(parameter.register_post_accumulate_grad_hook(hook))
         if self.every > 0:
             for name, module in self._model.named_modules():
                 if name and fqn(name) and not isinstance(module, _CONTAINERS):
                     hook = partial(self._on_output, fqn(name))
-                    self._handles.append(module.register_forward_hook(hook))
+                    self._hold(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+            self._hold(optimizer.register_step_pre_hook(self._before_update))
+            self._hold(optimizer.register_step_post_hook(self._after_update))
         if self._session is not None:
-            self._handles.append(_Listening(self._session.listeners, self._on_outcome))
+            self._listen(self._session.listeners, self._on_outcome)
+
+    def _listen(self, listeners: list[Any], mine: Any) -> None:
+        listeners.append(mine)
+        self._hooks.callback(leave, listeners, mine)
+
+    def _hold(self, handle: Any) -> None:
+        self._hooks.callback(handle.remove)
 
     def close(self) -> None:
         """Removes every hook; what was seen can still be read."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def __enter__(self) -> Watch:
         return self
@@ -418,10 +417,7 @@ class Watch:
         if not self._ends:  # backward of this step: a scaler changes its scale only after the step
             self._scale_of_step = self._scale()
         # Accumulated gradients come by once for each backward; the last one is the step's.
-        slot = self._slots.get(name)
-        if slot is None or not slot.fits(gradient):
-            slot = self._slots[name] = EndsBuffer(gradient)
-        self._ends[name] = slot.take(gradient)
+        self._ends[name] = ends_of(dense_values(gradient.detach()))
         if self._sampling:
             self._count("gradient", name, gradient)
 
@@ -489,8 +485,8 @@ class Watch:
                 lost = lost & (old == spread(new))
             shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
         if shares:
-            packed = send_to_host(torch.stack([v for pair in shares.values() for v in pair]))
-            self._late.append((packed, partial(self._take_lost, self.step, list(shares), packed)))
+            values = torch.stack([v for pair in shares.values() for v in pair])
+            self._late.append((send_to_host(values), partial(self._take_lost, self.step, list(shares))))
 
     def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
         seen = _see(tensor, self.exact, amax)
@@ -513,7 +509,7 @@ class Watch:
             names, found = self._gradients
             fate = [scalar_on(x, torch.float64, found.device) for x in (scale, taken)]
             packed = send_to_host(torch.cat([found.double(), torch.stack(fate)]))
-            self._late.append((packed, partial(self._take_note, self.step, names, packed)))
+            self._late.append((packed, partial(self._take_note, self.step, names)))
         self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
@@ -527,7 +523,8 @@ class Watch:
     def collect(self, wait: bool = True) -> None:
         """Takes in what has arrived on the host; with `wait`, all of it."""
         while self._late and (wait or self._late[0][0].done()):
-            self._late.popleft()[1]()
+            packed, take = self._late.popleft()
+            take(packed.wait())
 
     @property
     def notes(self) -> Sequence[StepNote]:
@@ -547,8 +544,8 @@ class Watch:
         self.collect(wait=False)
         return self._lost
 
-    def _take_note(self, step: int, names: tuple[str, ...], packed: AsyncCopy) -> None:
-        *amaxes, scale, taken = packed.wait().tolist()
+    def _take_note(self, step: int, names: tuple[str, ...], packed: Tensor) -> None:
+        *amaxes, scale, taken = packed.tolist()
         found = dict(zip(names, amaxes))
         worst = worst_of(found)
         self._notes.append(StepNote(step, found[worst], scale, bool(taken), worst))
@@ -569,10 +566,10 @@ class Watch:
         last = scalar_on(scale, torch.float64, amaxes.device).view(1)
         packed = send_to_host(torch.cat([*bins, amaxes, last]))
         kinds = [(*key, s.dtype, s.layout, b.numel()) for key, s, b in zip(self._seen, found, bins)]
-        self._late.append((packed, partial(self._take_counts, self.step, kinds, packed)))
+        self._late.append((packed, partial(self._take_counts, self.step, kinds)))
 
-    def _take_counts(self, step: int, kinds: list[tuple[str, str, str, str, int]], packed: AsyncCopy) -> None:
-        *bins, amaxes = packed.wait().split([*(size for *_, size in kinds), len(kinds) + 1])
+    def _take_counts(self, step: int, kinds: list[tuple[str, str, str, str, int]], packed: Tensor) -> None:
+        *bins, amaxes = packed.split([*(size for *_, size in kinds), len(kinds) + 1])
         *largest, scale = amaxes.tolist()
         for (kind, name, dtype, layout, _), counted, amax in zip(kinds, bins, largest):
             seen = Counts(layout, counted.long()).read()
@@ -583,8 +580,8 @@ class Watch:
             if kind != "gradient":  # its magnitude is noted every step
                 series.note(step, amax)
 
-    def _take_lost(self, step: int, names: list[str], packed: AsyncCopy) -> None:
-        values: list[float] = packed.wait().tolist()
+    def _take_lost(self, step: int, names: list[str], packed: Tensor) -> None:
+        values: list[float] = packed.tolist()
         lost, of = values[0::2], values[1::2]
         shares = {name: a / b for name, a, b in zip(names, lost, of) if b}
         if shares:
