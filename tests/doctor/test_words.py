@@ -57,8 +57,8 @@ for x, y in batches():
 #: In the code of each cure of a door there is one of the first and none of the second.
 WORDS = {
     "scaler": (r"torch\.|x \*", r"hs\.|amp\.step|policy"),
-    "session": (r"hs\.prepare|policy\.with_rules|x \*", r"hs\.Trainer|torch\.autocast|GradScaler"),
-    "trainer": (r"hs\.Trainer|policy\.with_rules|x \*", r"hs\.prepare|torch\.autocast|GradScaler"),
+    "session": (r"hs\.prepare|x \*", r"hs\.Trainer|torch\.autocast|GradScaler"),
+    "trainer": (r"hs\.Trainer|x \*", r"hs\.prepare|torch\.autocast|GradScaler"),
     "plain": (r"torch\.bfloat16|inputs \.float\(\)|x \*", r"hs\.|amp\.|policy|GradScaler|autocast"),
 }
 

@@ -14,13 +14,13 @@ import torch
 import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
+from halfstep.doctor.edit import written
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import all_faults
 from halfstep.doctor.process import Order
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import FAILS, WORKS, Again
 from tests.doctor import zoo, zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
-from tests.doctor.edits import edited
 from tests.doctor.stepwise import first_in_place, training_loops
 
 ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits)
@@ -234,7 +234,7 @@ def test_a_policy_is_cured_before_the_region_reads_it_at_the_first_step_too(step
     assert document.faults[0].cures[0].status == WORKS
     assert document.faults[0].cures[0].verdict == "works over 4 steps"
     assert "cure (works over 4 steps): run linear in fp32" in "\n".join(document.verdict)
-    assert document.faults[0].cures[0].code == 'policy.with_rules(full=["linear"])'
+    assert document.faults[0].cures[0].code == 'hs.prepare(..., policy="full=linear")'
 
 
 def test_there_are_enough_scripts():
@@ -273,18 +273,20 @@ def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, mon
     steps = index + 1 if armed is not None else document.steps if quiet else index + 4
     wrong = []
     for cure in fault.cures:
-        for spec in cure.specs if cure.status != "untried" else ():
-            cured = Edited(edited(script.text, spec), path, min(steps, document.steps), armed)
+        doses = zip(cure.specs, cure.doses or [("", cure.code)]) if cure.status != "untried" else ()
+        texts = [new for spec, (_, code) in doses for new in written(script.text, spec, fault, code)]
+        for text in texts:
+            cured = Edited(text, path, min(steps, document.steps), armed)
             skipped = fault.phase == "forward" and cured.first_bad == index == 0 and cured.settled
             if skipped:  # the tape says of what
-                cured = Edited(edited(script.text, spec), path, document.steps, armed=index)
+                cured = Edited(text, path, document.steps, armed=index)
             well = cured.first_bad is None or skipped or (second and cured.first_bad > index)
             well = well and not cured.error and not any(same(f, fault) for f in cured.faults)
             if well:
                 break
         else:
-            well = cure.status == "untried"
-        if well != (cure.status in ("works", "untried")):
+            well = cure.status == "untried" or not texts
+        if texts and well != (cure.status in ("works", "untried")):
             wrong.append((cure.kind, cure.status, cured.error, cured.first_bad, cured.faults))
     assert not wrong
 

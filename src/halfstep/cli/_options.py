@@ -42,12 +42,12 @@ def computing_device(name: str | None) -> torch.device:
     return found
 
 
-def check_report(path: Path | None) -> None:
+def check_report(path: Path | None, option: str = "--report") -> None:
     """Raise ConfigError unless a file can be written there, before the work that it is to tell of."""
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"--report {path} is a folder; give a file name such as {path / 'report.html'}")
+        raise ConfigError(f"{option} {path} is a folder; give the name of a file in it")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--report {path}: cannot write into {folder}; create it or choose another")
+        raise ConfigError(f"{option} {path}: cannot write into {folder}; create it or choose another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,8 @@ def run(
     seed: Annotated[int, shown("NUMBER")] = 0,
     device: Annotated[str | None, shown("DEVICE")] = None,
     report: Annotated[Path | None, shown("FILE")] = None,
+    diff: Flag = False,
+    write_plan: Annotated[Path | None, shown("FILE")] = None,
     json: Flag = False,
 ) -> int:
     """Run some steps under watch and name what goes wrong: exit code 0 when nothing does, else 1.
@@ -47,13 +50,16 @@ def run(
         seed: Seed of the recipe, or of a script's random generators.
         device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
         report: Write the HTML report to this file.
+        diff: Print a unified diff that writes the cures into the script; the verdict goes to standard error.
+        write_plan: Write the cures that a plan can say to this TOML file, for hs.prepare(plan=...).
         json: Print JSON instead of the verdict.
     """
     if steps < 1:
         raise ConfigError(f"--steps {steps}: expected 1 or more")
     check_report(report)
+    check_report(write_plan, "--write-plan")
     if target.endswith(".py"):
-        document = _examine_script(Path(target), args, steps, seed)
+        document = _examine_script(Path(target), args, steps, seed, diff, write_plan is not None)
         if document is None:
             return 0
     else:
@@ -61,27 +67,35 @@ def run(
             raise ConfigError(f"{target} is a recipe, which one process examines: start it without torchrun")
         if args:
             raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
+        if diff or write_plan is not None:
+            raise ConfigError(f"{target} is a recipe: --diff and --write-plan expect a script, ending in .py")
         where = computing_device(device)
         document = _examine_recipe(recipe_of(target).name, level, dtype, loss_scale, steps, seed, where)
     if report is not None:
         from halfstep.report.doctor import write_doctor
 
         write_doctor(document.as_dict(), report)
+    if write_plan is not None and document.plan:
+        write_plan.write_text(document.plan, encoding="utf-8")
+        document.notes.append(f"plan: {write_plan}")
     if json:
         print_json(document.as_dict())
     else:
-        _print(document, report)
+        _print(document, report, console(stderr=diff))
+        sys.stdout.write(document.diff)
     return 0 if document.healthy else FAULT
 
 
-def _examine_script(path: Path, args: Sequence[str], steps: int, seed: int) -> Document | None:
+def _examine_script(
+    path: Path, args: Sequence[str], steps: int, seed: int, diff: bool, plan: bool
+) -> Document | None:
     """What all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
     from halfstep.doctor.process import can_copy
     from halfstep.doctor.script import examine_script
 
     with joined(torch.device("cpu")):
         try:
-            document = examine_script(path, args, steps, seed, forked=can_copy())
+            document = examine_script(path, args, steps, seed, forked=can_copy(), diff=diff, plan=plan)
         except ConfigError:
             if rank() == 0:
                 raise
@@ -105,8 +119,7 @@ def _examine_recipe(
     return document
 
 
-def _print(document: Document, report: Path | None) -> None:
-    out = console()
+def _print(document: Document, report: Path | None, out: Any) -> None:
     for line in document.verdict:
         out.print(clean(line), markup=False, highlight=False, soft_wrap=True)
     rows = _dtypes(document.counts)

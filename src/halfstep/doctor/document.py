@@ -34,6 +34,7 @@ class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
     `beside`: the largest values at the first fault's step beside those of the last good step before it.
+    `diff`, `plan`: what to change in the script, and a plan as TOML, where they were asked for.
     """
 
     target: str
@@ -52,6 +53,8 @@ class Document:
     forecasts: list[str] = field(default_factory=list[str])
     lost: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     summary: list[str] = field(default_factory=list[str])
+    diff: str = ""
+    plan: str = ""
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
     @property

@@ -225,7 +225,7 @@ def run_order(order: Order) -> Found | Seen | None:
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
-        error = run_main(order.script, order.args)
+        error = run_main(order.script, order.args, order.text)
         if error is not None:
             examiner.failed(error)
         examiner.ended()

@@ -14,7 +14,6 @@ import contextlib
 import math
 import os
 import pickle
-import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -44,6 +44,7 @@ class Order:
     """A script to run for `steps` iterations, or, with `again`, until that part of it has been run.
 
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
+    `text`: what to run in place of what the file holds.
     """
 
     script: str
@@ -53,6 +54,7 @@ class Order:
     again: Again | None = None
     copies: bool = True
     forked: bool = False
+    text: str | None = None
 
 
 @dataclass
@@ -199,19 +201,23 @@ class Enough(BaseException):
     """Ends a script after the last step that was asked for."""
 
 
-def run_main(script: str, args: Sequence[str]) -> BaseException | None:
-    """Runs a script as `__main__`; returns what it failed with, if it did."""
-    argv, path = sys.argv, list(sys.path)
+def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseException | None:
+    """Runs a script, or this text of it, as `__main__`; returns what it failed with, if it did."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
     try:
-        runpy.run_path(script, run_name="__main__")
+        code = compile(Path(script).read_bytes() if text is None else text, script, "exec")
+        exec(code, vars(module))
     except (Enough, SystemExit):
         return None
     except BaseException as error:
         return error
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
     return None
 
 

@@ -25,6 +25,7 @@ from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import Document, keep_latest
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
+from halfstep.doctor.mend import as_diff, mended, planned
 from halfstep.doctor.process import Found, Order, run_in_process
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
@@ -154,11 +155,14 @@ def examine_script(
     copies: bool = True,
     forked: bool = False,
     label: str = "",
+    diff: bool = False,
+    plan: bool = False,
 ) -> Document:
     """Runs the script and returns what was found; without `copies` each look is a run of its own.
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
-    `label`: what errors call it, in place of its path.
+    `label`: what errors call it, in place of its path. `diff`, `plan`: write the cures that work into the
+    script, or as a plan, and examine the script with these too.
 
     Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 
@@ -170,14 +174,30 @@ def examine_script(
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     try:
-        findings = lint_source(path.read_text(encoding="utf-8"), path.name)
+        text = path.read_text(encoding="utf-8")
+        findings = lint_source(text, path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
     alone = world_size() == 1
     order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
     document = _examined(order, label or str(path))
+    attempt = partial(_tried, order, document)
+    if diff:
+        document.diff = as_diff(path, text, mended(text, document, attempt))
+    if plan:
+        document.plan = planned(text, document, attempt)
     document.lint = [*dict.fromkeys(findings), *document.lint]
     return document
+
+
+def _tried(order: Order, document: Document, text: str) -> Document | None:
+    """What is found in another text of the script; None where it does not run as far as the script itself."""
+    try:
+        found = _examined(dataclasses.replace(order, text=text), order.script)
+    except ConfigError:
+        return None
+    through = found.error is None or found.error == document.error
+    return found if through and found.steps >= document.steps else None
 
 
 def _examined(order: Order, label: str) -> Document:

@@ -36,7 +36,7 @@ class Terms:
 
     `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
     loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there. `masters`: keeps fp32
-    master weights. `in_policy`: whether one op can be put into fp32 by a rule.
+    master weights. `rule`: runs the op `{}` in fp32 by a rule, where that can be.
     """
 
     clip: str
@@ -45,7 +45,7 @@ class Terms:
     scale: str
     begin: str
     masters: str
-    in_policy: bool = False
+    rule: str = ""
 
 
 _TORCH_WIDE = 'with torch.autocast("cpu", enabled=False): ...  # inputs .float()'
@@ -76,7 +76,7 @@ SESSION = Terms(
     scale='hs.prepare(..., loss_scale="dynamic")',
     begin="hs.prepare(..., loss_scale=hs.DynamicLossScale({}))",
     masters=_MASTERS,
-    in_policy=True,
+    rule='hs.prepare(..., policy="full={}")',
 )
 TRAINER = replace(
     SESSION,
@@ -85,6 +85,7 @@ TRAINER = replace(
     scale='hs.Trainer(..., loss_scale="dynamic")',
     begin="hs.Trainer(..., loss_scale=hs.DynamicLossScale({}))",
     masters='hs.Trainer(..., level="O2")',
+    rule='hs.Trainer(..., policy="full={}")',
 )
 APEX = Terms(
     clip="torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
@@ -442,8 +443,8 @@ def _here(location: OpLocation) -> str:
 
 def _full(node: Node, parts: StepParticipants) -> Cure:
     terms = terms_of(parts, node.location.in_region)
-    by_rule = terms.in_policy and node.location.in_region and _full_by_policy(parts, node.op) is not None
-    code = f'policy.with_rules(full=["{node.op}"])' if by_rule else terms.wide
+    by_rule = terms.rule and node.location.in_region and _full_by_policy(parts, node.op) is not None
+    code = terms.rule.format(node.op) if by_rule else terms.wide
     text = f"run {node.op} in fp32{_here(node.location)}"
     return _cure((_spec("full" if by_rule else "full_here", node), text, code))
 

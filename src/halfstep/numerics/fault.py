@@ -403,7 +403,7 @@ def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, in
     if tried is None or not tried.applied:
         return "", 0, None
     if again.from_start:
-        well = tried.bad_at is None and not any(_alike(found, fault) for found in tried.faults)
+        well = tried.bad_at is None and not any(alike(found, fault) for found in tried.faults)
         return (WORKS if well else FAILS), tried.steps, None
     if tried.bad_at is None:
         return WORKS, tried.steps, None
@@ -421,7 +421,7 @@ def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, in
     return WORKS, tried.bad_at - again.at, second
 
 
-def _alike(one: Fault, other: Fault) -> bool:
+def alike(one: Fault, other: Fault) -> bool:
     """Whether a fault is still there; the next op of a line may have taken over from the first."""
     return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
 

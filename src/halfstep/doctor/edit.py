@@ -1,0 +1,389 @@
+"""A cure written into a script: a few lines of it change, as its owner would write them.
+
+The edits do in the text what `numerics.cures.placed` does from outside. A text does not say which operands
+of an op are tensors, nor always which call runs a module, so there may be several ways to write a cure:
+`written` gives each, and whoever asks runs the script with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from halfstep.numerics.fault import Fault, Spec
+from halfstep.numerics.uncast import low_ops
+from halfstep.policy.op_names import canonical_op
+from halfstep.policy.policy import Policy
+
+_OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Mult: ("mul", "*"),
+    ast.Div: ("div", "/"),
+    ast.Add: ("add", "+"),
+    ast.Sub: ("sub", "-"),
+    ast.MatMult: ("matmul", "@"),
+    ast.Pow: ("pow", "**"),
+}
+_LIBRARIES = ("torch", "F", "functional", "ops", "nn", "linalg", "special")
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
+#: Where scripts write a loss scale: keywords, and classes by their first argument.
+_SCALES = ("init_scale", "loss_scale", "scale_value", "max_loss_scale", "init")
+_SCALE_CLASSES = ("DynamicLossScale", "StaticLossScale")
+
+
+class Script:
+    """A script's text, its tree, and edits to it by place; `text()` makes them."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self._bytes = text.encode()
+        lines = self._bytes.splitlines(keepends=True)
+        self._starts = [0, *itertools.accumulate(map(len, lines))]
+        self._edits: list[tuple[int, int, int, int, str]] = []
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Where a node's text begins and ends, in bytes."""
+        first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
+        return first + node.col_offset, last + node.end_col_offset
+
+    def of(self, node: Any) -> str:
+        """A node's text."""
+        begin, end = self.span(node)
+        return self._bytes[begin:end].decode()
+
+    def around(self, node: Any, before: str, after: str) -> None:
+        """Writes before and after a node; around nodes that lie within each other, the inner one first."""
+        begin, end = self.span(node)
+        self._edits.append((begin, 1, -len(self._edits), 0, before))
+        self._edits.append((end, 0, len(self._edits), 0, after))
+
+    def swap(self, node: Any, text: str) -> None:
+        """Writes something in place of a node."""
+        begin, end = self.span(node)
+        self._edits.append((begin, 2, 0, end - begin, text))
+
+    def above(self, statement: ast.stmt, *lines: str, indent: bool = False) -> None:
+        """Writes lines above a statement; with `indent` it becomes the body of the last."""
+        begin = self._starts[statement.lineno - 1]
+        margin = self._bytes[begin : begin + statement.col_offset].decode()
+        if margin.strip():
+            margin = ""
+        head = "".join(f"{margin}{line}\n" for line in lines) + "    " * indent
+        self._edits.append((begin, 1, -len(self._edits), 0, head))
+        for number in range(statement.lineno, statement.end_lineno or 0) if indent else ():
+            self._edits.append((self._starts[number], 1, -len(self._edits), 0, "    "))
+
+    def text(self) -> str:
+        """The text with every edit made."""
+        parts, at = list[bytes](), 0
+        for place, _, _, length, new in sorted(self._edits):
+            parts += [self._bytes[at:place], new.encode()]
+            at = place + length
+        return b"".join([*parts, self._bytes[at:]]).decode()
+
+    def calls(self, *names: str) -> list[ast.Call]:
+        """All calls of functions or methods of these names."""
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _called(n) in names]
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement on a line."""
+        found = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and _on(n, line)]
+        return min(found, key=lambda n: (n.end_lineno or 0) - n.lineno, default=None)
+
+
+def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str]:
+    """The script with the dose of a cure in it, in each way in which it may be written.
+
+    `code`: what the cure says to write, in the words of the script.
+    """
+    kind, *rest = spec
+    if kind == "both":
+        one, other = sorted(rest, key=lambda s: -s[3])  # the lower line first: lines above keep their numbers
+        ways = (new for half in written(text, one, fault) for new in written(half, other, fault, code))
+    elif kind in _ANYWHERE:
+        ways = _ANYWHERE[kind](text, code, *rest)
+    else:
+        ways = _of_an_op(text, spec, fault, code)
+    told = {text}
+    for new in ways:
+        if new not in told and _is_python(new):
+            told.add(new)
+            yield new
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _on(node: Any, line: int) -> bool:
+    return node.lineno <= line <= node.end_lineno
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+# An op on a line.
+
+
+def _of_an_op(text: str, spec: Spec, fault: Fault, code: str) -> Iterator[str]:
+    kind, op, _, line, *amount = spec
+    if kind == "full":
+        yield from _by_policy(text, op)
+    if kind == "epsilon":
+        yield from _with_epsilon(text, line, amount[0])
+        return
+    text = _unfolded(text, line)
+    change: Callable[..., None] = {"scale": _scaled, "clamp": _clamped}.get(kind, _widened)
+    script = Script(text)
+    sites = _sites(script, op, line, fault.module)
+    whose = (slice(1), slice(None), slice(1, None))  # the least that may be it first
+    off = kind in ("full", "full_here") and fault.location.in_region and op in low_ops(Policy())
+    for of, which in itertools.product(sites, whose):
+        script = Script(text)
+        for node, operands in of:
+            change(
+                script, node, [x for x in operands[which] if not isinstance(x, ast.Constant)], amount, code
+            )
+        statement = script.statement(line)
+        if off and statement is not None:
+            device = re.search(r'autocast\("(\w+)"', code)
+            name = f'torch.autocast("{device[1] if device else "cpu"}", enabled=False)'
+            script.above(statement, f"with {name}:", indent=True)
+        yield script.text()
+
+
+_Site = tuple[Any, list[ast.expr]]
+"""An op in the text and its operands."""
+
+
+def _sites(script: Script, op: str, line: int, module: str) -> list[list[_Site]]:
+    """What on a line may be an op: each of its name, then all; else each call that may run a module."""
+    named, modules = list[_Site](), list[_Site]()
+    for node in _inside_out(script.tree):
+        if isinstance(node, ast.BinOp) and _on(node, line):
+            if _OPERATORS.get(type(node.op), ("",))[0] == op:
+                named.append((node, [node.left, node.right]))
+        elif isinstance(node, ast.Call) and _on(node, line):
+            name, owner = _called(node), getattr(node.func, "value", None)
+            function = owner is None or getattr(owner, "attr", getattr(owner, "id", "")) in _LIBRARIES
+            if op in (name.rstrip("_"), canonical_op(name)):
+                named.append((node, [*([] if function or owner is None else [owner]), *node.args]))
+            elif node.args:
+                modules.append((node, [*node.args]))
+    modules.sort(key=lambda site: _called(site[0]) != module.rpartition(".")[2])
+    single = [[one] for one in named or modules]
+    return [*single, named] if len(named) > 1 else single
+
+
+def _inside_out(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield from _inside_out(child)
+    yield node
+
+
+def _unfolded(text: str, line: int) -> str:
+    """`x *= y` on a line as `x = x * (y)`."""
+    script = Script(text)
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.AugAssign) and _on(node, line) and type(node.op) in _OPERATORS:
+            target, value = script.of(node.target), script.of(node.value)
+            script.swap(node, f"{target} = {target} {_OPERATORS[type(node.op)][1]} ({value})")
+    return script.text()
+
+
+def _then(script: Script, operand: ast.expr, after: str, before: str = "") -> None:
+    """Writes a method's call, or what else binds as closely, after an expression."""
+    plain = isinstance(operand, _ATOMS)
+    script.around(operand, before + "(" * (not plain), ")" * (not plain) + after)
+
+
+def _widened(script: Script, node: Any, operands: list[ast.expr], amount: Any, code: str) -> None:
+    for operand in operands:
+        _then(script, operand, ".float()")
+
+
+def _scaled(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
+    for operand in operands[:1]:
+        _then(script, operand, f" * 2.0**-{amount[0]:g})", "(")
+    script.around(node, "((", f").float() * 2.0**{amount[0]:g})")
+
+
+def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
+    divides = isinstance(node, ast.BinOp) or _called(node).rstrip("_") in ("div", "divide", "true_divide")
+    for operand in operands[-1:] if divides else operands[:1]:
+        if divides and "torch.where" in code:
+            d = script.of(operand)
+            script.swap(operand, f"torch.where(({d}).abs() < {amount[0]:g}, {amount[0]:g}, {d})")
+        else:
+            most = "clamp(max=" if "clamp(max=" in code else "clamp_min("
+            _then(script, operand, f".{most}{amount[0]:g})")
+
+
+def _with_epsilon(text: str, line: int, value: float) -> Iterator[str]:
+    script = Script(text)
+    for node in ast.walk(script.tree):
+        number = node.value if isinstance(node, ast.Constant) and _on(node, line) else None
+        if isinstance(number, float) and 0 < number < value:
+            script.swap(node, f"{value:.2g}")
+    yield script.text()
+
+
+# What stands elsewhere in the script.
+
+
+def _by_policy(text: str, op: str) -> Iterator[str]:
+    """A rule for the op where the session or the trainer is made."""
+    script = Script(text)
+    for call in script.calls("prepare", "Trainer"):
+        given = next((k.value for k in call.keywords if k.arg == "policy"), None)
+        if given is None:
+            _set_keyword(script, call, "policy", f'"full={op}"')
+        else:
+            script.around(given, "hs.Policy.parse(", f').with_rules(full=["{op}"])')
+    yield script.text()
+
+
+def _set_keyword(script: Script, call: ast.Call, name: str, value: str) -> None:
+    given = next((k.value for k in call.keywords if k.arg == name), None)
+    if given is not None:
+        script.swap(given, value)
+    elif call.args or call.keywords:
+        last = max([*call.args, *call.keywords], key=lambda node: script.span(node)[1])
+        script.around(last, "", f", {name}={value}")
+
+
+def with_plan(text: str, path: str) -> str:
+    """The plan of a file where the session or the trainer is made, unless one is given there."""
+    script = Script(text)
+    for call in script.calls("prepare", "Trainer"):
+        if all(keyword.arg != "plan" for keyword in call.keywords):
+            _set_keyword(script, call, "plan", repr(path))
+    return script.text()
+
+
+def with_keywords(text: str, code: str) -> Iterator[str]:
+    """The keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
+    try:
+        asked = ast.parse(code, mode="eval").body
+    except SyntaxError:
+        return
+    if not isinstance(asked, ast.Call):
+        return
+    script = Script(text)
+    for call in script.calls(_called(asked)):
+        for keyword in asked.keywords:
+            _set_keyword(script, call, str(keyword.arg), ast.unparse(keyword.value).replace("'", '"'))
+    yield script.text()
+
+
+_BF16 = {"fp16": "bf16", "float16": "bfloat16", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+
+
+def _in_bf16(text: str, code: str) -> Iterator[str]:
+    """bf16 wherever the script names fp16."""
+    if "amp.initialize" in code:
+        return  # Apex's levels know fp16 alone
+    script = Script(text)
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Constant) and node.value in _BF16:
+            script.swap(node, f'"{_BF16[node.value]}"')
+        elif isinstance(node, ast.Attribute) and node.attr in ("float16", "half"):
+            owner = script.of(node.value)
+            script.swap(node, f"{owner}.bfloat16")
+    yield script.text()
+    yield from with_keywords(text, code)
+
+
+def _with_masters(text: str, code: str) -> Iterator[str]:
+    """Level O2, where the session is made or, where there is none, below the optimizer."""
+    if Script(text).calls("prepare", "Trainer"):
+        yield from with_keywords(text, code)
+        return
+    script = Script(text)
+    dtype = "bf16" if "bfloat16" in text else "fp16"
+    for made in ast.walk(script.tree):
+        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call):
+            continue
+        model = re.match(
+            r"(\w+(?:\.\w+)*)\.parameters\(\)", script.of(made.value.args[0]) if made.value.args else ""
+        )
+        if model and isinstance(made.targets[0], ast.Name):
+            names = f"{model[1]}, {made.targets[0].id}"
+            call = f'hs.prepare({names}, level="O2", dtype="{dtype}", loss_scale="none")'
+            margin = "\n" + " " * made.col_offset
+            script.around(made, "", f"{margin}import halfstep as hs{margin}{call}")
+    yield script.text()
+
+
+def _divided(text: str, code: str, bits: int) -> Iterator[str]:
+    """Each loss, where backward or a loss scale takes it."""
+    script = Script(text)
+    scaled = [c for c in script.calls("scale", "scale_loss") if isinstance(c.func, ast.Attribute) and c.args]
+    given = scaled or [c for c in script.calls("backward") if c.args]
+    losses = [c.args[0] for c in given] or [
+        c.func.value for c in script.calls("backward") if isinstance(c.func, ast.Attribute)
+    ]
+    for loss in losses:
+        _then(script, loss, f" / {2**bits})", "(")
+    yield script.text()
+
+
+def _with_scale(text: str, code: str, bits: int) -> Iterator[str]:
+    """The loss scale where its number stands, else as the cure's code says."""
+    script = Script(text)
+    found = [
+        keyword.value
+        for call in ast.walk(script.tree)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg in _SCALES
+    ]
+    found += [call.args[0] for call in script.calls(*_SCALE_CLASSES) if call.args]
+    numbers = [node for node in found if not any(isinstance(x, ast.Call) for x in ast.walk(node))]
+    for node in numbers:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            script.swap(node, repr(node.value * 2.0**bits))
+        elif not isinstance(node, ast.Constant):
+            _then(script, node, f" * {2.0**bits!r}")
+    yield script.text()
+    yield from with_keywords(text, code)
+
+
+def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
+    """Before each step the learning rates that were usual, where they are out of proportion to them."""
+    script = Script(text)
+    made = [n for n in ast.walk(script.tree) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
+    optimizers = [script.of(n.targets[0]) for n in made if _makes_updates(n.value)]
+    for call in script.calls("step"):
+        owner = script.of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        name = owner if owner in optimizers or not optimizers else optimizers[0]
+        statement = script.statement(call.lineno)
+        if statement is not None and (
+            owner in optimizers or call.args or owner in ("amp", "session", "trainer")
+        ):
+            script.above(
+                statement,
+                f"for group, most in zip({name}.param_groups, {most!r}):",
+                '    group["lr"] = most if group["lr"] > 30 * most else group["lr"]',
+            )
+    yield script.text()
+
+
+def _makes_updates(call: Any) -> bool:
+    return bool(call.args) and "parameters" in ast.dump(call.args[0])
+
+
+_ANYWHERE: dict[str, Callable[..., Iterator[str]]] = {
+    "bf16": _in_bf16,
+    "masters": _with_masters,
+    "loss": _divided,
+    "loss_scale": _with_scale,
+    "rate": _no_faster,
+}

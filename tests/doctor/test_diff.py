@@ -1,0 +1,170 @@
+"""`--diff` and `--write-plan`: cures that can be pasted were run before, and change nothing else."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+import halfstep as hs
+from halfstep.cli import main
+from halfstep.doctor import script as _script
+from halfstep.doctor.edit import written
+from halfstep.doctor.script import examine_script
+from halfstep.numerics.fault import WORKS, Cause, Fault, alike
+from halfstep.numerics.tape import OpLocation
+from tests.doctor.test_zoo import FAULTS, FIRST, named, run_here
+
+#: One for each way to write a cure; the rest belongs to the exhaustive runs.
+DAILY = {
+    "overflow_that_is_swallowed", "adam_in_half", "second_behind_the_first", "distance_of_equal_points",
+    "summed_loss", "updates_lost_to_rounding", "squares_summed_in_half",
+}  # fmt: skip
+#: Cures that some scripts are too unlike others to be edited for.
+BY_HAND = ("bf16", "full")
+
+
+def examined(text, path, steps, monkeypatch, **asked):
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    path.write_text(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return examine_script(path, [], steps, 0, **asked)
+
+
+def applied(text, diff, path):
+    """The text after `patch`."""
+    path.write_text(text)
+    subprocess.run(["patch", "-s", str(path)], input=diff, text=True, check=True, timeout=60)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, id=s.name, marks=() if s.name in DAILY else pytest.mark.exhaustive) for s in FAULTS],
+)
+def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_path, monkeypatch):
+    path = tmp_path / f"{script.name}.py"
+    document = examined(script.text, path, script.steps, monkeypatch, diff=True)
+    fault = document.faults[0]
+    assert path.read_text() == script.text
+    if not document.diff:
+        assert script.name not in DAILY
+        assert any(note.startswith("no diff for step") for note in document.notes)
+        assert not any(c.status == WORKS and c.kind not in BY_HAND for c in fault.cures), document.notes
+        return
+    new = applied(script.text, document.diff, path)
+    after = examined(new, path, script.steps, monkeypatch)
+    assert not any(alike(found, fault) for found in after.bad)
+    assert after.error is None or after.error == document.error
+    assert after.steps >= document.steps
+
+
+def test_the_command_prints_the_diff_alone_and_the_verdict_beside_it(tmp_path, monkeypatch, capsys):
+    script = named("distance_of_equal_points")
+    path = tmp_path / "train.py"
+    path.write_text(script.text)
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    assert main(["doctor", str(path), "--steps", str(script.steps), "--diff"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith(f"--- {path}\n+++ {path}\n@@ ")
+    assert "not healthy" in said.err
+    assert "not healthy" not in said.out
+    assert ".clamp_min(0.0001))" in applied(script.text, said.out, path)
+
+
+def test_data_and_learning_rates_have_no_diff_and_no_plan(tmp_path, monkeypatch):
+    script = named("nan_in_the_target")
+    document = examined(script.text, tmp_path / "x.py", script.steps, monkeypatch, diff=True, plan=True)
+    assert (document.diff, document.plan) == ("", "")
+    told = "\n".join(document.notes)
+    assert "no diff for step 5: no change was seen to cure it (data)" in told
+    assert "no plan rule for step 5 (data): a plan says in which precision the ops of a module run" in told
+
+
+def test_the_plan_alone_cures_an_overflow_in_a_module(tmp_path, monkeypatch):
+    text, path, plan = FIRST.replace("STEP", "3"), tmp_path / "train.py", tmp_path / "plan.toml"
+    path.write_text(text)
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    assert main(["doctor", str(path), "--steps", "8", "--write-plan", str(plan)]) == 1
+    (rule,) = hs.Plan.read(plan).rules
+    assert (rule.pattern, {op: r.value for op, r in rule.ops.items()}) == ("a", {"linear": "full"})
+    assert rule.reason.startswith("step 4, train.py:11: range: the result reaches")
+    assert rule.reason.endswith("; works over 4 steps")
+    planned = text.replace("loss_scale=1024.0", f"loss_scale=1024.0, plan={str(plan)!r}")
+    assert not examined(text, path, 8, monkeypatch).healthy
+    assert examined(planned, path, 8, monkeypatch).healthy
+
+
+@pytest.mark.parametrize("option", ["--diff", "--write-plan=p.toml"])
+def test_a_recipe_has_no_text_to_change(option, capsys):
+    assert main(["doctor", "digits-mlp", option]) == 2
+    assert "expect a script, ending in .py" in capsys.readouterr().err
+
+
+def fault(module="", in_region=False):
+    return Fault("forward", "", OpLocation(module, "", None, "", 0, in_region=in_region), Cause("range", ""))
+
+
+WRITTEN = {
+    "both operands": (("full_here", "mul", "", 1), "y = a * (b + 1)", "y = a.float() * ((b + 1).float())"),
+    "in place": (("full_here", "add", "", 1), "y += x", "y = y.float() + (x)"),
+    "a method": (("full_here", "sum", "", 1), "y = x.half().sum(-1)", "y = x.half().float().sum(-1)"),
+    "a product": (("scale", "matmul", "", 1, 4), "y = q @ k", "y = (((q * 2.0**-4) @ k).float() * 2.0**4)"),
+    "a factor that is a sum": (
+        ("scale", "mul", "", 1, 4),
+        "y = (a + b) * c",
+        "y = (((((a + b) * 2.0**-4)) * c).float() * 2.0**4)",
+    ),
+    "a divisor": (("clamp", "div", "", 1, 1e-4), "y = a / (b - c)", "y = a / ((b - c).clamp_min(0.0001))"),
+    "an epsilon": (("epsilon", "add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
+    "a comment stays": (("loss", 3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),
+    "a scaler's loss": (("loss", 3), "s.scale(a + b).backward()", "s.scale(((a + b) / 8)).backward()"),
+    "a sum's loss": (("loss", 3), "(a + b).backward()", "(((a + b) / 8)).backward()"),
+    "letters of two bytes": (("full_here", "mul", "", 1), "y = ä * b", "y = ä.float() * b"),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_cure_is_written_into_the_expression_it_is_about(case):
+    spec, before, after = WRITTEN[case]
+    assert after in written(before, spec, fault())
+
+
+def test_an_op_that_autocast_would_cast_again_leaves_the_region():
+    (first, *_) = written(
+        "def f(q, k):\n    return q @ k\n", ("full_here", "matmul", "", 2), fault(in_region=True),
+        'with torch.autocast("cuda", enabled=False): ...',
+    )  # fmt: skip
+    assert first == (
+        'def f(q, k):\n    with torch.autocast("cuda", enabled=False):\n        return q.float() @ k\n'
+    )
+
+
+def test_a_rule_is_added_where_the_session_is_made():
+    plain, own = "amp = hs.prepare(m, o)\n", "amp = hs.prepare(m, o, policy=p, level='O1')\n"
+    spec = ("full", "linear", "", 1)
+    assert next(written(plain, spec, fault())) == 'amp = hs.prepare(m, o, policy="full=linear")\n'
+    told = "amp = hs.prepare(m, o, policy=hs.Policy.parse(p).with_rules(full=[\"linear\"]), level='O1')\n"
+    assert next(written(own, spec, fault())) == told
+
+
+def test_the_diff_is_of_the_text_that_was_run(tmp_path, monkeypatch):
+    """A script that reads beside itself, and its own name, runs in another text as in its own."""
+    text = (
+        "import os, sys, torch, beside\n"
+        "assert os.path.samefile(__file__, sys.argv[0]) and beside.here\n"
+        "w = torch.nn.Parameter(torch.ones(3))\n"
+        "opt = torch.optim.SGD([w], lr=0.1)\n"
+        "for i in range(5):\n"
+        "    opt.zero_grad()\n"
+        "    (w / (w.detach() - w.detach() if i == 3 else w.detach())).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    (tmp_path / "beside.py").write_text("here = True\n")
+    document = examined(text, tmp_path / "train.py", 5, monkeypatch, diff=True)
+    sys.modules.pop("beside", None)
+    assert (
+        "torch.where((w.detach() - w.detach() if i == 3 else w.detach()).abs() < 0.0001" in document.diff
+        or (".clamp_min(0.0001)" in document.diff)
+    )
