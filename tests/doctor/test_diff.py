@@ -10,8 +10,9 @@ import halfstep as hs
 from halfstep.cli import main
 from halfstep.doctor import script as _script
 from halfstep.doctor.edit import written
+from halfstep.doctor.mend import is_gone
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import WORKS, Cause, Fault, alike
+from halfstep.numerics.fault import WORKS, Cause, Fault
 from halfstep.numerics.tape import OpLocation
 from tests.doctor.test_zoo import FAULTS, FIRST, named, run_here
 
@@ -55,7 +56,7 @@ def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_pa
         return
     new = applied(script.text, document.diff, path)
     after = examined(new, path, script.steps, monkeypatch)
-    assert not any(alike(found, fault) for found in after.bad)
+    assert is_gone(fault, after)
     assert after.error is None or after.error == document.error
     assert after.steps >= document.steps
 

@@ -66,8 +66,18 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
     except SystemExit as end:
         if end.code:
             said = _plain(_one_line(complaint.getvalue()))
-            return refuse(f"{said} (halfstep {name} --help)")
+            return refuse(f"{said} (halfstep {name} --help){_own_options(name, rest, said)}")
         return 0
+
+
+def _own_options(name: str, rest: Sequence[str], said: str) -> str:
+    """What to write where a script was given options of its own among ours."""
+    script = next((word for word in rest if word.endswith(".py")), None)
+    head, _, unknown = said.partition("Unrecognized options: ")
+    if head or not unknown or script is None or name == "train":
+        return ""
+    own = unknown.partition(";")[0].replace(",", "")
+    return f"; options of {script} itself go after --: halfstep {name} {script} -- {own}"
 
 
 _RULE = re.compile(r"^[╭╰+]|^[─-]{3}|[─-]{3}[╮+]?$")

@@ -47,7 +47,7 @@ def check_report(path: Path | None, option: str = "--report") -> None:
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; give the name of a file in it")
+        raise ConfigError(f"{option} {path} is a folder; give a file name such as {path / 'report.html'}")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot write into {folder}; create it or choose another")

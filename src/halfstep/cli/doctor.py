@@ -13,11 +13,12 @@ import tyro
 from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import clean, console, print_json, table
 from halfstep.distributed import joined, rank, started_by_torchrun
-from halfstep.doctor.document import Document
+from halfstep.doctor.document import INTERRUPT, Document
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.levels import level_of
 from halfstep.recipes import as_script, recipe_of
+from halfstep_command import INTERRUPTED
 
 FAULT = 1
 
@@ -46,7 +47,7 @@ def run(
         level: Precision level of a recipe: O0, O1, O2, O3. A script chooses its own.
         dtype: 16-bit dtype of a recipe: bf16 or fp16. Default: what the device prefers.
         loss_scale: Loss scale of a recipe: dynamic, headroom, none or a number. Default: the level's.
-        steps: Training steps to watch.
+        steps: Training steps to watch; 0 follows a script to its end. Ctrl-C tells what was seen until then.
         seed: Seed of the recipe, or of a script's random generators.
         device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
         report: Write the HTML report to this file.
@@ -54,8 +55,13 @@ def run(
         write_plan: Write the cures that a plan can say to this TOML file, for hs.prepare(plan=...).
         json: Print JSON instead of the verdict.
     """
-    if steps < 1:
-        raise ConfigError(f"--steps {steps}: expected 1 or more")
+    if steps < 0:
+        raise ConfigError(f"--steps {steps}: expected 1 or more, or 0 for all steps that a script takes")
+    if target.endswith(".ipynb"):
+        raise ConfigError(
+            f"{target} is a notebook, expected a script: `jupyter nbconvert --to script {target}` writes "
+            "one; in the notebook itself hs.doctor.examine(step, x, y) examines a step"
+        )
     check_report(report)
     check_report(write_plan, "--write-plan")
     if target.endswith(".py"):
@@ -69,6 +75,10 @@ def run(
             raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
         if diff or write_plan is not None:
             raise ConfigError(f"{target} is a recipe: --diff and --write-plan expect a script, ending in .py")
+        if steps == 0:
+            raise ConfigError(
+                f"--steps 0: {target} is a recipe, which trains without end; expected 1 or more"
+            )
         where = computing_device(device)
         document = _examine_recipe(recipe_of(target).name, level, dtype, loss_scale, steps, seed, where)
     if report is not None:
@@ -83,6 +93,8 @@ def run(
     else:
         _print(document, report, console(stderr=diff))
         sys.stdout.write(document.diff)
+    if document.ended_by == INTERRUPT:
+        return INTERRUPTED
     return 0 if document.healthy else FAULT
 
 
@@ -115,6 +127,7 @@ def _examine_recipe(
         parse_dtype(dtype)
     args = (name, level, dtype or "", scale or "", str(seed), str(where))
     document = examine_script(Path(as_script.__file__), args, steps, seed, forked=can_copy(), label=name)
+    document.ended_by = ""  # no recipe ends by itself
     document.target = f"{name} {row.name}" + ("" if row.name == "O0" else f" {document.format}")
     return document
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _KINDS = ("activation", "activation_grad", "gradient", "weight", "update")
 
 
+STEPS, INTERRUPT = "steps", "interrupt"
+
 #: The values that a document is made of, by the names that they have beside it.
 CauseFound, CureFound = Cause, Cure
 
@@ -34,7 +36,8 @@ class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
     `beside`: the largest values at the first fault's step beside those of the last good step before it.
-    `diff`, `plan`: what to change in the script, and a plan as TOML, where they were asked for.
+    `diff`, `plan`: what to change in the script, and a plan as TOML, where asked for. `ended_by`: what ended
+    the look: "script" (it was over), "steps" (as many as were asked for), "interrupt"; else empty.
     """
 
     target: str
@@ -55,6 +58,7 @@ class Document:
     summary: list[str] = field(default_factory=list[str])
     diff: str = ""
     plan: str = ""
+    ended_by: str = ""
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
     @property
@@ -72,7 +76,7 @@ class Document:
     def headline(self) -> str:
         """The verdict in one sentence: cause, place, cure with its code."""
         if self.healthy:
-            return f"{self.target}: healthy over {self.steps} steps"
+            return f"{self.target}: healthy over {self.steps} steps{self._end}"
         if not self.faults:
             why = self.error or (self.lint[0].text if self.lint else "the loss is not finite")
             return f"{self.target}: not healthy: {why}"
@@ -80,6 +84,14 @@ class Document:
         cure = fault.best
         do = f"; {_known(cure)}: {cure.code or cure.text}" if cure is not None else ""
         return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.words}{do}"
+
+    @property
+    def _end(self) -> str:
+        """Why the look ended there, where the script may go on."""
+        if self.ended_by == INTERRUPT:
+            return ", then it was interrupted"
+        asked = ", as many as were asked for; --steps 0 follows the script to its end"
+        return asked if self.ended_by == STEPS else ""
 
     @property
     def verdict(self) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep import formats
+from halfstep.doctor.document import STEPS
 from halfstep.doctor.ledger import (
     Conversions,
     Ledger,
@@ -254,6 +255,9 @@ def _larger(a: float, b: float) -> float:
     return a if not math.isfinite(a) or a > b else b
 
 
+_TO_THE_END = sys.maxsize
+
+
 class Examiner:
     """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
 
@@ -270,12 +274,14 @@ class Examiner:
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.halves = False
+        self.ended_by = "script"
+        self._steps = order.steps or _TO_THE_END
         self._lint = LintProbe()
         self._copied = False
         self._signed = False
         self._took_effect: Callable[[], bool] | None = None
         self._copies = Copies(self)
-        self.inquiry = Inquiry(self._copies, order.steps)
+        self.inquiry = Inquiry(self._copies, self._steps)
         self._before: list[Tensor] = []
 
     @property
@@ -287,9 +293,9 @@ class Examiner:
         """Whether that was the last step: of what is run again, or of the iterations that were asked for."""
         again = self.asked
         if again is not None:
-            whole = again.from_start and self.ledger.now.number >= self.order.steps
+            whole = again.from_start and self.ledger.now.number >= self._steps
             return self.done > again.at + again.more or whole
-        return self.ledger.now.number >= self.order.steps
+        return self.ledger.now.number >= self._steps
 
     # What the hooks report.
 
@@ -335,7 +341,7 @@ class Examiner:
         roster = self.roster
         if self.seen is None and self._watches() and roster.models:
             what = roster.session if roster.session is not None else roster.optimizers
-            every = max(1, self.order.steps // 12)
+            every = max(1, (self.order.steps or 480) // 12)
             self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
             self.seen.step = self.done
 
@@ -471,6 +477,7 @@ class Examiner:
         """The last step is done. A copy ends here, without what the script would still do."""
         if self._copied:
             self.reply()
+        self.ended_by = STEPS
         raise Enough
 
     def reply(self) -> None:

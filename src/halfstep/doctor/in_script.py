@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.doctor.document import Document, add_watched
+from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
 from halfstep.doctor.process import Found, Order, in_words, run_main
 from halfstep.numerics.fault import Seen
@@ -226,6 +226,8 @@ def run_order(order: Order) -> Found | Seen | None:
         Hooks(examiner, stack).install()
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args, order.text)
+        if isinstance(error, KeyboardInterrupt):
+            examiner.ended_by, error = INTERRUPT, None
         if error is not None:
             examiner.failed(error)
         examiner.ended()
@@ -237,7 +239,7 @@ def run_order(order: Order) -> Found | Seen | None:
 def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     ledger = examiner.ledger
     losses = [note.loss for note in ledger.notes if note.loss is not None]
-    document = Document(Path(order.script).name, ledger.iterations, losses, error)
+    document = Document(Path(order.script).name, ledger.iterations, losses, error, ended_by=examiner.ended_by)
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
         for row in document.history:  # the watch counts the steps of all optimizers

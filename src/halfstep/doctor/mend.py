@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from halfstep.doctor.document import Document
 from halfstep.doctor.edit import with_plan, written
 from halfstep.numerics.fault import FAILS, WORKS, Fault, alike
@@ -40,9 +42,14 @@ def _first_that_holds(text: str, document: Document, attempt: Attempt) -> tuple[
     for cure in (c for c in fault.cures if c.status == WORKS and c.specs):
         for new in written(text, cure.specs[0], fault, cure.code):
             found = attempt(new)
-            if found is not None and not any(alike(other, fault) for other in found.bad):
+            if found is not None and is_gone(fault, found):
                 return new, found
     return None
+
+
+def is_gone(fault: Fault, found: Document) -> bool:
+    """Whether nothing is left of a fault: another op's, at a later step, is another."""
+    return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in found.bad)
 
 
 def _unwritten(fault: Fault) -> str:
@@ -90,7 +97,10 @@ def planned(text: str, document: Document, attempt: Attempt) -> str:
 
 
 def _rule_of(fault: Fault) -> PlanRule | None:
-    """The narrowest rule for a fault: its op in its module."""
+    """The narrowest rule for a fault: its op in its module, or a module whose weights 16 bits cannot hold."""
+    if fault.phase == "prepare" and fault.module:
+        reason = f"{fault.where}: {fault.cause.words}"
+        return PlanRule(fault.module, dtype=torch.float32, reason=reason)
     wide = next((c for c in fault.cures if c.kind == "full" and c.status != FAILS), None)
     if wide is None or fault.cause.kind not in ("range", "precision") or not fault.module_class:
         return None
@@ -105,4 +115,4 @@ def _holds(text: str, plan: Plan, fault: Fault, attempt: Attempt) -> bool:
         path.write_text(plan.to_toml(), encoding="utf-8")
         new = with_plan(text, str(path))
         found = None if new == text else attempt(new)
-        return found is not None and not any(alike(other, fault) for other in found.bad)
+        return found is not None and is_gone(fault, found)

@@ -34,6 +34,7 @@ import torch
 from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger, RunNotes
 from halfstep.numerics.fault import Again, Seen, Suspect
+from halfstep.numerics.tape import is_users
 
 if TYPE_CHECKING:
     from halfstep.doctor.examiner import Examiner
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """A script to run for `steps` iterations, or, with `again`, until that part of it has been run.
+    """A script to run for `steps` iterations (0: to its end), or, with `again`, until that part has been run.
 
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
     `text`: what to run in place of what the file holds.
@@ -222,9 +223,11 @@ def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseE
 
 
 def in_words(error: BaseException, steps: int) -> str:
-    """What a script failed with, in a line."""
+    """What a script failed with, in a line, and on which line of the user's."""
     said = (str(error).splitlines() or ["no message"])[0]
-    return f"{type(error).__name__} after {steps} steps: {said}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    where = next((f" ({Path(file).name}:{line})" for file, line in reversed(frames) if is_users(file)), "")
+    return f"{type(error).__name__} after {steps} steps: {said}{where}"
 
 
 def carry_out(folder: str) -> None:
@@ -247,22 +250,28 @@ def run_in_process(
     environment: Mapping[str, str],
     forked: bool = False,
     wait: Callable[[subprocess.Popen[bytes]], object] = subprocess.Popen.wait,
+    patient: bool = False,
 ) -> tuple[Any, str]:
     """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
 
     `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
+    `patient`: Ctrl-C, which both processes get, is the other one's affair; only a second one ends it.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run").write_bytes(pickle.dumps(run))
         with (folder / "said").open("wb") as errors:
             if forked:
-                _copied(name, errors.fileno())
+                _copied(name, errors.fileno(), patient)
             else:
                 command = [sys.executable, "-c", _START, name]
                 child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
                 try:
                     wait(child)
+                except KeyboardInterrupt:
+                    if not patient:
+                        raise
+                    child.wait()
                 finally:
                     child.kill()
                     child.wait()
@@ -271,13 +280,20 @@ def run_in_process(
         return found, (folder / "said").read_text(encoding="utf-8", errors="replace")
 
 
-def _copied(folder: str, errors: int) -> None:
+def _copied(folder: str, errors: int, patient: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     copy = os.fork()
     if copy == 0:
         _run_here(folder, errors)
-    os.waitpid(copy, 0)
+    try:
+        os.waitpid(copy, 0)
+    except KeyboardInterrupt:
+        if not patient:
+            os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+        if not patient:
+            raise
 
 
 def _run_here(folder: str, errors: int) -> None:

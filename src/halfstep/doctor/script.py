@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
-from halfstep.doctor.document import Document, keep_latest
+from halfstep.doctor.document import INTERRUPT, Document, keep_latest
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
 from halfstep.doctor.mend import as_diff, mended, planned
@@ -182,10 +183,11 @@ def examine_script(
     order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
     document = _examined(order, label or str(path))
     attempt = partial(_tried, order, document)
-    if diff:
-        document.diff = as_diff(path, text, mended(text, document, attempt))
-    if plan:
-        document.plan = planned(text, document, attempt)
+    try:
+        document.diff = as_diff(path, text, mended(text, document, attempt)) if diff else ""
+        document.plan = planned(text, document, attempt) if plan else ""
+    except KeyboardInterrupt:
+        document.ended_by = INTERRUPT
     document.lint = [*dict.fromkeys(findings), *document.lint]
     return document
 
@@ -196,6 +198,8 @@ def _tried(order: Order, document: Document, text: str) -> Document | None:
         found = _examined(dataclasses.replace(order, text=text), order.script)
     except ConfigError:
         return None
+    if found.ended_by == INTERRUPT:
+        raise KeyboardInterrupt
     through = found.error is None or found.error == document.error
     return found if through and found.steps >= document.steps else None
 
@@ -203,7 +207,9 @@ def _tried(order: Order, document: Document, text: str) -> Document | None:
 def _examined(order: Order, label: str) -> Document:
     everyone = from_all(_first_run(order, label))
     own = everyone[rank()]
-    inquiry = Inquiry(Anew(order), order.steps, own.seen)
+    anew = Anew(order)
+    anew.interrupted = any(one.document.ended_by == INTERRUPT for one in everyone)
+    inquiry = Inquiry(anew, order.steps or len(own.ledger.notes), own.seen)
     for suspect in suspects(everyone):
         inquiry.look(suspect)
     count = len(own.ledger.notes)
@@ -213,8 +219,10 @@ def _examined(order: Order, label: str) -> Document:
         inquiry.look(Suspect(index, own.ledger.notes[index].number))
     documents = [_composed(one, of_rank(inquiry.seen.faults, r)) for r, one in enumerate(everyone)]
     document = one_document(documents)
-    document.counts, document.notes = inquiry.seen.counts, inquiry.notes
+    document.counts, document.notes = inquiry.seen.counts, [] if anew.interrupted else inquiry.notes
     document.lint = list(dict.fromkeys(inquiry.seen.lint))
+    if document.steps == 0 and anew.interrupted:
+        raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
         why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
         raise ConfigError(f"{label} took no training step: {why}")
@@ -225,6 +233,7 @@ def _examined(order: Order, label: str) -> Document:
         fault.harmless = fault.of_the_scale and all(one.ledger.settled(after) for one in everyone)
         if not fault.harmless:
             inquiry.try_from_start(fault, max(index, at), whole=not bad)
+    document.ended_by = INTERRUPT if anew.interrupted else document.ended_by
     return document
 
 
@@ -233,11 +242,18 @@ class Anew:
 
     def __init__(self, order: Order) -> None:
         self._order = dataclasses.replace(order, copies=False)
+        self.interrupted = False
 
     def run(self, again: Again) -> Seen | None:
-        """What the steps to run again showed, on all ranks."""
+        """What the steps to run again showed, on all ranks; nothing is run any more after Ctrl-C."""
+        if self.interrupted:
+            return None
         order = dataclasses.replace(self._order, again=again)
-        return seen_by_all(_in_process(order)[0])
+        try:
+            return seen_by_all(_in_process(order)[0])
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
 
 
 def _composed(found: Found, traced: Sequence[Fault]) -> Document:
@@ -271,7 +287,8 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
 
 
 def _in_process(order: Order) -> tuple[Any, str]:
-    return run_in_process(partial(run_order, order), meeting_place(), order.forked)
+    run = partial(run_order, order)
+    return run_in_process(run, meeting_place(), order.forked, subprocess.Popen.wait, order.again is None)
 
 
 def _first_run(order: Order, label: str) -> Found | str:
@@ -281,6 +298,11 @@ def _first_run(order: Order, label: str) -> Found | str:
         last = (said.strip().splitlines() or ["no message"])[-1]
         return f"{label} could not be run: {last}"
     found.document.warnings = _warnings(said)
+    last = said.strip().rpartition("\n")[2]
+    if found.document.steps == 0 and found.document.error is None and "error" in last:
+        found.document.error = (
+            f"it said {last!r}; its own options go after --: halfstep doctor {label} -- ..."
+        )
     return found
 
 
