@@ -197,6 +197,36 @@ def test_what_a_state_lacks_or_has_in_the_wrong_shape_is_named():
     optimizer.step()
 
 
+def test_a_weight_in_another_shape_goes_on_with_its_bits():
+    """Seed 10239 of law 15: a row was made a column, and its lacking bits stayed a row."""
+    ends = []
+    for shape in ([1, 4], [4, 1]):
+        p = nn.Parameter(torch.tensor([[0.5, -1.0, 0.25, 3.0]], dtype=BF16))
+        optimizer = AdamW([p], lr=1e-3)
+        for step in range(3):
+            if step == 1:
+                p.data = p.data.view(shape)
+                with torch.no_grad():
+                    p.view(-1)[0] = 0
+            p.grad = None
+            p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        ends.append((p.view(-1), optimizer.state[p]["lacking"].view(-1)))
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("option", ["8bit", "16bit"])
+def test_a_state_format_that_a_group_cannot_have_is_named_in_the_step(option: str, backend: str):
+    """Seed 12474 of law 15: blocks have no bounds of a third moment."""
+    p = nn.Parameter(torch.ones(20, 20, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], amsgrad=True, backend=backend)
+    optimizer.param_groups[0]["state_dtype"] = option
+    with pytest.raises(ConfigError, match=f"state_dtype='{option}'"):
+        optimizer.step()
+
+
 def test_a_gradient_of_another_shape_is_named():
     p, optimizer = stepped()
     p.data = p.data[:2]

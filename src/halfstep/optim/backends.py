@@ -163,7 +163,7 @@ def by_reference(
     `scalars` are the inverse scale and the clip factor. On an accelerator, or where `found_inf` is a tensor,
     nothing is read back.
     """
-    device, steps = bundle.device, bundle.columns["step"].tensors
+    device, steps = bundle.device, bundle.states["step"]
     skip = _there(found_inf, device).to(torch.bool) if isinstance(found_inf, Tensor) else None
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
@@ -183,14 +183,14 @@ def by_reference(
 
 def _numbers(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
     """The scalars of each parameter, and what multiplies gradients, as Python numbers."""
-    hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.columns["step"].tensors]
+    hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.states["step"]]
     rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
     return [rows[step] for step in counts], as_fp32((_factor_of(factors, hyper),))[0]
 
 
 def _tensors(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
     """The same as tensors of the device."""
-    device, steps = bundle.device, bundle.columns["step"].tensors
+    device, steps = bundle.device, bundle.states["step"]
     counts = torch.stack(steps).to(torch.float32 if device.type == "mps" else torch.float64)
     hyper = {
         k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in bundle.group.items()

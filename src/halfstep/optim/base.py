@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfstep.distributed import local_of, shard_groups
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import AnyStats, Clip, GradStats, HostStats, found_inf_of, measure_shards
 from halfstep.kernels import codes as L
 from halfstep.optim import (
@@ -31,7 +30,7 @@ from halfstep.optim import (
 )
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Factor, Scalar
-from halfstep.optim.bundles import Bundle, Group, Members, Place
+from halfstep.optim.bundles import Bundle, Group, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import GradientRelease
 from halfstep.torch_private import (
@@ -179,12 +178,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return None
         if self._runner(torch.device("cpu")) != "numba":
             return None
-        sets: dict[Any, list[Tensor]] = {}
-        for own in bundles.members_of(self.param_groups):
-            for p, grad in zip(own.params, own.grads.tensors):
-                sets.setdefault(shard_groups(p), []).append(grad)
-        sums = [(groups, *pair) for groups, own in sets.items() for pair in cpus_.sums_of(own)]
-        return self._combined(sums, inv_scale)
+        found = bundles.bundles_of(self.param_groups, self.algorithm)
+        return self._combined([backends.Table(bundle).measure() for bundle in found], inv_scale)
 
     @torch.no_grad()
     def init_states(self) -> None:
@@ -242,16 +237,15 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
         self._late.check()
         with torch.no_grad():
-            self._update(bundles.members_of(self.param_groups), **options)
+            self._update(bundles.bundles_of(self.param_groups, self.algorithm), **options)
         if self.release is not None:
             self.release.finish()
         return loss
 
-    def _bundles(self, members: Sequence[Members], found_inf: bool | Tensor | None) -> list[Bundle]:
-        """What a step updates, complete with states; nothing where it is skipped and the host knows."""
+    def _complete(self, found: list[Bundle], found_inf: bool | Tensor | None) -> list[Bundle]:
+        """What a step updates, with its states; nothing where it is skipped and the host knows."""
         if found_inf is True:
             return []
-        found = bundles.bundles_of(members, self.algorithm)
         on_host = self.backend != "triton" and any(bundle.device.type == "cpu" for bundle in found)
         if on_host and found_inf is not None and bool(found_inf):
             found = [bundle for bundle in found if bundle.device.type != "cpu"]
@@ -264,7 +258,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _update(
         self,
-        members: Sequence[Members],
+        found: list[Bundle],
         inv_scale: Scalar = None,
         clip_coef: Factor = None,
         found_inf: bool | Tensor | None = None,
@@ -272,7 +266,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         clip_norm: float | None = None,
     ) -> None:
         """Update these; where kernels of a CPU do it and nothing clips, they look on the way."""
-        found = self._bundles(members, found_inf)
+        found = self._complete(found, found_inf)
         runners = list(map(self._runner_of, found))
         tables = [backends.Table(bundle) for bundle, runner in zip(found, runners) if runner == "numba"]
         alone = self.release is None and 0 < len(tables) == len(found)
@@ -311,11 +305,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
         With `inv_scale` given, nothing changes where the gradient is not finite.
         """
-        members = bundles.members_of(self.param_groups, p)
-        if not members:
+        found = bundles.bundles_of(self.param_groups, self.algorithm, p)
+        if not found:
             return None
-        stats = self._measure(members[0].grads.tensors, inv_scale)
-        self._update(members, inv_scale, clip_coef, None if inv_scale is None else found_inf_of(stats))
+        stats = self._measure(found[0].grads.tensors, inv_scale)
+        self._update(found, inv_scale, clip_coef, None if inv_scale is None else found_inf_of(stats))
         return stats
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:

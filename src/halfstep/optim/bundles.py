@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,123 +35,62 @@ WEIGHT, EXTRA, GRAD, STATES, EXPONENTS, WIDTH, STEP, KEY, LINES = 0, 1, 2, 3, 5,
 ABSENT = 16  # in place of an address: aligned, and not 0
 
 
-@dataclass
-class Column:
+class Column(NamedTuple):
     """Tensors side by side, and what a step needs to know of them, read one after another."""
 
     tensors: list[Tensor]
     addresses: list[int]
-    elements: list[int]
     dtypes: list[torch.dtype]
+    elements: list[int]
     devices: list[int]
     strides: list[tuple[int, ...] | None] | None
     """Of those that are not contiguous; None where all are."""
 
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Column:
-        """Look at dense tensors; RuntimeError where one is not."""
-        strides = None
-        if not all(map(Tensor.is_contiguous, tensors)):
-            strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-        return cls(
-            tensors,
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.numel, tensors)),
-            list(map(_dtypes, tensors)),
-            list(map(Tensor.get_device, tensors)),
-            strides,
-        )
-
     def pick(self, indices: Sequence[int]) -> Column:
         """Some of them."""
-        return Column(
-            [self.tensors[i] for i in indices],
-            [self.addresses[i] for i in indices],
-            [self.elements[i] for i in indices],
-            [self.dtypes[i] for i in indices],
-            [self.devices[i] for i in indices],
-            self.strides and [self.strides[i] for i in indices],
-        )
+        return Column(*(line and [line[i] for i in indices] for line in self))
 
-    def lies_as(self, other: Column) -> bool:
-        """Whether all have as many elements as the other's, on the same devices, laid out alike."""
-        return (
-            self.elements == other.elements
-            and self.devices == other.devices
-            and self.strides == other.strides
-        )
+
+LAYOUT = slice(3, None)
+"""How many elements, devices and strides of a column."""
+
+
+def column_of(tensors: list[Tensor]) -> Column:
+    """Look at dense tensors; RuntimeError where one is not."""
+    strides = None
+    if not all(map(Tensor.is_contiguous, tensors)):
+        strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+    addresses, dtypes = list(map(Tensor.data_ptr, tensors)), list(map(_dtypes, tensors))
+    return Column(
+        tensors,
+        addresses,
+        dtypes,
+        list(map(Tensor.numel, tensors)),
+        list(map(Tensor.get_device, tensors)),
+        strides,
+    )
 
 
 def _column(tensors: list[Any]) -> Column | None:
     """A column of tensors that a user gave; None where one is not plain or not dense."""
     try:
-        return Column.of(tensors) if PLAIN.issuperset(map(type, tensors)) else None
+        return column_of(tensors) if PLAIN.issuperset(map(type, tensors)) else None
     except RuntimeError:
         return None
 
 
-@dataclass
-class Members:
-    """The parameters of a group that have a gradient: theirs, and this rank's parts of both."""
-
-    number: int
-    group: Group
-    params: list[Tensor]
-    places: Sequence[int]
-    weights: Column
-    grads: Column
-    """In the memory order of the weights, of dtypes that the kernels read."""
-
-    def pick(self, indices: Sequence[int]) -> Members:
-        """Some of them."""
-        params, places = [self.params[i] for i in indices], [self.places[i] for i in indices]
-        columns = self.weights.pick(indices), self.grads.pick(indices)
-        return Members(self.number, self.group, params, places, *columns)
-
-
-def members_of(groups: Sequence[Group], only: Tensor | None = None) -> list[Members]:
-    """The parameters that have a gradient, by group; partial gradients of DTensors are added up first.
-
-    Raises:
-        UnsupportedError: a parameter or gradient that is not dense or not of floating numbers. ConfigError:
-            a gradient of another shape or device than its parameter's, as after `p.data = ...`.
-    """
-    found: list[Members] = []
-    for number, group in enumerate(groups):
-        params: list[Tensor] = list(group["params"])
-        places: Sequence[int] = range(len(params))
-        if only is not None:
-            places = [i for i, p in enumerate(params) if p is only]
-        elif not PLAIN.issuperset(map(type, params)):
-            shards.add_partial_sums(params)
-        if only is not None or NoneType in set(map(type, map(_grads, params))):
-            places = [i for i in places if params[i].grad is not None]
-            params = [params[i] for i in places]
-        if params:
-            found.append(_members(number, group, params, places))
-    return found
-
-
 def gradients_of(groups: Sequence[Group]) -> list[Tensor]:
-    """The gradients as the kernels read them, for who needs nothing else; raises as `members_of` does."""
+    """The gradients as the kernels read them, for who needs nothing else; raises as `bundles_of` does."""
     given = [grad for group in groups for grad in map(_grads, group["params"]) if grad is not None]
     column = _column(given)
-    if column is None or column.strides is not None or not _are_read(column):
-        return [grad for members in members_of(groups) for grad in members.grads.tensors]
-    return given
-
-
-def _members(number: int, group: Group, params: list[Tensor], places: Sequence[int]) -> Members:
-    plain, given = PLAIN.issuperset(map(type, params)), list(map(_grads, params))
-    weights = Column.of(params if plain else _locals(params))
-    if weights.strides is not None:
-        for weight in weights.tensors:
-            storage.check_dense(weight)
-    grads = _column(given if plain else _locals(given))
-    if grads is None or not grads.lies_as(weights) or not _are_read(grads):
-        named = (arguments.name_of(group, (number, place)) for place in places)
-        grads = Column.of(list(map(dense_grad, weights.tensors, _locals(given), named)))
-    return Members(number, group, params, places, weights, grads)
+    if column is not None and column.strides is None and _are_read(column):
+        return given
+    return [
+        dense_grad(*_locals([p, p.grad]), arguments.name_of(group, (number, place)))
+        for number, group in enumerate(groups)
+        for place, p in enumerate(group["params"])
+        if p.grad is not None
+    ]
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
@@ -190,24 +128,40 @@ def dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
 # ---- bundles ----------------------------------------------------------------------------------------------
 
 
-class Bundle(Members):
-    """Members on one device, whose weights, gradients and states are kept in one way.
+class Bundle:
+    """Parameters of a group with gradients, on one device, kept alike: a kernel updates them in one call.
 
-    A kernel updates them in one call. It lives for one step and keeps what it looked at alive.
+    It lives for one step and keeps what it looked at alive. Weights, gradients (in the weights' memory order,
+    of a dtype that kernels read) and states are this rank's parts of them.
     """
 
-    def __init__(self, members: Members, algorithm: Algorithm) -> None:
-        super().__init__(**vars(members))
-        self.algorithm, weight = algorithm, self.weights.tensors[0]
-        self.kind = arguments.kind_of(weight.dtype, self.group["master"])
+    def __init__(
+        self,
+        group: Group,
+        number: int,
+        places: Sequence[int],
+        params: list[Tensor],
+        weights: Column,
+        grads: Column,
+        algorithm: Algorithm,
+    ) -> None:
+        self.group, self.number, self.places, self.params = group, number, places, params
+        self.weights, self.grads, self.algorithm, weight = weights, grads, algorithm, weights.tensors[0]
+        self.elements = tuple(weights.elements)
+        """How many each weight has here."""
+        self.kind = arguments.kind_of(weight.dtype, group["master"])
         self.state_kind = L.STATE_FP32
         if algorithm.states:
-            self.state_kind = arguments.state_kind_of(weight, self.group["state_dtype"])
+            self.state_kind = arguments.state_kind_of(weight, group["state_dtype"])
         blocks = self.state_kind == L.STATE_8BIT
-        self.widths = tuple(map(storage.width_of, self.weights.tensors)) if blocks else None
+        self.widths = tuple(map(storage.width_of, weights.tensors)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
-        self.columns: dict[str, Column] = {}
+        kept = "lacking" if self.kind in storage.EXACT else None
+        self.extra_key = "master" if self.kind in storage.WITH_MASTER else kept
+        """The name of what a weight has besides its 16 bits."""
+        self.states: dict[str, list[Tensor]] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
+        self._lines, self._addresses = [WEIGHT, GRAD], [*weights.addresses, *grads.addresses]
         self._lacking: list[Tensor] = []
 
     @property
@@ -221,21 +175,9 @@ class Bundle(Members):
         return self.grads.dtypes[0]
 
     @property
-    def elements(self) -> tuple[int, ...]:
-        """How many each weight has here."""
-        return tuple(self.weights.elements)
-
-    @property
     def set_of_groups(self) -> Any:
         """The process groups over which the parameters are split."""
         return shard_groups(self.params[0])
-
-    @property
-    def extra_key(self) -> str | None:
-        """The name of what a weight has besides its 16 bits."""
-        if self.kind in storage.WITH_MASTER:
-            return "master"
-        return "lacking" if self.kind in storage.EXACT else None
 
     @property
     def rounds_randomly(self) -> bool:
@@ -260,7 +202,7 @@ class Bundle(Members):
                     f"the states of {len(held)} parameters of group {self.number} hold other than "
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
-        if self.kind in storage.EXACT:
+        if self.extra_key == "lacking":
             self._lacking = list(map(itemgetter("lacking"), held))
             hand_edits.take(self.params, self._lacking, held, self.device)
 
@@ -268,55 +210,57 @@ class Bundle(Members):
         """Look at the states; false where one is missing or does not fit."""
         if self.extra_key is None and any("lacking" in entry or "master" in entry for entry in held):
             return False
-        sharded = not PLAIN.issuperset(map(type, self.params))
-        placements = [getattr(p, "placements", None) for p in self.params] if sharded else []
-        for key, (dtype, elements, strides) in self._wanted().items():
-            try:
-                shown = list(map(itemgetter(key), held))
-            except KeyError:
+        count, wanted = len(held), self._wanted()
+        try:
+            shown = [list(map(itemgetter(key), held)) for key in wanted]
+        except KeyError:
+            return False
+        if not PLAIN.issuperset(map(type, self.params)):
+            placements = [getattr(p, "placements", None) for p in self.params]
+            if any([getattr(t, "placements", None) for t in own] != placements for own in shown[:-1]):
                 return False
-            if sharded and key != "step":
-                if [getattr(t, "placements", None) for t in shown] != placements:
-                    return False
-                shown = list(map(local_of, shown))
-            column = _column(shown)
-            if column is None or column.dtypes.count(dtype) < len(held) or column.elements != elements:
-                return False
-            if column.devices != self.weights.devices or column.strides != strides:
-                return False
-            self.columns[key] = column
+            shown = [list(map(local_of, own)) for own in shown]
+        column = _column(list(chain.from_iterable(shown)))
+        dtypes = [dtype for _, dtype in wanted.values() for _ in range(count)]
+        if column is None or column.dtypes != dtypes or column[LAYOUT] != self._layout(len(wanted)):
+            return False
+        self.states = dict(zip(wanted, shown))
+        self._lines += [line for line, _ in wanted.values()]
+        self._addresses += column.addresses
         return True
 
-    def _wanted(self) -> dict[str, tuple[torch.dtype, Any, Any]]:
-        """What the state of each parameter holds: dtype, how many elements and strides by name."""
-        states, lie = self.algorithm.states, (self.weights.elements, self.weights.strides)
-        wanted = dict.fromkeys(states, (storage.STORED[self.state_kind], *lie))
+    def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
+        """What the state of each parameter holds: line of the table and dtype by name."""
+        states, stored = self.algorithm.states, storage.STORED[self.state_kind]
+        wanted = {key: (STATES + i, stored) for i, key in enumerate(states)}
         if self.extra_key is not None:
-            wanted[self.extra_key] = (torch.float32 if self.extra_key == "master" else torch.int16, *lie)
+            wanted[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
         if self.widths:
-            shapes = [math.prod(storage.exponents_shape(weight)) for weight in self.weights.tensors]
-            wanted |= {key + "_exponents": (torch.uint8, shapes, None) for key in states}
-        return wanted | {"step": (torch.float32, [1] * len(self.params), None)}
+            wanted |= {key + "_exponents": (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
+        return wanted | {"step": (STEP, torch.float32)}
+
+    def _layout(self, keys: int) -> tuple[Any, ...]:
+        """Elements, devices and strides of the states, of so many names, side by side."""
+        weights, count = self.weights, len(self.params)
+        blocks = len(self.algorithm.states) if self.widths else 0
+        alike = keys - blocks - 1
+        exponents = [math.prod(storage.exponents_shape(w)) for w in weights.tensors] if blocks else []
+        elements = [*weights.elements * alike, *exponents * blocks, *[1] * count]
+        strides = None
+        if weights.strides and alike:
+            strides = [*weights.strides * alike, *[None] * (count * (blocks + 1))]
+        return elements, weights.devices * keys, strides
 
     # ---- for kernels ------------------------------------------------------------------------------------
 
     def table(self) -> Any:
         """Where everything lies: int64 numbers, a column for each parameter, with the lines named above."""
         count = len(self.params)
-        absent: Sequence[int] = [ABSENT] * count
-        lines: list[Sequence[int]] = [absent] * LINES
-        lines[WEIGHT], lines[GRAD] = self.weights.addresses, self.grads.addresses
-        lines[STEP] = self.columns["step"].addresses
-        if self.extra_key is not None:
-            lines[EXTRA] = self.columns[self.extra_key].addresses
-        for i, key in enumerate(self.algorithm.states):
-            lines[STATES + i] = self.columns[key].addresses
-            if self.widths:
-                lines[EXPONENTS + i] = self.columns[key + "_exponents"].addresses
+        table = np.full((LINES, count), ABSENT, np.int64)
+        table[self._lines] = np.array(self._addresses, np.int64).reshape(-1, count)
         if self.widths:
-            lines[WIDTH] = self.widths
-        table = np.fromiter(chain.from_iterable(lines), np.int64, LINES * count).reshape(LINES, count)
-        if not table.all():
+            table[WIDTH] = self.widths
+        if 0 in self._addresses:
             self._check_memory(table.min(0).tolist())
         return table
 
@@ -341,9 +285,8 @@ class Bundle(Members):
 
     def slots(self) -> list[storage.Slot]:
         """Each parameter by itself, for plain torch."""
-        states = [self.columns[key].tensors for key in self.algorithm.states]
-        keys = [key + "_exponents" for key in self.algorithm.states] if self.widths else []
-        exponents = [self.columns[key].tensors for key in keys]
+        states = [self.states[key] for key in self.algorithm.states]
+        exponents = [self.states[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
         extra = self.extra_key
         return [
             storage.Slot(
@@ -351,7 +294,7 @@ class Bundle(Members):
                 state_kind=self.state_kind,
                 width=storage.width_of(weight),
                 weight=storage.flat(weight),
-                extra=None if extra is None else storage.flat(self.columns[extra].tensors[i]),
+                extra=None if extra is None else storage.flat(self.states[extra][i]),
                 states=[storage.flat(column[i]) for column in states],
                 exponents=[column[i] for column in exponents],
             )
@@ -365,20 +308,66 @@ class Bundle(Members):
 
 
 def bundles_of(
-    members: Sequence[Members], algorithm_of: Callable[[Mapping[str, Any]], Algorithm]
+    groups: Sequence[Group],
+    algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
+    only: Tensor | None = None,
 ) -> list[Bundle]:
-    """The members, those that are kept alike together, in the order of groups and of their first."""
+    """The parameters that have a gradient, those that are kept alike together, in the order of groups.
+
+    Partial gradients of DTensors are added up first.
+
+    Raises:
+        UnsupportedError: a parameter or gradient that is not dense or not of floating numbers. ConfigError:
+            a gradient of another shape or device than its parameter's, as after `p.data = ...`.
+    """
     found: list[Bundle] = []
-    for one in members:
-        columns: list[list[Any]] = [one.weights.dtypes, one.grads.dtypes, one.weights.devices]
-        if one.group["state_dtype"] == "8bit":
-            columns.append([arguments.state_kind_of(weight, "8bit") for weight in one.weights.tensors])
-        if one.weights.tensors is not one.params:
-            shards.check_blocks(one.group, one.params)
-            columns.append(list(map(shard_groups, one.params)))
-        parts = [one]
-        if any(column.count(column[0]) < len(column) for column in columns):
-            keys = list(zip(*columns))
-            parts = [one.pick([i for i, own in enumerate(keys) if own == key]) for key in dict.fromkeys(keys)]
-        found += [Bundle(part, algorithm_of(one.group)) for part in parts]
+    for number, group in enumerate(groups):
+        params: list[Tensor] = list(group["params"])
+        places: Sequence[int] = range(len(params))
+        if only is not None:
+            places = [i for i, p in enumerate(params) if p is only]
+        elif not PLAIN.issuperset(map(type, params)):
+            shards.add_partial_sums(params)
+        if only is not None or NoneType in set(map(type, map(_grads, params))):
+            places = [i for i in places if params[i].grad is not None]
+            params = [params[i] for i in places]
+        if params:
+            arguments.check_storage(group)
+            found += _bundles(group, number, places, params, algorithm_of(group))
     return found
+
+
+def _bundles(
+    group: Group, number: int, places: Sequence[int], params: list[Tensor], algorithm: Algorithm
+) -> list[Bundle]:
+    plain, given = PLAIN.issuperset(map(type, params)), list(map(_grads, params))
+    weights = column_of(params if plain else _locals(params))
+    if weights.strides is not None:
+        for weight in weights.tensors:
+            storage.check_dense(weight)
+    grads = _column(given if plain else _locals(given))
+    if grads is None or grads[LAYOUT] != weights[LAYOUT] or not _are_read(grads):
+        named = (arguments.name_of(group, (number, place)) for place in places)
+        grads = column_of(list(map(dense_grad, weights.tensors, _locals(given), named)))
+    keys: list[list[Any]] = [weights.dtypes, grads.dtypes, weights.devices]
+    if group["state_dtype"] == "8bit":
+        keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights.tensors])
+    if not plain:
+        shards.check_blocks(group, params)
+        keys.append(list(map(shard_groups, params)))
+    if all(key.count(key[0]) == len(key) for key in keys):
+        return [Bundle(group, number, places, params, weights, grads, algorithm)]
+    own = list(zip(*keys))
+    parts = [[i for i, key in enumerate(own) if key == one] for one in dict.fromkeys(own)]
+    return [
+        Bundle(
+            group,
+            number,
+            [places[i] for i in part],
+            [params[i] for i in part],
+            weights.pick(part),
+            grads.pick(part),
+            algorithm,
+        )
+        for part in parts
+    ]

@@ -86,7 +86,9 @@ def bits_of(p: Tensor, lacking: Tensor, entry: MutableMapping[str, Any]) -> Tens
     weight, bits, awaited = local_of(p).detach(), local_of(lacking), entry.get(AWAITED)
     if awaited is not None and is_described(weight, awaited, weight.dtype):
         return bits
-    return bits.masked_fill(_was_set(weight, bits), 0) if is_set(p, lacking) else bits
+    if not is_set(p, lacking):
+        return bits
+    return bits.masked_fill(_was_set(weight.view(bits.shape), bits), 0)  # the same memory in another shape
 
 
 def is_set(p: Tensor, lacking: Tensor) -> bool:
