@@ -378,15 +378,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             value = weight.to(torch.float32, copy=True)
         return shards.as_shard("master", value, p)
 
-    def settled_master(self, p: Tensor) -> Tensor | None:
-        """`master_of(p)`; None where it has no master yet, or was set by hand since the last step."""
-        entry = cast("Group", self.state.get(p, {}))
-        if not any(key in entry for key in storage.MASTER_KEYS):
-            return None
-        if "lacking" in entry and hand_edits.is_set(p, entry["lacking"]):
-            return None
-        return self.master_of(p)
-
     def awaits(self, p: Tensor) -> bool:
         """Whether the bits that `p` lacks were said to be those of the value that it has now."""
         known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
@@ -467,11 +458,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         state_dict = checkpoints.into_entries(state_dict)
         self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
-        try:
-            self._load(*checkpoints.read(self, state_dict))
-        finally:
-            if shards.any_shard(parameters_of(self)):
-                shards.agree_on_counts(parameters_of(self), self.state)
+        self._load(*checkpoints.read(self, state_dict))
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)

@@ -8,7 +8,6 @@ refused by name where it does not fit, before anything is changed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
@@ -265,7 +264,8 @@ def read(
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         if saved is None and p.requires_grad:
             continue
-        own = None if saved and has_master(saved) else optimizer.settled_master(p)
+        held = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
+        own = optimizer.master_of(p) if held and not (saved and has_master(saved)) else None
         if saved is None and own is None:  # frozen, which has no state but its master
             continue
         weight, saved = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
@@ -273,30 +273,7 @@ def read(
         given = saved if own is None else {**saved, "master": local_of(own)}
         known = None if own is not None else _known(optimizer, names[p], saved, p, formats[1])
         found[p] = restore(names[p], given, weight, formats, known)
-    for number, group in enumerate(optimizer.param_groups):
-        held = {names[p]: found[p][0] for p in group["params"] if p in found}
-        _mend(held, optimizer.algorithm(groups[number]).states)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
-
-
-def _mend(held: Mapping[str, Group], moments: Sequence[str]) -> None:
-    """Give a count of 0 beside moments that are not 0 the largest of its group, in place, with a warning.
-
-    Files written from shards held such a 0 where the rank that wrote the count had no elements.
-    """
-    counts = {name: float(entry["step"]) for name, entry in held.items() if "step" in entry}
-    most = max(counts.values(), default=0.0)
-    lost = [name for name, count in counts.items() if most and not count]
-    lost = [name for name in lost if any(bool(held[name][key].any()) for key in moments)]
-    for name in lost:
-        held[name]["step"].fill_(most)
-    if lost:
-        warnings.warn(
-            f"the checkpoint counts 0 steps for {', '.join(lost[:3])}, whose moments are not 0 (saved from "
-            f"shards of which a rank had no elements): {most:.0f} is taken, the most of its parameter group",
-            HalfstepWarning,
-            stacklevel=4,
-        )
 
 
 def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind: int) -> Tensor | None:

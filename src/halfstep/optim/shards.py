@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import local_of, shard_groups, sums_over
-from halfstep.distributed.reduce import all_parts
+from halfstep.distributed import local_of, sums_over
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
@@ -83,25 +82,6 @@ def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[floa
     wide = torch.tensor([squares, peak], dtype=torch.float64)
     total, largest = sums_over(groups, wide[0], wide[1])
     return float(total), float(largest)
-
-
-def agree_on_counts(params: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Give shards without elements the step count of the others, after a load; every rank must call it.
-
-    Older files hold a count of 0 there, which no moment of this rank's tells from that of a new parameter.
-    """
-    for groups in dict.fromkeys(map(shard_groups, params)):
-        own = [p for p in params if shard_groups(p) == groups]
-        counts = [state.get(p, {}).get("step") for p in own]
-        parts = zip(counts, own)
-        most = torch.tensor(
-            [float(count) if count is not None and local_of(p).numel() else 0.0 for count, p in parts]
-        )
-        for group in groups:
-            most = all_parts(most, group).amax(0)
-        for p, count, largest in zip(own, counts, most.tolist()):
-            if groups and count is not None and local_of(p).numel() == 0:
-                count.fill_(largest)
 
 
 # ---- entries of the state ---------------------------------------------------------------------------------
