@@ -260,16 +260,6 @@ def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
         check(group, tensors)
 
 
-def use_foreach_for(kind: type) -> None:
-    """Let torch's optimizers choose foreach kernels for a class of parameters, as DTensor does for itself."""
-    from torch.utils import _foreach_utils
-
-    for module in (sys.modules["torch.optim.optimizer"], _foreach_utils):
-        kinds = getattr(module, "_foreach_supported_types", None)
-        if isinstance(kinds, list) and kind not in kinds:
-            cast("list[type]", kinds).append(kind)
-
-
 def in_forward_ad() -> bool:
     """Return whether forward-mode differentiation is on, which functions of autograd do not support."""
     from torch.autograd import forward_ad

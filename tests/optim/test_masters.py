@@ -511,6 +511,21 @@ def test_copies_and_pickles():
             copier(optimizer)
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, True), (False, False), (True, True)])
+def test_on_a_gpu_masters_are_stepped_in_lists_unless_told_otherwise(given, used, monkeypatch):
+    """torch chooses so by itself where no parameter is of a class of its own; its lists are left alone."""
+    model, seen = small_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=given)
+    MasterWeights(optimizer, model)
+    assert master_link.Master not in torch.utils._foreach_utils._foreach_supported_types
+    monkeypatch.setattr(master_link.Master, "is_cuda", True)
+    optimizer.register_step_pre_hook(lambda own, *about: seen.append(own.param_groups[0]["foreach"]))
+    backward(model, 0)
+    optimizer.step()
+    assert seen == [used]
+    assert optimizer.param_groups[0]["foreach"] is given
+
+
 def test_freed_without_the_garbage_collector():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

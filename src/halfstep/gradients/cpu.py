@@ -71,25 +71,30 @@ def _cuts(size: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 class WorkItems:
-    """Work items, with room for what measuring each one finds; `widths`: of rows that no item may cut."""
+    """Work items, with room for what is found in each one; `widths`: of rows that no item may cut."""
 
     def __init__(self, elements: tuple[int, ...], widths: tuple[int, ...] | None = None) -> None:
         self.items, self.sizes = _items(elements, widths)
         self.found = np.empty((3, len(self.sizes)))
 
+    def run(self, kernel: Callable[..., Any], *args: Any) -> None:
+        """Call a kernel that notes what it finds."""
+        run_ranges(kernel, self.sizes, self.items, *args, self.found)
+
     def totals(self, grad: int, table: Any) -> tuple[float, float]:
         """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
-        total, peak = self._sums()
+        total, peak = self.sums()
         if 0 < peak < TINY or HUGE < peak < math.inf:
             total, _ = self.measure(grad, table)
         return total, peak
 
     def measure(self, grad: int, table: Any) -> tuple[float, float]:
         """Sum of squares, in float64, and largest magnitude of gradients that lie where the table says."""
-        run_ranges(kernels().measurer(grad, kernels().WIDE), self.sizes, self.items, table, self.found)
-        return self._sums()
+        self.run(kernels().measurer(grad, kernels().WIDE), table)
+        return self.sums()
 
-    def _sums(self) -> tuple[float, float]:
+    def sums(self) -> tuple[float, float]:
+        """Sum of squares and largest magnitude of what was found, NaN where one is."""
         squares, peaks, _ = self.found
         if len(squares) > FEW:
             return squares.sum().item(), peaks.max(initial=0.0).item()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, _items, kernels_if_any, run_ranges
+from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any
 from halfstep.gradients.widen import LEAST
 from halfstep.trees import dense_values, home_device
 
@@ -62,14 +62,13 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
 
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
-    items, sizes = _items(tuple(t.numel() for t in tensors))
+    work = WorkItems(tuple(map(Tensor.numel, tensors)))
     table = np.zeros((3, len(tensors)), np.int64)
     table[2] = [t.data_ptr() for t in tensors]
-    seen = np.empty((2, len(sizes)))
-    run_ranges(kernels.measurer(GRADS[tensors[0].dtype]), sizes, items, table, seen)
-    peaks, found = seen[1].astype(np.float32), np.zeros(len(tensors), np.float32)
+    work.run(kernels.measurer(GRADS[tensors[0].dtype]), table)
+    peaks, found = work.found[1].astype(np.float32), np.zeros(len(tensors), np.float32)
     # As integers: magnitudes keep their order, and NaN lies above infinity.
-    np.maximum.at(found.view(np.int32), items[:, 0], peaks.view(np.int32))
+    np.maximum.at(found.view(np.int32), work.items[:, 0], peaks.view(np.int32))
     return torch.from_numpy(found)
 
 

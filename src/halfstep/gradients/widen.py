@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, HUGE, TINY, _items, kernels_if_any, run_ranges
+from halfstep.gradients.cpu import GRADS, HUGE, TINY, WorkItems, kernels_if_any
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.torch_private import foreach_copy_
 
@@ -37,18 +36,13 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
     total, largest = 0.0, 0.0
     for dtype in dict.fromkeys(g.dtype for g in grads):
         pairs = [(g, w) for g, w in zip(grads, wide) if g.dtype == dtype]
-        squares, peak = _run(kernels.measurer(GRADS[dtype], kernels.WIDEN), pairs)
+        work = WorkItems(tuple(w.numel() for _, w in pairs))
+        table = np.array([[t.data_ptr() for t in column] for column in zip(*pairs)], np.int64)
+        work.run(kernels.measurer(GRADS[dtype], kernels.WIDEN), table)
+        squares, peak = work.sums()
         total, largest = total + squares, float(np.maximum(largest, peak))
     sound = largest == 0 or TINY < largest < HUGE
     return wide, GradStats(True, math.sqrt(total), largest) if sound else None
-
-
-def _run(kernel: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    items, sizes = _items(tuple(w.numel() for _, w in pairs))
-    table = np.array([[t.data_ptr() for t in column] for column in zip(*pairs)], np.int64)
-    found = np.empty((2, len(sizes)))
-    run_ranges(kernel, sizes, items, table, found)
-    return float(found[0].sum()), float(found[1].max(initial=0.0))
 
 
 def _fit(grads: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cuda as gpus_
 from halfstep.gradients.stats import Clip, GradStats, clip_coefficient, combine, measure
 from halfstep.kernels import codes as L
-from halfstep.optim import cuda, reference, rounding, storage
+from halfstep.optim import cuda, reference, rounding
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import KEY, Bundle
@@ -116,7 +116,7 @@ class Table:
             keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
             self._table[KEY] = keys & rounding.WORD
         kernel = cpus_.kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
-        cpus_.run_ranges(kernel, work.sizes, work.items, self._table, scalars, work.found)
+        work.run(kernel, self._table, scalars)
         bundle.count_versions()
         return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 
@@ -127,8 +127,10 @@ def check_range(over: bool) -> None:
         raise MasterRangeError(_RANGE)
 
 
-def runner(backend: str, device: torch.device) -> str:
-    """What runs the passes on `device`: "numba", "triton" or "reference"."""
+def runner(backend: str, device: torch.device, algorithm: int | None = None) -> str:
+    """What runs the passes on `device`: "numba", "triton" or "reference"; `algorithm` by its code."""
+    if algorithm == L.NO_KERNEL:
+        return "reference"
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
         if gpus_.usable(device, backend == "triton"):
             return "triton"
@@ -174,11 +176,13 @@ def by_reference(
             (rounding.key_of(base, step.to(torch.int64)) + shift) & rounding.WORD
             for base, step, shift in zip(bundle.base_keys(seed), steps, bundle.key_shifts())
         ]
-    work = [
-        (slot, storage.flat(grad), row, key)
-        for slot, grad, row, key in zip(bundle.slots(), bundle.grads.tensors, rows, keys)
+    found = [
+        reference.update(bundle.algorithm, slot, row, factor, key, skip)
+        for slot, row, key in zip(bundle.slots(), rows, keys)
+        if slot.weight.numel()
     ]
-    return reference.update(bundle.algorithm, work, factor, skip)
+    over = [flag for flag in found if flag is not None]
+    return torch.stack(over).any() if over else None
 
 
 def _numbers(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from halfstep.distributed import local_of, shard_groups
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.stats import AnyStats, Clip, GradStats, HostStats, found_inf_of, measure_shards
-from halfstep.kernels import codes as L
 from halfstep.optim import (
     algorithms,
     arguments,
@@ -147,9 +146,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for p, lacking, _ in self._pairs():
             hand_edits.even(p, lacking)
 
-    def _runner(self, device: torch.device) -> str:
-        return backends.runner(self.backend, device)
-
     # ---- the two passes -----------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -163,20 +159,17 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
         grads = bundles.gradients_of(self.param_groups)
-        rest = self._measure(grads, inv_scale)
+        rest = backends.measure_all(grads, inv_scale, self.backend, self._plans)
         if self.release is None:
             return rest
         return self.release.stats(rest if grads else None) or rest
-
-    def _measure(self, grads: list[Tensor], inv_scale: Scalar) -> GradStats:
-        return backends.measure_all(grads, inv_scale, self.backend, self._plans)
 
     @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
         """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
         if self.release is not None or not all(p.is_cpu for p in parameters_of(self)):
             return None
-        if self._runner(torch.device("cpu")) != "numba":
+        if backends.runner(self.backend, torch.device("cpu")) != "numba":
             return None
         found = bundles.bundles_of(self.param_groups, self.algorithm)
         return self._combined([backends.Table(bundle).measure() for bundle in found], inv_scale)
@@ -242,19 +235,16 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             self.release.finish()
         return loss
 
-    def _complete(self, found: list[Bundle], found_inf: bool | Tensor | None) -> list[Bundle]:
-        """What a step updates, with its states; nothing where it is skipped and the host knows."""
-        if found_inf is True:
-            return []
-        on_host = self.backend != "triton" and any(bundle.device.type == "cpu" for bundle in found)
-        if on_host and found_inf is not None and bool(found_inf):
-            found = [bundle for bundle in found if bundle.device.type != "cpu"]
-        for bundle in found:
-            bundle.complete(self.state)
-        return found
-
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
         return shards.combined(found, _sets_of(parameters_of(self)), backends.number(inv_scale))
+
+    def _not_skipped(self, found: list[Bundle], found_inf: bool | Tensor) -> list[Bundle]:
+        """None where the host knows of a skip, and none on the host where it has to ask."""
+        here = [bundle.device.type == "cpu" and self.backend != "triton" for bundle in found]
+        if found_inf is True:
+            return []
+        skips = any(here) and bool(found_inf)
+        return [bundle for bundle, on_host in zip(found, here) if not (skips and on_host)]
 
     def _update(
         self,
@@ -266,8 +256,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         clip_norm: float | None = None,
     ) -> None:
         """Update these; where kernels of a CPU do it and nothing clips, they look on the way."""
-        found = self._complete(found, found_inf)
-        runners = list(map(self._runner_of, found))
+        if found_inf is not None:
+            found = self._not_skipped(found, found_inf)
+        for bundle in found:
+            bundle.complete(self.state)
+        runners = [backends.runner(self.backend, b.device, b.algorithm.code) for b in found]
         tables = [backends.Table(bundle) for bundle, runner in zip(found, runners) if runner == "numba"]
         alone = self.release is None and 0 < len(tables) == len(found)
         clips = clip_norm is not None and found_inf is not True
@@ -295,10 +288,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             look.append(self._combined([table.totals() for table in tables], inv_scale))
         backends.check_range(any(map(bool, over)))
 
-    def _runner_of(self, bundle: Bundle) -> str:
-        no_kernel = bundle.algorithm.code == L.NO_KERNEL
-        return "reference" if no_kernel else self._runner(bundle.device)
-
     @torch.no_grad()
     def release_one(self, p: Tensor, inv_scale: Scalar, clip_coef: Factor) -> GradStats | None:
         """`measure` and `step` for one parameter; None where it has no gradient.
@@ -308,7 +297,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         found = bundles.bundles_of(self.param_groups, self.algorithm, p)
         if not found:
             return None
-        stats = self._measure(found[0].grads.tensors, inv_scale)
+        stats = backends.measure_all(found[0].grads.tensors, inv_scale, self.backend, self._plans)
         self._update(found, inv_scale, clip_coef, None if inv_scale is None else found_inf_of(stats))
         return stats
 

@@ -287,18 +287,19 @@ class Bundle:
         """Each parameter by itself, for plain torch."""
         states = [self.states[key] for key in self.algorithm.states]
         exponents = [self.states[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
-        extra = self.extra_key
+        extra = None if self.extra_key is None else self.states[self.extra_key]
         return [
             storage.Slot(
                 kind=self.kind,
                 state_kind=self.state_kind,
                 width=storage.width_of(weight),
                 weight=storage.flat(weight),
-                extra=None if extra is None else storage.flat(self.states[extra][i]),
+                grad=storage.flat(grad),
+                extra=None if extra is None else storage.flat(extra[i]),
                 states=[storage.flat(column[i]) for column in states],
                 exponents=[column[i] for column in exponents],
             )
-            for i, weight in enumerate(self.weights.tensors)
+            for i, (weight, grad) in enumerate(zip(self.weights.tensors, self.grads.tensors))
         ]
 
     def count_versions(self) -> None:

@@ -172,10 +172,7 @@ def master_value(
     halves = [own.detach().to(dtype) for own in (p, present) if own is not None]
     fitting = [half for half in halves if known is None or is_described(half, known, p.dtype)]
     if not fitting:
-        raise CheckpointError(
-            f"the saved state of {name} holds the bits its {_word(dtype)} weight lacked, and that weight "
-            "is not in the model: load the model's weights before the optimizer's" + _hint(dtype, p.dtype)
-        )
+        raise other_weight(name, _hint(dtype, p.dtype))
     return split.join(fitting[0], torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
 
 
@@ -234,11 +231,11 @@ def of_one_weight(own: Tensor, value: Tensor) -> bool:
     return bool(same.all())
 
 
-def other_weight(name: str) -> CheckpointError:
+def other_weight(name: str, hint: str = "") -> CheckpointError:
     """The error where a state's master is of another weight than the model holds."""
     return CheckpointError(
         f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the model: "
-        "load the model's weights before the optimizer's"
+        f"load the model's weights before the optimizer's{hint}"
     )
 
 

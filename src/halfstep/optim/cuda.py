@@ -9,7 +9,6 @@ Python floats (learning rate, scale) are fixed in it, while device tensors are r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -90,59 +89,29 @@ class DeviceTable:
 class UpdatePlan:
     """The address table of one group on one device and its work items by variant of the kernel."""
 
-    def __init__(self, bundles: Sequence[Bundle], facts: UpdateFacts, device: torch.device) -> None:
-        self.facts, self.size = facts, len(facts.rows)
+    def __init__(
+        self, bundles: Sequence[Bundle], rows: Any, aligned: Any, facts: Any, device: torch.device
+    ) -> None:
+        self.facts, self.size = facts, len(rows)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
         weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights.tensors]
-        for i, ((bundle, weight), alignments) in enumerate(zip(weights, facts.aligned.T.tolist())):
+        for i, ((bundle, weight), alignments) in enumerate(zip(weights, aligned.T.tolist())):
             formats = (bundle.kind, GRADS[bundle.grad_dtype], bundle.state_kind)
             even = end = weight.numel()
             if bundle.widths is not None:
-                (rows, blocks), width = storage.exponents_shape(weight), storage.width_of(weight)
-                end = rows * blocks
-                even = end if width % WIDE == 0 else end - 1 if rows == 1 else 0
+                (lines, blocks), width = storage.exponents_shape(weight), storage.width_of(weight)
+                end = lines * blocks
+                even = end if width % WIDE == 0 else end - 1 if lines == 1 else 0
             most = ITEM if bundle.widths is None else BLOCKS
             items.setdefault((*formats, *alignments), []).extend(_items_of(i, 0, even, most))
             items.setdefault((*formats, False, False), []).extend(_items_of(i, even, end, most))
-        self.table = _upload(facts.rows.ravel(), torch.int64, device)
+        self.table = _upload(rows.ravel(), torch.int64, device)
         self.items = {
             key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items() if own
         }
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateFacts:
-    """The numbers an update plan is made of; one that was made of the same still holds."""
-
-    rows: Any
-    """Of each parameter: weight, extra, states, exponents, step count, base key, length of a row."""
-    aligned: Any
-    """Whether wide loads can read weight, extra and states, and whether the gradient."""
-    kinds: list[Any]
-
-    @classmethod
-    def of(cls, bundles: Sequence[Bundle], seed: int) -> tuple[UpdateFacts, Any]:
-        """The facts of some bundles, and where their gradients lie."""
-        tables = [bundle.table() for bundle in bundles]
-        for bundle, table in zip(bundles, tables):
-            if bundle.rounds_randomly:
-                table[KEY] = bundle.base_keys(seed)
-        whole = np.concatenate(tables, 1)
-        kept = (whole[[WEIGHT, EXTRA, STATES, STATES + 1]] % WIDE == 0).all(0)
-        aligned = np.stack((kept, whole[GRAD] % WIDE == 0))
-        kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
-        return cls(whole[ROW].T.copy(), aligned, kinds), whole[GRAD]
-
-    def hold(self, other: UpdateFacts) -> bool:
-        """Whether the other's are the same."""
-        return (
-            self.kinds == other.kinds
-            and np.array_equal(self.rows, other.rows)
-            and np.array_equal(self.aligned, other.aligned)
-        )
 
 
 class MeasurePlan:
@@ -225,10 +194,22 @@ class Plans:
         the kernel `scalars` takes, with `lr` in place of its first where that is a device tensor.
         """
         code = bundles[0].algorithm.code
-        facts, places = UpdateFacts.of(bundles, seed)
-        key = ("update", int(facts.rows[0, 0]), len(places))
+        tables = [bundle.table() for bundle in bundles]
+        for bundle, table in zip(bundles, tables):
+            if bundle.rounds_randomly:
+                table[KEY] = bundle.base_keys(seed)
+        whole = np.concatenate(tables, 1)
+        rows, places = whole[ROW].T.copy(), whole[GRAD]
+        kept = (whole[[WEIGHT, EXTRA, STATES, STATES + 1]] % WIDE == 0).all(0)
+        aligned = np.stack((kept, places % WIDE == 0))  # whether wide loads can read what is kept; gradients
+        kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
+        facts = kinds, rows.tobytes(), aligned.tobytes()  # of which a plan is made
+        key = ("update", int(rows[0, 0]), len(places))
         plan: UpdatePlan = self._find(
-            key, device, lambda p: p.facts.hold(facts), lambda: UpdatePlan(bundles, facts, device)
+            key,
+            device,
+            lambda p: p.facts == facts,
+            lambda: UpdatePlan(bundles, rows, aligned, facts, device),
         )
         keep = self._keeper(device)
         if keep is not None:

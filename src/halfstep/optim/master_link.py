@@ -7,7 +7,6 @@ makes them agree. A link keeps no optimizer alive, so that an optimizer's hooks 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from halfstep.names import fqn, named_parameters
 from halfstep.optim import checkpoints
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
-from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm, use_foreach_for
+from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm
 from halfstep.trees import map_floats, parameters_of
 
 OWNERS = WeakTensorKeyDictionary()
@@ -47,6 +46,13 @@ class Master(nn.Parameter):
 
     _source: Tensor
     _owner: "weakref.ref[Link]"
+    _name: str | None
+    _seen: tuple[int, int, torch.dtype]
+    """When it and its weight last agreed: the changes that torch had counted of both, the weight's dtype."""
+
+    def agree(self) -> None:
+        """Note that it and its weight agree now."""
+        self._seen = self._source._version, self._version, self._source.dtype
 
     @property
     def data(self) -> Tensor:
@@ -87,9 +93,6 @@ def weight_of(parameter: Tensor) -> Tensor:
     return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
-use_foreach_for(Master)
-
-
 class ModelHooks(HooksOfHolder):
     """Module hooks: before a model runs or is saved, its weights are what was set through the groups."""
 
@@ -121,34 +124,18 @@ def _is_free(weight: Tensor) -> bool:
     return owner is None or owner() is None
 
 
-@dataclass(eq=False)
-class Pair:
-    """A weight's master, its name where one is known, and when the two last agreed."""
-
-    weight: Tensor
-    master: Master
-    name: str | None
-
-    def __post_init__(self) -> None:
-        self.agree()
-
-    def agree(self) -> None:
-        """Note the changes that torch has counted of both, and the weight's dtype."""
-        self.seen = self.weight._version, self.master._version, self.weight.dtype
-
-
-def _differing(pairs: Sequence[Pair]) -> list[Pair]:
-    """All pairs whose weights are not their masters, rounded, by value, and some whose weights are."""
-    has_kernels, found, away = kernels_if_any() is not None, list[Pair](), list[Pair]()
-    rows: dict[torch.dtype, list[tuple[Pair, int, int, int]]] = {}
-    for pair in pairs:
-        w, m = pair.weight, pair.master
+def _differing(masters: Sequence[Master]) -> list[Master]:
+    """All masters whose weights are not their rounding, by value, and some whose weights are."""
+    has_kernels, found, away = kernels_if_any() is not None, list[Master](), list[Master]()
+    rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
+    for m in masters:
+        w = m._source
         if not w.is_cpu:
-            away.append(pair)
+            away.append(m)
         elif has_kernels and _lie_alike(w, m):
-            rows.setdefault(w.dtype, []).append((pair, w.numel(), w.data_ptr(), m.data_ptr()))
+            rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
         elif not torch.equal(w, m.to(w.dtype)):
-            found.append(pair)
+            found.append(m)
     for dtype, own in rows.items():
         of_kind, sizes, *addresses = zip(*own)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
@@ -165,13 +152,13 @@ def _lie_alike(w: Tensor, m: Tensor) -> bool:
     return kinds and dense and w.stride() == m.stride() and bool(w.data_ptr() and m.data_ptr())
 
 
-def _differ_away(pairs: Sequence[Pair]) -> bool:
+def _differ_away(masters: Sequence[Master]) -> bool:
     """Whether any of the weights on an accelerator is not its master, rounded: one value is read."""
-    weights = [pair.weight for pair in pairs]
+    weights = [m._source for m in masters]
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     distances = list(map(torch.empty_like, weights))
-    foreach_copy_(distances, [pair.master for pair in pairs])
+    foreach_copy_(distances, masters)
     foreach_add_(distances, weights, alpha=-1)
     largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
     return bool(torch.stack(largest).any())
@@ -190,11 +177,14 @@ class Link(HasMasters):
     ) -> None:
         self.wide = wide
         """Whether backward makes fp32 gradients, so that micro-batches add up in fp32."""
-        self.pairs: dict[Tensor, Pair] = {}
+        self.pairs: dict[Tensor, Master] = {}
+        """Weights with their masters."""
         self._optimizer = weakref.ref(optimizer)
         self._models = [weakref.ref(model) for model in models]
         self._given = names
         self._pending: dict[Tensor, Tensor] | None = None
+        self._together: list[dict[str, Any]] = []
+        """Groups whose option `foreach` is set for the step that is under way."""
         self.finish: Callable[[], None] | None = None
         """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
         self.adopt(initial)
@@ -220,14 +210,15 @@ class Link(HasMasters):
             given = initial.get(weight)
             value = weight.float() if given is None else given.to(weight.device, torch.float32)
             master = Master(value.detach(), requires_grad=weight.requires_grad)
-            master._source, master._owner = weight, weakref.ref(self)
+            master._source, master._owner, master._name = weight, weakref.ref(self), names.get(weight)
+            master.agree()
             # It carries an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told.
             weight.grad_dtype = torch.float32 if self.wide else None
             params[index] = master
             if weight in state:
                 state[master] = map_floats(lambda t: t.float() if t.dtype in LOW else t, state.pop(weight))
             OWNERS[weight] = weakref.ref(self)
-            self.pairs[weight] = Pair(weight, master, names.get(weight))
+            self.pairs[weight] = master
 
     def _newcomers(self, initial: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Tensor], int, Tensor]]:
         for group in self.optimizer.param_groups:
@@ -276,7 +267,7 @@ class Link(HasMasters):
             own = group.get("param_names")
             for i, p in enumerate(group["params"]):
                 here[id(p)] = fqn(own[i]) if own else f"{g}.{i}"
-        return [pair.name or here[id(pair.master)] for pair in self.pairs.values()]
+        return [m._name or here[id(m)] for m in self.pairs.values()]
 
     @torch.no_grad()
     def widen(self) -> tuple[list[Tensor], HostStats | None]:
@@ -302,9 +293,9 @@ class Link(HasMasters):
     def write_back(self) -> None:
         """Round the masters into the weights: nearest, ties to even, as torch casts."""
         if self.pairs:
-            foreach_copy_(list(self.pairs), [pair.master for pair in self.pairs.values()])
-        for pair in self.pairs.values():
-            pair.agree()
+            foreach_copy_(list(self.pairs), list(self.pairs.values()))
+        for master in self.pairs.values():
+            master.agree()
 
     def sync(self, only: AnySet[Tensor] | None = None) -> None:
         """Make weights and masters agree, whichever of a pair was set by hand since they last did."""
@@ -318,42 +309,43 @@ class Link(HasMasters):
 
         ConfigError where both sides of a pair were changed, since the later change cannot be known.
         """
-        for w, pair in self.pairs.items():
-            of_weight, of_master, _ = pair.seen
-            if pair.master._version != of_master:
-                if w._version != of_weight and _differing([pair]):
-                    raise _set_twice(pair.name, w)
-                w.copy_(pair.master)
-                pair.agree()
+        for w, master in self.pairs.items():
+            of_weight, of_master, _ = master._seen
+            if master._version != of_master:
+                if w._version != of_weight and _differing([master]):
+                    raise _set_twice(master._name, w)
+                w.copy_(master)
+                master.agree()
 
     @torch.no_grad()
     def pull(self, only: AnySet[Tensor] | None = None) -> None:
         """Give masters the values of weights that are not their rounding; the other elements keep theirs."""
-        pairs = [pair for w, pair in self.pairs.items() if only is None or w in only]
-        for pair in pairs:
-            if pair.weight.shape != pair.master.shape:
-                raise _other_size(pair.weight, pair.master)
-        for pair in _differing(pairs):
-            w, m, stored = pair.weight, pair.master, pair.seen[2]
+        masters = [m for w, m in self.pairs.items() if only is None or w in only]
+        for m in masters:
+            if m._source.shape != m.shape:
+                raise _other_size(m._source, m)
+        for m in _differing(masters):
+            w, stored = m._source, m._seen[2]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
             m.copy_(torch.where(low == w, m, w.to(torch.float32)))
             if w.dtype != stored:
                 w.copy_(m)
-        for pair in pairs:
-            pair.agree()
+        for m in masters:
+            m.agree()
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
         """The masters by weight, of `only` some: the very tensors, detached."""
         self.sync(only)
-        return {w: pair.master.detach() for w, pair in self.pairs.items() if only is None or w in only}
+        return {w: m.detach() for w, m in self.pairs.items() if only is None or w in only}
 
     @torch.no_grad()
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set masters to `values` by weight, and round these into the weights."""
-        for pair in [pair for w, pair in self.pairs.items() if w in values]:
-            pair.master.copy_(values[pair.weight])
-            pair.weight.copy_(pair.master)
-            pair.agree()
+        for w, master in self.pairs.items():
+            if w in values:
+                master.copy_(values[w])
+                w.copy_(master)
+                master.agree()
 
     def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
         """The saved masters by weight; CheckpointError where names or shapes do not fit.
@@ -387,7 +379,7 @@ class Link(HasMasters):
         self.push()
         self.pull()
         self.write_back()
-        optimizer, mine = self.optimizer, {pair.master: w for w, pair in self.pairs.items()}
+        optimizer, mine = self.optimizer, {m: w for w, m in self.pairs.items()}
         for group in optimizer.param_groups:
             group["params"][:] = [mine.get(p, p) for p in group["params"]]
         for master, weight in mine.items():
@@ -407,15 +399,24 @@ class Link(HasMasters):
             )
         self.sync()
         self.widen()
+        for (
+            group
+        ) in optimizer.param_groups:  # torch's own choice, but for parameters of no class of their own
+            alone = group.get("foreach", False) is None and not group.get("fused")
+            if alone and all(p.is_cuda for p in group["params"]):
+                group["foreach"] = True
+                self._together.append(group)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook; where a step is broken off before it, `push` does the same."""
+        while self._together:
+            self._together.pop()["foreach"] = None
         self.write_back()
 
     def on_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Add the masters by name."""
         self.sync()
-        masters = [pair.master for pair in self.pairs.values()]
+        masters = list(self.pairs.values())
         named = dict(zip(self.names(), (m.detach().clone() for m in masters)))
         known = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
         places = [known[id(master)] for master in masters if id(master) in known]
@@ -438,7 +439,7 @@ class Link(HasMasters):
         """Every place in the modules that holds one of our weights: (module, key, weight, master)."""
         modules = dict.fromkeys(module for model in models for module in model.modules())
         return [
-            (module, key, p, self.pairs[getattr(p, "_stands_for", p)].master)
+            (module, key, p, self.pairs[getattr(p, "_stands_for", p)])
             for module in modules
             for key, p in module._parameters.items()
             if p is not None and getattr(p, "_stands_for", p) in self.pairs

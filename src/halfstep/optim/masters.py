@@ -123,7 +123,7 @@ class MasterWeights:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`(16-bit weight, fp32 master)` for every parameter that has a master."""
         self.link.sync()
-        return [(w, pair.master) for w, pair in self.link.pairs.items()]
+        return list(self.link.pairs.items())
 
     def named(self) -> list[tuple[str, Tensor]]:
         """`(fully qualified name, fp32 master)`, in the optimizer's order."""

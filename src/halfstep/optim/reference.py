@@ -15,33 +15,18 @@ from halfstep.optim.algorithms import Algorithm, Number, Scalars
 
 def update(
     algorithm: Algorithm,
-    work: Sequence[tuple[storage.Slot, Tensor, Scalars, rounding.Int]],
-    factor: Number,
-    skip: Tensor | None,
-) -> Tensor | None:
-    """Update each (slot, flat gradient, scalars, key); where `skip` is a true tensor nothing changes.
-
-    Gradients are multiplied by `factor` first. Returns a 0-d bool tensor that is true where a weight left the
-    range of its master (exact fp16), or None.
-    """
-    over: list[Tensor] = []
-    for slot, grad, scalars, key in work:
-        if slot.weight.numel() == 0:
-            continue
-        flag = _update_one(algorithm, slot, grad.to(torch.float32) * factor, scalars, key, skip)
-        if flag is not None:
-            over.append(flag)
-    return torch.stack(over).any() if over else None
-
-
-def _update_one(
-    algorithm: Algorithm,
     slot: storage.Slot,
-    g: Tensor,
     scalars: Scalars,
+    factor: Number,
     key: rounding.Int,
     skip: Tensor | None,
 ) -> Tensor | None:
+    """Update one parameter; where `skip` is a true tensor nothing changes.
+
+    Its gradient is multiplied by `factor` first. Returns a 0-d bool tensor that is true where a weight left
+    the range of its master (exact fp16), or None.
+    """
+    g = slot.grad.to(torch.float32) * factor
     old = [slot.weight, slot.extra, *slot.states, *slot.exponents]
     kept = [None if t is None else t.clone() for t in old] if skip is not None else []
     random = None

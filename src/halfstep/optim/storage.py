@@ -85,6 +85,7 @@ class Slot:
     state_kind: int
     width: int
     weight: Tensor
+    grad: Tensor
     extra: Tensor | None
     states: list[Tensor]
     exponents: list[Tensor]
