@@ -48,7 +48,8 @@ class Column(NamedTuple):
 
     def pick(self, indices: Sequence[int]) -> Column:
         """Some of them."""
-        return Column(*(line and [line[i] for i in indices] for line in self))
+        picked: list[Any] = [line and [line[i] for i in indices] for line in self]
+        return Column(*picked)
 
 
 LAYOUT = slice(3, None)
@@ -85,12 +86,13 @@ def gradients_of(groups: Sequence[Group]) -> list[Tensor]:
     column = _column(given)
     if column is not None and column.strides is None and _are_read(column):
         return given
-    return [
-        dense_grad(*_locals([p, p.grad]), arguments.name_of(group, (number, place)))
-        for number, group in enumerate(groups)
-        for place, p in enumerate(group["params"])
-        if p.grad is not None
-    ]
+    found: list[Tensor] = []
+    for number, group in enumerate(groups):
+        for place, p in enumerate(group["params"]):
+            if p.grad is not None:
+                weight, grad = _locals([p, p.grad])
+                found.append(dense_grad(weight, grad, arguments.name_of(group, (number, place))))
+    return found
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
