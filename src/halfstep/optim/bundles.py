@@ -221,9 +221,9 @@ class Bundle:
             placements = [getattr(p, "placements", None) for p in self.params]
             if any([getattr(t, "placements", None) for t in own] != placements for own in shown[:-1]):
                 return False
-            shown = [list(map(local_of, own)) for own in shown]
+            shown[:-1] = [list(map(local_of, own)) for own in shown[:-1]]  # all but the counts of steps
         column = _column(list(chain.from_iterable(shown)))
-        dtypes = [dtype for _, dtype in wanted.values() for _ in range(count)]
+        dtypes = list(chain.from_iterable([dtype] * count for _, dtype in wanted.values()))
         if column is None or column.dtypes != dtypes or column[LAYOUT] != self._layout(len(wanted)):
             return False
         self.states = dict(zip(wanted, shown))
