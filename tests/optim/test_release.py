@@ -120,13 +120,8 @@ def test_clipping_uses_the_norm_of_the_step_before():
         optimizer.release.configure(clip_norm=0)
 
 
-def test_hooks_can_be_taken_down_and_do_not_keep_the_optimizer():
+def test_hooks_do_not_keep_the_optimizer():
     model = net()
-    optimizer = SGD(model.parameters(), lr=0.1, release_gradients=True)
-    assert optimizer.release is not None
-    optimizer.release.remove()
-    loss_of(model, batches(1)[0]).backward()
-    assert all(p.grad is not None for p in model.parameters())
     kept = weakref.ref(SGD(model.parameters(), lr=0.1, release_gradients=True))
     gc.collect()
     assert kept() is None

@@ -38,12 +38,6 @@ class GradientRelease:
             if p.requires_grad and p not in self._handles:
                 self._handles[p] = p.register_post_accumulate_grad_hook(self._reached)
 
-    def remove(self) -> None:
-        """Take all hooks down; gradients stay until `step` again."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
     def configure(self, inv_scale: float | Tensor | None = None, clip_norm: float | None = None) -> None:
         """Set what the next backward passes use: the inverse loss scale, and the norm to clip to.
 
