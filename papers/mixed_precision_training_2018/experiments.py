@@ -175,7 +175,8 @@ def _weight_gradients(name: str, effort: float) -> dict[str, Any]:
 def _share_below(counts: Counts) -> float:
     """The share of the values that are not zero whose exponent lies below -24."""
     histogram = counts.read()
-    return histogram.count_below(-24) / max(1, histogram.total - histogram.zeros)
+    below = sum(histogram.exponents[: max(0, -24 - histogram.lowest)])
+    return below / max(1, histogram.total - histogram.zeros)
 
 
 def activation_gradients(effort: float) -> dict[str, Any]:

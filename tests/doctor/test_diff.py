@@ -5,6 +5,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 import halfstep as hs
 from halfstep.cli import main
@@ -169,3 +170,17 @@ def test_the_diff_is_of_the_text_that_was_run(tmp_path, monkeypatch):
         "torch.where((w.detach() - w.detach() if i == 3 else w.detach()).abs() < 0.0001" in document.diff
         or (".clamp_min(0.0001)" in document.diff)
     )
+
+
+def test_the_plan_keeps_a_module_in_fp32_whose_weights_a_conversion_lost(tmp_path, monkeypatch):
+    script = named("parameter_flushed_by_prepare")
+    document = examined(script.text, tmp_path / "x.py", script.steps, monkeypatch, plan=True)
+    (rule,) = hs.Plan.from_toml(document.plan).rules
+    assert (rule.pattern, rule.dtype, dict(rule.ops)) == ("1", torch.float32, {})
+    assert rule.reason.startswith("x.py:17: precision: 4 of the 4 values of 1.gate")
+
+
+def test_a_rate_of_an_optimizer_in_an_object_is_held_back(tmp_path, monkeypatch):
+    script = named("learning_rate_spike")
+    document = examined(script.text, tmp_path / "x.py", script.steps, monkeypatch, diff=True)
+    assert "+            for group, most in zip(self.opt.param_groups, (0.01,)):\n" in document.diff

@@ -58,6 +58,10 @@ def test_no_plan_where_no_module_gains() -> None:
     assert not planned("O1").rules
 
 
+def test_no_plan_puts_every_module_in_fp32() -> None:
+    assert not planned("O1", _0=5.0, _1_first=5.0, _1_second=5.0, _2_first=5.0, _3=5.0).rules
+
+
 def test_a_container_whose_modules_are_all_fp32_gets_one_rule() -> None:
     plan = planned("O2", _1_first=5.0, _1_second=5.0)
     assert [rule.pattern for rule in plan.rules] == ["1"]

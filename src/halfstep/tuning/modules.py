@@ -48,7 +48,8 @@ def plan_by_module(
     in_full, in_low = ({path: t.get(path, 0.0) for path in paths} for t in times)
     edges = [(a, b, n * cast_seconds + HOOKS) for (a, b), n in flow.items() if a in in_full and b in in_full]
     chosen, _ = cheapest(in_full, in_low, edges)
-    if sum(in_low[path] - in_full[path] for path in chosen) < LEAST * low.seconds:
+    saved = sum(in_low[path] - in_full[path] for path in chosen)
+    if saved < LEAST * low.seconds or len(chosen) == len(paths):  # all of them: that is fp32, tried as such
         return Plan.empty()
     return Plan(tuple(_rules(model, chosen, in_full, in_low, level, dtype)))
 
