@@ -1,5 +1,6 @@
 """A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
 
+import copy
 import subprocess
 import sys
 
@@ -127,6 +128,36 @@ def test_mixed_precision_is_taken_as_the_dtype():
     assert next(model.parameters()).dtype == torch.bfloat16
     assert accelerator.session.policy.compute_dtype == torch.bfloat16
     assert model(torch.ones(1, 6)).dtype == torch.float32
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 16)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return torch.einsum("bi,bi->b", h, h)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plan_s_rule_for_ops_of_the_whole_model_holds(level):
+    plan = hs.Plan((hs.PlanRule("**", ops={"einsum": hs.Rule.FULL}, reason="range"),))
+    torch.manual_seed(0)
+    model = Squares()
+    accelerator = Accelerator(cpu=True, level=level, dtype="fp16", plan=plan)
+    model, _ = accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    assert model(torch.full((2, 6), 3000.0)).isfinite().all()
+
+
+def test_a_call_that_fails_leaves_no_region_open():
+    model = net()
+    accelerator = Accelerator(cpu=True, dtype="bf16")
+    model, _ = accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 5))
+    assert hs.active_policy() is None
+    assert copy.deepcopy(model)(torch.ones(1, 6)).dtype == torch.float32
 
 
 def test_what_cannot_be_prepared_is_refused():

@@ -24,7 +24,7 @@ import halfstep as hs
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, convert_outputs_to_fp32
+    from accelerate.utils import DistributedType, convert_to_fp32
 except ImportError as error:
     raise ImportError(f"{error}: this module needs accelerate, pip install 'accelerate>=1.10'") from error
 
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
             model.to(self.device)
         self.session = hs.prepare(models, optimizers, **self._how)
         for model in models:
-            model.forward = convert_outputs_to_fp32(self.session.autocast()(model.forward))
+            run_within(model, self.session)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """An optimizer whose `step()` is the session's; as the base does where there is no session."""
@@ -190,6 +190,22 @@ class Optimizer(AcceleratedOptimizer):
         self.optimizer.load_state_dict(own)
         if session is not None:
             self._session.load_state_dict(session)
+
+
+def run_within(model: nn.Module, session: hs.Session) -> None:
+    """From now on calls of the model run in the session's region, around its hooks; outputs are fp32."""
+    opened = list[Any]()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        opened.append(session.autocast())
+        opened[-1].__enter__()
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        opened.pop().__exit__(None, None, None)
+        return convert_to_fp32(output)
+
+    model.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_hook(leave, always_call=True)
 
 
 def dtype_of(dtype: Any, mixed_precision: str | None) -> Any:
