@@ -78,6 +78,15 @@ def test_an_error_of_the_script_is_answered_with_file_and_line(doctor):
     assert "deterministic" not in out
 
 
+@pytest.mark.parametrize(("status", "words"), [("'disk is full'", "disk is full"), ("3", "3")])
+def test_a_script_that_ends_with_an_error_status_is_not_healthy(doctor, status, words):
+    code, out, _ = doctor(f"if i == 3: sys.exit({status})")
+    assert code == 1
+    assert out.startswith(f"train.py: not healthy: SystemExit after 4 steps: {words} (train.py:9)")
+    assert out.count("SystemExit") == 1
+    assert doctor("if i == 3: sys.exit(0)")[0] == 0
+
+
 def test_options_without_dashes_before_are_answered_with_what_to_write(doctor):
     code, _, err = doctor("pass", "--lr", "0.1")
     assert code == 2

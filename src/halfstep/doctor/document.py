@@ -96,7 +96,7 @@ class Document:
     @property
     def verdict(self) -> list[str]:
         """What a person reads first: a few lines, the gravest first."""
-        lines = [self.headline, *([self.error] if self.error else [])]
+        lines = [self.headline, *([self.error] if self.error and self.faults else [])]
         told: list[Fault] = []
         for fault in self.bad:
             if not any(fault.same_as(other) for other in told):

@@ -203,7 +203,10 @@ class Enough(BaseException):
 
 
 def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseException | None:
-    """Runs a script, or this text of it, as `__main__`; returns what it failed with, if it did."""
+    """Runs a script, or this text of it, as `__main__`; returns what it failed with, if it did.
+
+    An exit with a status other than 0, or with words, is a failure.
+    """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -213,10 +216,11 @@ def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseE
     try:
         code = compile(Path(script).read_bytes() if text is None else text, script, "exec")
         exec(code, vars(module))
-    except (Enough, SystemExit):
+    except Enough:
         return None
     except BaseException as error:
-        return error
+        fine = isinstance(error, SystemExit) and error.code in (None, 0)
+        return None if fine else error
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
     return None

@@ -299,7 +299,8 @@ def _first_run(order: Order, label: str) -> Found | str:
         return f"{label} could not be run: {last}"
     found.document.warnings = _warnings(said)
     last = said.strip().rpartition("\n")[2]
-    if found.document.steps == 0 and found.document.error is None and "error" in last:
+    error = found.document.error or SystemExit.__name__
+    if found.document.steps == 0 and error.startswith(SystemExit.__name__) and "error" in last:
         found.document.error = (
             f"it said {last!r}; its own options go after --: halfstep doctor {label} -- ..."
         )
