@@ -38,6 +38,7 @@ import halfstep as hs
 from halfstep.casting import kernel_probes as probes
 from halfstep.casting import kernel_runners
 from halfstep.casting.kernel_choice import KernelTable, Row
+from halfstep.casting.kinds.kind import NATIVE
 from halfstep.recipes.registry import recipe_of
 
 SETTINGS: dict[str, dict[str, str]] = {
@@ -91,7 +92,7 @@ def per_op() -> dict[str, float]:
     x, w = torch.randn(8, 8, dtype=torch.bfloat16), torch.randn(8, 8, dtype=torch.bfloat16)
 
     def region() -> hs.autocast:
-        return hs.autocast("cpu", "bf16", kernels=KernelTable([Row(probes.NATIVE)]))
+        return hs.autocast("cpu", "bf16", kernels=KernelTable([Row(NATIVE)]))
 
     with mock.patch.object(kernel_runners, "chosen", lambda *given: given[4]):
         without = region()

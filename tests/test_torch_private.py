@@ -21,8 +21,10 @@ EXCEPTIONS = {
     "compat/device_module.py": {"_is_in_bad_fork", "_register_device_module"},  # what torch asks of a device
     "compat/apex/fp16_utils.py": {"_loss_scale", "_unskipped"},  # Apex's own
     "compat/mindspore/nn/_layers.py": {"_conv_forward"},  # layers that are torch's with another padding
-    "casting/kernel_functions.py": {  # ops, by their names in torch.ops; one that is missing is not chosen
-        *("_linear_pointwise", "_scaled_dot_product_flash_attention_for_cpu"),
+    # ops, by their names in torch.ops; one that is missing is not chosen
+    "casting/kinds/products.py": {"_linear_pointwise"},
+    "casting/kinds/attention.py": {
+        "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     },
     "devices/capabilities.py": {"_scaled_mm"},  # an op too

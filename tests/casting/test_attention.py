@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.casting import kernel_functions, regions
-from halfstep.casting.kernel_choice import Choice, KernelTable, Row
+from halfstep.casting import regions
+from halfstep.casting.kernel_choice import KernelTable, Row
+from halfstep.casting.kinds import attention
+from halfstep.casting.kinds.kind import Choice
 
 KERNELS = KernelTable([Row(Choice(input="rounded"), op="attention")])
 
@@ -70,7 +72,7 @@ def test_what_does_not_fit_stays_with_torch():
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
-    monkeypatch.setattr(kernel_functions, "Attention", None)  # calling it would fail
+    monkeypatch.setattr(attention, "Attention", None)  # calling it would fail
     with region(), torch.no_grad():
         assert F.scaled_dot_product_attention(*inputs()).grad_fn is None
 

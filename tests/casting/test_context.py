@@ -17,7 +17,8 @@ from halfstep.casting import (
     frozen_weights,
 )
 from halfstep.casting.functions import op as own_op
-from halfstep.casting.kernel_choice import Choice, KernelTable, Row
+from halfstep.casting.kernel_choice import KernelTable, Row
+from halfstep.casting.kinds.kind import Choice
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
 from halfstep.policy.ops import Rule

@@ -9,11 +9,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.casting import autocast, kernel_choice
 from halfstep.casting.kernel_choice import (
-    NATIVE,
-    ROUNDED,
-    Choice,
     KernelTable,
-    OpClass,
     Row,
     decide,
     decide_whole,
@@ -25,6 +21,7 @@ from halfstep.casting.kernel_choice import (
     to_plain,
     to_toml,
 )
+from halfstep.casting.kinds.kind import NATIVE, ROUNDED, Choice, OpClass
 from halfstep.errors import CheckpointError, ConfigError
 
 CONV = OpClass("convolution", "fp16", "2d dense", "small", 1)

@@ -5,8 +5,9 @@ import torch
 
 import halfstep as hs
 from halfstep.casting import kernel_probes
-from halfstep.casting.kernel_choice import Choice, KernelTable, OpClass, Row
+from halfstep.casting.kernel_choice import KernelTable, Row
 from halfstep.casting.kernel_facts import does_not_pay, kernel_facts, shares
+from halfstep.casting.kinds.kind import Choice, OpClass
 
 
 def times(cls: OpClass, direction: str) -> dict[str, float | None]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting import autocast
-from halfstep.casting.kernel_choice import IMPLEMENTATIONS, Choice, KernelTable, OpClass, Row, geometries
-from halfstep.casting.kernel_probes import PROBES
+from halfstep.casting.kernel_choice import IMPLEMENTATIONS, KernelTable, Row
+from halfstep.casting.kinds import KINDS
+from halfstep.casting.kinds.kind import Choice, OpClass
 from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,7 +140,7 @@ def class_of_call(call, *tensors: Tensor) -> tuple[str, str] | None:
 def test_the_cases_reach_every_class_there_is() -> None:
     reached = {class_of_call(called(name), *inputs(name, FP32)) for name in (*CASES, *LAST)}
     reached |= {class_of_call(recurrent(name), *recurrent_inputs(name, FP32)) for name in GATES}
-    wanted = {(op, geometry) for op in PROBES for geometry in geometries(op)}
+    wanted = {(op, geometry) for op, kind in KINDS.items() for geometry in kind.geometries}
     assert wanted - reached == set()
 
 

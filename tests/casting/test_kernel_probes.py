@@ -11,17 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.casting import kernel_layers, kernel_race
+import halfstep as hs
 from halfstep.casting import kernel_probes as probes
-from halfstep.casting.kernel_choice import (
-    DIRECTIONS,
-    IMPLEMENTATIONS,
-    KINDS,
-    Choice,
-    KernelTable,
-    OpClass,
-    geometries,
-)
+from halfstep.casting import kernel_race
+from halfstep.casting.kernel_choice import DIRECTIONS, IMPLEMENTATIONS, KernelTable
+from halfstep.casting.kinds import KINDS
+from halfstep.casting.kinds.kind import Choice, OpClass
 
 CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 
@@ -137,19 +132,14 @@ def test_what_catches_up_with_size_is_run_again(tmp_path) -> None:
     assert found.times(replace(CLASS, size="large"), "input")["native"] == 0.8
 
 
-def test_every_kind_has_a_name_by_which_files_speak_of_it() -> None:
-    assert set(probes.PROBES) == set(KINDS)
-    assert set(probes.BATCHES) == set(geometries("bmm"))
-
-
-@pytest.mark.parametrize("op", [*probes.PROBES])
+@pytest.mark.parametrize("op", [*KINDS])
 def test_every_kind_of_op_has_probes_that_run(op: str) -> None:
-    for geometry in geometries(op):
+    for geometry in KINDS[op].geometries:
         cls = OpClass(op, "bf16", geometry, "tiny", 1)
         for direction in DIRECTIONS:
-            if direction == "weight" and op in probes.ONE_BACKWARD:
+            if direction == "weight" and KINDS[op].one_backward:
                 continue
-            candidates = probes.PROBES[op](cls, direction)
+            candidates = KINDS[op].probe(cls, direction)
             assert "native" in candidates
             assert set(candidates) <= set(IMPLEMENTATIONS)
             for call in candidates.values():
@@ -162,7 +152,7 @@ def test_every_kind_of_op_has_probes_that_run(op: str) -> None:
 def test_recurrent_probes_meet_no_denormal_numbers(op: str) -> None:
     """Gates that weights of one had closed left gradients that took fp32 three times as long."""
     cls = OpClass(op, "fp32", "plain", "large", 1)
-    gradients: tuple[torch.Tensor, ...] = probes.PROBES[op](cls, "input")["native"]()
+    gradients: tuple[torch.Tensor, ...] = KINDS[op].probe(cls, "input")["native"]()
     smallest = torch.finfo(torch.float32).smallest_normal
     assert all(((g == 0) | (g.abs() >= smallest)).all() for g in gradients)
     assert all(g.abs().median() > 1e-12 for g in gradients)
@@ -193,7 +183,8 @@ def spends(processor: float, waits: float):
 def test_a_busy_machine_does_not_change_what_is_chosen(tmp_path, monkeypatch) -> None:
     """Others hold the core while native runs: its wall time is ten times rounded's, its own half of it."""
     candidates = {"rounded": spends(2e-3, 0.0), "native": spends(1e-3, 0.02)}
-    monkeypatch.setitem(probes.PROBES, "linear", lambda cls, direction: candidates)
+    linear = replace(KINDS["linear"], probe=lambda cls, direction: candidates)
+    monkeypatch.setitem(KINDS, "linear", linear)
     table = KernelTable((), probes.Measurements(lambda: tmp_path / "k").times)
     assert table.choose(CLASS, "").is_native
 
@@ -208,7 +199,7 @@ LAYERS = [
 @pytest.mark.parametrize("needs", ["", "w", "iw"])
 @pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.op)
 def test_a_layer_is_timed_both_ways(cls: OpClass, needs: str) -> None:
-    times, _ = kernel_layers.time_layer(cls, needs, Choice("rounded", "rounded", "rounded"))
+    times, _ = probes.time_layer(hs.autocast, cls, needs, Choice("rounded", "rounded", "rounded"))
     assert set(times) == {"native", "rounded"}
     assert all(t is not None and t > 0 for t in times.values())
 
@@ -217,16 +208,16 @@ def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None
     rows = {"linear": {"native": 1.0, "rounded": 0.95}, "bmm": {"native": 1.0, "rounded": 0.5}}
     asked: list[str] = []
 
-    def time_layer(cls: OpClass, needs: str, choice: Choice) -> probes.Taken:
+    def time_layer(region: object, cls: OpClass, needs: str, choice: Choice) -> probes.Taken:
         asked.append(cls.op)
         return probes.Taken({**rows.get(cls.op, {"native": 1.0, "rounded": None})}, steady=True)
 
-    monkeypatch.setattr(kernel_layers, "time_layer", time_layer)
+    monkeypatch.setattr(probes, "time_layer", time_layer)
     found = probes.Measurements(lambda: tmp_path / "k")
     choice = Choice("rounded")
-    assert [found.pays(cls, "iw", choice) for cls in LAYERS * 2] == [False, True, False] * 2
-    assert found.pays(replace(CLASS, size="large"), "iw", choice)
-    assert found.pays(replace(CLASS, op="attention"), "i", choice)
+    assert [found.pays(hs.autocast, cls, "iw", choice) for cls in LAYERS * 2] == [False, True, False] * 2
+    assert found.pays(hs.autocast, replace(CLASS, size="large"), "iw", choice)
+    assert found.pays(hs.autocast, replace(CLASS, op="attention"), "i", choice)
     assert asked == ["linear", "bmm", "convolution"]
 
 

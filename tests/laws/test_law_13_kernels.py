@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.casting import kernel_choice, kernel_functions
-from halfstep.casting.kernel_choice import MARGIN, Choice, KernelTable, OpClass, Row, decide
-from halfstep.casting.kernel_functions import Linear
+from halfstep.casting import kernel_choice
+from halfstep.casting.kernel_choice import MARGIN, KernelTable, Row, decide
+from halfstep.casting.kinds import convolution, products
+from halfstep.casting.kinds.kind import Choice, OpClass
+from halfstep.casting.kinds.products import Linear
 from halfstep.session import ranks as ranks_module
 
 BF16 = torch.bfloat16
@@ -65,9 +67,9 @@ def test_the_machine_changes_no_dtype() -> None:
 @pytest.fixture
 def other_bits(monkeypatch):
     """Rounded kernels whose last bits surely are not native's."""
-    linear = kernel_functions.linear
+    linear = products.linear
     monkeypatch.setattr(
-        kernel_functions, "linear", lambda how, *args: linear(how, *args) * (1 if how == "native" else 1.01)
+        products, "linear", lambda how, *args: linear(how, *args) * (1 if how == "native" else 1.01)
     )
 
 
@@ -97,9 +99,9 @@ def test_a_run_resumed_on_another_machine_is_the_run_that_never_stopped() -> Non
 def test_a_run_by_a_file_resumes_by_that_file_whatever_the_session_was_made_with(
     made_with, monkeypatch
 ) -> None:
-    convolve = kernel_functions.convolve
+    convolve = convolution.convolve
     monkeypatch.setattr(
-        kernel_functions,
+        convolution,
         "convolve",
         lambda how, *args: convolve(how, *args) * (1 if how == "native" else 1.01),
     )

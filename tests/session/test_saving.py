@@ -11,7 +11,8 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.casting.kernel_choice import ROUNDED, SIZES, KernelTable, Row
+from halfstep.casting.kernel_choice import KernelTable, Row
+from halfstep.casting.kinds.kind import ROUNDED, SIZES
 from halfstep.errors import CheckpointError
 from halfstep.session.writing import checksum_of
 

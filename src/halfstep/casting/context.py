@@ -47,7 +47,6 @@ def _switch(
 
 
 _dynamo_traces_autocast = constant_when_traced(torch_private.dynamo_traces_autocast)
-install_measured(kernel_probes.measured_table())
 
 
 def _kernels_around() -> KernelTable:
@@ -256,3 +255,6 @@ def traced_policy(device_type: str | None) -> Policy | None:
     """The policy of the region that the code Dynamo traces is in, which is in no thread's list."""
     setting = regions.in_force(devices.resolve(device_type).type)
     return None if setting is None else setting.policy
+
+
+install_measured(kernel_probes.measured_table(autocast))

@@ -8,7 +8,6 @@ a file, or by one word. The implementations are in `kernel_functions.py`, the me
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import math
 import os
@@ -19,6 +18,8 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from halfstep.casting.kinds import KINDS
+from halfstep.casting.kinds.kind import NATIVE, ROUNDED, SIZES, Choice, OpClass, sizes
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.policy.plan import toml_table
@@ -38,34 +39,7 @@ Times = Mapping[str, float | None]
 """Seconds by implementation; None for one that was not run, being hopeless at the smallest size."""
 
 
-@dataclass(frozen=True, order=True)
-class OpClass:
-    """Ops that are taken to be equally fast: kind, dtype by name, geometry, size and torch's threads."""
-
-    op: str
-    dtype: str
-    geometry: str
-    size: str
-    threads: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The implementation of each direction; a direction that is not needed says `native`."""
-
-    forward: str = "native"
-    input: str = "native"
-    weight: str = "native"
-
-    @property
-    def is_native(self) -> bool:
-        """Whether torch's own kernels do all of it."""
-        return self.forward == self.input == self.weight == "native"
-
-
 _FIELDS = ("op", "dtype", "geometry", "size", "threads", "needs")
-NATIVE = Choice()
-ROUNDED = Choice("rounded", "rounded", "rounded")
 
 
 @dataclass(frozen=True)
@@ -253,44 +227,7 @@ class KernelTable:
 
 # --- by which names choices speak of ops ---
 
-KINDS = ("convolution", "linear", "bmm", "attention", "lstm", "gru", "rnn_tanh")
-SIZES = ("tiny", "small", "medium", "large")
 DTYPES = ("bf16", "fp16")
-
-_SHAPES = {
-    "1d": ("dense", "pointwise", "depthwise", "strided-depthwise", "transposed"),
-    "2d": (
-        "dense",
-        "pointwise",
-        "narrow-pointwise",
-        "stem",
-        "grouped",
-        "depthwise",
-        "strided-depthwise",
-        "transposed",
-    ),
-    "3d": ("dense", "pointwise", "strided-depthwise", "transposed"),
-}
-_NAMED = {
-    "linear": ("plain", "thin"),
-    "bmm": ("matrices up to 64", "matrices over 64"),
-    "attention": ("full", "causal"),
-}
-
-
-@functools.cache
-def geometries(op: str) -> tuple[str, ...]:
-    """The geometries that a kind of op is divided into."""
-    if op == "convolution":
-        common = [f"{dims} {shape}" for dims, shapes in _SHAPES.items() for shape in shapes]
-        return (*common, *(f"2d {shape} channels_last" for shape in _SHAPES["2d"]))
-    return _NAMED.get(op, ("plain",))
-
-
-def sizes(geometry: str) -> tuple[str, ...]:
-    """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
-    common = geometry[:2] in ("1d", "3d", "th") or geometry.endswith("channels_last")
-    return SIZES[:3] if common else SIZES
 
 
 def check_row(number: int, row: Mapping[str, Any]) -> None:
@@ -306,7 +243,7 @@ def check_row(number: int, row: Mapping[str, Any]) -> None:
         shapes, extents = ("",), ("",)
     else:
         _check(number, "op", op, KINDS)
-        shapes = geometries(op) if op else tuple(g for kind in KINDS for g in geometries(kind))
+        shapes = tuple(g for name, kind in KINDS.items() if op in (None, name) for g in kind.geometries)
         extents = sizes(geometry) if geometry in shapes else SIZES
     _check(number, "dtype", row.get("dtype"), DTYPES)
     _check(number, "geometry", geometry, shapes)

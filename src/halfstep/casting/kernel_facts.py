@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from halfstep.casting.kernel_choice import DIRECTIONS, KernelTable, OpClass, Times, geometries
-from halfstep.casting.kernel_probes import ONE_BACKWARD
+from halfstep.casting.kernel_choice import DIRECTIONS, KernelTable, Times
+from halfstep.casting.kinds import KINDS
+from halfstep.casting.kinds.kind import OpClass
 from halfstep.formats import dtype_name
 
 #: The size that people are shown, and those measured on the way to it.
@@ -42,7 +43,7 @@ class KernelFact:
 
 def _shown_geometries(op: str) -> tuple[str, ...]:
     """Those that stand for the others: images rather than series and volumes, torch's own layout."""
-    found = [g for g in geometries(op) if not g.endswith("channels_last")]
+    found = [g for g in KINDS[op].geometries if not g.endswith("channels_last")]
     return tuple(g for g in found if g[:2] not in ("1d", "3d") or g.endswith("dense"))
 
 
@@ -60,8 +61,8 @@ def kernel_facts(
 def _of_class(
     table: KernelTable, cls: OpClass, times: Callable[[OpClass, str], Times]
 ) -> Iterator[KernelFact]:
-    row = table.row(cls, "i" if cls.op == "attention" else "iw*" if cls.op in ONE_BACKWARD else "iw")
-    for direction in DIRECTIONS[:2] if cls.op in ONE_BACKWARD else DIRECTIONS:
+    row = table.row(cls, "i" if cls.op == "attention" else "iw*" if KINDS[cls.op].one_backward else "iw")
+    for direction in DIRECTIONS[:2] if KINDS[cls.op].one_backward else DIRECTIONS:
         taken, native, ratio = str(getattr(row.choice, direction)), None, None
         if table.measures:
             fp32 = times(replace(cls, dtype="fp32"), direction)["native"] or float("nan")
