@@ -154,8 +154,8 @@ def trained(optimizer, model):
 @pytest.mark.parametrize(
     ("saved", "present", "message"),
     [
-        (torch.optim.SGD, torch.optim.AdamW, "of another optimizer: it has no betas, eps, which AdamW needs"),
-        (torch.optim.AdamW, torch.optim.SGD, "it has no dampening, momentum, which SGD needs"),
+        (torch.optim.SGD, torch.optim.AdamW, "of another optimizer: SGD saved it, here is AdamW"),
+        (torch.optim.AdamW, torch.optim.SGD, "AdamW saved it, here is SGD"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(saved, present, message):
@@ -218,36 +218,44 @@ def test_every_generator_comes_back(tmp_path):
     assert (random.random(), numpy.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == wanted
 
 
-def test_the_folder_keeps_the_last_k(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep=2)
-    assert folder.load_latest() is None
-    for step in (5, 10, 15, 100):
-        folder.save(step, {"step": step})
-    assert [p.name for p in folder.paths()] == ["step-00000015.pt", "step-00000100.pt"]
-    assert folder.load_latest() == {"step": 100}
+def files(folder, *steps):
+    """A folder of checkpoints as earlier versions wrote them, in one file each."""
+    return [checkpoint.save(folder / f"step-{step:08d}.pt", {"step": step}) for step in steps]
+
+
+def read(folder):
+    """What the folder goes on from."""
+    found = []
+    folder.read_latest(lambda path: found.append(checkpoint.load(path)))
+    return found
+
+
+def test_a_folder_goes_on_from_its_newest(tmp_path):
+    assert read(CheckpointFolder(tmp_path)) == []
+    files(tmp_path, 5, 100, 15)
+    assert [p.name for p in CheckpointFolder(tmp_path).paths()][-1] == "step-00000100.pt"
+    assert read(CheckpointFolder(tmp_path)) == [{"step": 100}]
 
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_taken(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    for step in (1, 2, 3):
-        path = folder.save(step, {"step": step})
-    path.write_bytes(b"rubbish")
-    (tmp_path / "step-00000002.pt").write_bytes(b"")
-    again = CheckpointFolder(tmp_path, keep=1)
+    _, second, third = files(tmp_path, 1, 2, 3)
+    third.write_bytes(b"rubbish")
+    second.write_bytes(b"")
+    folder = CheckpointFolder(tmp_path, keep=1)
     with pytest.warns(
         HalfstepWarning, match=r"step-0000000[23].pt is corrupt.*going on from step-00000001.pt"
     ):
-        assert again.load_latest() == {"step": 1}
-    assert again.save(2, {"step": 2}).exists()
-    names = ["step-00000002.pt", "step-00000002.pt.damaged", "step-00000003.pt.damaged"]
+        assert read(folder) == [{"step": 1}]
+    assert (folder.has(1), folder.has(2)) == (True, False)
+    names = ["step-00000001.pt", "step-00000002.pt.damaged", "step-00000003.pt.damaged"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_where_all_are_damaged_the_folder_is_left_as_it_is(tmp_path):
-    path = CheckpointFolder(tmp_path).save(2, {"step": 2})
+    (path,) = files(tmp_path, 2)
     path.write_bytes(b"rubbish")
     with pytest.raises(CheckpointError, match=r"step-00000002.pt is corrupt.*no earlier checkpoint.*afresh"):
-        CheckpointFolder(tmp_path).load_latest()
+        read(CheckpointFolder(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.pt"]
 
 

@@ -1,13 +1,17 @@
 """Checkpoints: written whole or not at all, checked when read, keyed by fully qualified names.
 
-A checkpoint is an ordinary `torch.save` file that `torch.load(path, weights_only=True)` reads; its zip
-records carry CRC-32 sums, all of which are verified here. `CheckpointFolder` keeps the last k of a run.
-What a session saves is in `session/saving.py`.
+`save` and `load` are of one file, which `torch.load(path, weights_only=True)` reads too. `write_folder` and
+`read_manifest` are of a folder that any number of ranks writes and any other number reads: a safetensors file
+a rank (`shardfiles`) and `manifest.json` with the SHA-256 of each. Nothing is pickled there. What stands in
+it is the business of `session/saving.py`.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
+import hashlib
+import json
 import os
 import pickle
 import re
@@ -17,22 +21,36 @@ import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 from torch.optim import Optimizer
 
+from halfstep import shardfiles
+from halfstep.distributed import gather, gather_on_first, rank, world_size
+from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, show
 from halfstep.names import fqns, named_parameters
+from halfstep.shardfiles import Piece
 from halfstep.torch_private import tree_leaves
 
 FORMAT = 1
-"""Version of the layout written by `training_state`."""
+"""Version of the layout of a Trainer's `state_dict`."""
+FOLDER_FORMATS = (1, 2, 3)
+"""Versions of the layout of a folder that are read; the last one is written."""
+MANIFEST = "manifest.json"
+HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
+
+
+# ---- one file -------------------------------------------------------------------------------------------
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -44,7 +62,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     """
     path = Path(path)
     plain = _plain(state, "state")
-    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
+    temporary = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -52,22 +70,21 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         tensors = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor)]
         needed = sum(t.numel() * t.element_size() for t in tensors)
-        raise CheckpointError(f"cannot write checkpoint {path}: {reason(error, path, needed)}") from error
+        raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error, path, needed)}") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
     return path
 
 
-HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
-def reason(error: BaseException, path: Path, needed: int) -> str:
+def _reason(error: BaseException, path: Path, needed: int) -> str:
     """What a failed write says; where the disk is full, the bytes needed and free."""
     causes = [error, error.__context__, error.__cause__]
     full = any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes)
@@ -105,7 +122,7 @@ def _plain(value: Any, place: str) -> Any:
     )
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Force a folder's entries to the disk, where the system can."""
     if os.name != "posix":
         return
@@ -123,28 +140,17 @@ def load(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     missing, truncated, altered or not a checkpoint.
     """
     path = Path(path)
-    try:
-        return _load(path, map_location)
-    except CheckpointError as error:
-        error.damaged = True
-        raise
-
-
-def _load(path: Path, map_location: Any) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}")
-    state: Any = None
+        raise CheckpointError(f"no checkpoint at {path}", damaged=True)
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is None:
-            state = torch.load(path, map_location=map_location, weights_only=True)
+            if altered := archive.testzip():
+                raise ValueError(f"the checksum of {altered} does not match")
+        state = torch.load(path, map_location=map_location, weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, expected a mapping")
     except Exception as error:  # zipfile, zlib, pickle and torch each raise their own kinds on damaged bytes
-        raise CheckpointError(f"checkpoint {path} {_wrong_with(error)}") from error
-    if damaged is not None:
-        raise CheckpointError(f"checkpoint {path} is corrupt: the checksum of {damaged} does not match")
-    if not isinstance(state, dict):
-        raise CheckpointError(f"checkpoint {path} holds a {type(state).__name__}, expected a mapping")
+        raise CheckpointError(f"checkpoint {path} {_wrong_with(error)}", damaged=True) from error
     return state
 
 
@@ -163,39 +169,7 @@ def _wrong_with(error: Exception) -> str:
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
-def training_state(model: nn.Module, optimizer: Optimizer, names: list[str], session: Any) -> dict[str, Any]:
-    """Model, optimizer and session of one run, keyed by name, with the layout's version and the threads."""
-    return {
-        "format": FORMAT,
-        "threads": torch.get_num_threads(),
-        "model": model_state(model),
-        "optimizer": optimizer_state(optimizer, names),
-        "amp": session.state_dict(),
-    }
-
-
-def load_training_state(
-    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, names: list[str], session: Any
-) -> None:
-    """Go on from a `training_state`; CheckpointError where it is of another model, optimizer or level."""
-    warn_if_threads_differ(state["threads"])
-    check_model_state(model, state["model"])
-    check_optimizer_state(optimizer, names, state["optimizer"])
-    session.load_state_dict(state["amp"])
-    load_model_state(model, state["model"])
-    load_optimizer_state(optimizer, names, state["optimizer"])
-
-
-def check_parts(state: Any, whose: str, parts: Iterable[str]) -> None:
-    """Raise CheckpointError for what is no `training_state` that `whose` state_dict() added `parts` to."""
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"got {show(state)}: expected what {whose} state_dict() gave")
-    held = cast("Mapping[str, Any]", state)
-    if held.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint layout {held.get('format')!r}; this version reads {FORMAT}")
-    missing = sorted({*parts, "threads", "model", "optimizer", "amp"} - held.keys())
-    if missing:
-        raise CheckpointError(f"not {whose} checkpoint: {', '.join(missing)} missing")
+# ---- states by name --------------------------------------------------------------------------------------
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -209,11 +183,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy a `model_state` into `model`, or raise as `check_model_state` does, with nothing copied."""
     check_model_state(model, state)
     own = {short: name for name, short in fqns(model.state_dict()).items()}
-    try:
-        model.load_state_dict({own[name]: value for name, value in state.items()})
-    except RuntimeError as error:
-        lines = str(error).strip().splitlines()
-        raise CheckpointError(f"the checkpoint is of another model: {lines[-1].strip()}") from error
+    model.load_state_dict({own[name]: value for name, value in state.items()})
 
 
 def check_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -308,18 +278,7 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
             "the checkpoint's optimizer holds other parameters or other groups: missing "
             f"{_some(sorted(known - saved))}, unexpected {_some(sorted(saved - known))}"
         )
-    # Newer versions of an optimizer bring flags that older checkpoints lack; its numbers say what it is.
-    numbers = {
-        key
-        for key, value in optimizer.defaults.items()
-        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }
-    lacking = sorted({key for group in state["param_groups"] for key in numbers - group.keys()})
     kind = type(optimizer).__name__
-    if lacking:
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: it has no {_some(lacking)}, which {kind} needs"
-        )
     saved_by, here = state.get("algorithm"), algorithm_of(optimizer)
     if saved_by is not None and saved_by != here:
         raise CheckpointError(f"the checkpoint is of another optimizer: {saved_by} saved it, here is {here}")
@@ -329,132 +288,6 @@ def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping
             f"the {with_it} has fp32 masters from MasterWeights, the {without} has none: "
             "resume with the same optimizer and level"
         )
-
-
-class CheckpointFolder:
-    """The last `keep` checkpoints of one run in one folder: `step-00000100.pt` files, or folders of sessions.
-
-    Only what has exactly such a name (`step-00000100` for a folder that `Session.save` wrote) is looked at. A
-    folder that holds checkpoints which this object neither wrote nor loaded belongs to another run: `claim`
-    and `save` refuse it.
-    """
-
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
-        if keep < 1:
-            raise CheckpointError(f"keep={keep}; a folder keeps at least 1 checkpoint")
-        self.folder, self.keep = Path(folder), keep
-        self._known: set[str] = set()
-
-    def paths(self) -> list[Path]:
-        """Finished checkpoints, oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [path for path in found if _NAME.fullmatch(path.name)]
-        return sorted(named, key=lambda path: (_step_of(path), not path.suffix))
-
-    def has(self, step: int) -> bool:
-        """Whether the checkpoint of `step` was written or loaded here."""
-        path = self.path_of(step)
-        return path.name in self._known or path.stem in self._known
-
-    def path_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies, a file; a session's folder has the same name without `.pt`."""
-        return self.folder / f"step-{step:08d}.pt"
-
-    def claim(self) -> None:
-        """Raise CheckpointError where the folder holds checkpoints of another run."""
-        strangers = [path.name for path in self.paths() if path.name not in self._known]
-        if strangers:
-            raise CheckpointError(
-                f"{self.folder} holds checkpoints of another run ({_some(strangers)}): pass resume=True to "
-                "go on with that run, or another folder for this one"
-            )
-
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then delete those beyond `keep` and what crashed saves left.
-
-        The one just written always stays. What another living process is writing is left alone.
-        """
-        self.claim()
-        path = self.wrote(save(self.path_of(step), state))
-        files = [other for other in self.paths() if other.suffix and _step_of(other) <= step]
-        for old in files[: -self.keep]:
-            old.unlink(missing_ok=True)
-        for leftover in self.folder.glob(".step-*.tmp"):
-            if was_abandoned(leftover, r"step-\d{8,}\.pt") and leftover.is_file():
-                leftover.unlink(missing_ok=True)
-        return path
-
-    def wrote(self, path: Path) -> Path:
-        """`path`, which from now on is known as a checkpoint of this run."""
-        self._known.add(path.name)
-        return path
-
-    def load_latest(self, map_location: Any = "cpu") -> dict[str, Any] | None:
-        """The newest file that can be read, or None where there is none; the folder is then claimed.
-
-        A damaged one is named in a warning and set aside as `step-00000100.pt.damaged`. Raises
-        CheckpointError where there are checkpoints and all are damaged.
-        """
-        found: list[dict[str, Any]] = []
-        self.read_latest(lambda path: found.append(load(path, map_location)), files=True)
-        return found[0] if found else None
-
-    def read_latest(self, read: Callable[[Path], Any], *, files: bool = False) -> None:
-        """Call `read` for the newest checkpoint, for the one before it where that is damaged, and so on."""
-        damaged: list[tuple[Path, CheckpointError]] = []
-        paths = [path for path in self.paths() if path.suffix or not files]
-        self._known |= {path.name for path in paths}
-        while paths:
-            path = paths.pop()
-            try:
-                read(path)
-            except CheckpointError as error:
-                if not error.damaged:
-                    raise
-                damaged.append((path, error))
-                continue
-            self._set_aside(damaged, path.name)
-            return
-        if damaged:
-            raise CheckpointError(
-                f"{damaged[0][1]}; {self.folder} has no earlier checkpoint that can be read: "
-                "start afresh in another folder"
-            ) from damaged[0][1]
-
-    def _set_aside(self, damaged: Sequence[tuple[Path, CheckpointError]], good: str) -> None:
-        for path, error in damaged:
-            self._known.discard(path.name)
-            aside = path.with_name(f"{path.name}.damaged")
-            if aside.is_dir():
-                shutil.rmtree(aside)
-            with suppress(FileNotFoundError):  # another rank did it
-                os.replace(path, aside)
-                told = f"{error}; it is now {aside.name}, going on from {good}"
-                warnings.warn(told, HalfstepWarning, stacklevel=5)
-
-
-_NAME = re.compile(r"step-\d{8,}(\.pt)?")
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem[len("step-") :])
-
-
-def was_abandoned(temporary: Path, name: str) -> bool:
-    """Whether this is a name that `save` gives what becomes `name` (a pattern), and its process has ended.
-
-    False for any other name, and for one of another host, where the process may live.
-    """
-    found = re.fullmatch(rf"\.{name}\.{HOST}-(\d+)\.tmp", temporary.name)
-    if found is None:
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False
 
 
 def warn_if_threads_differ(saved: int) -> None:
@@ -467,3 +300,363 @@ def warn_if_threads_differ(saved: int) -> None:
             HalfstepWarning,
             stacklevel=3,
         )
+
+
+# ---- a folder of many ranks -----------------------------------------------------------------------------
+
+
+def write_folder(
+    path: Path,
+    pieces: Mapping[str, Piece],
+    about: Mapping[str, Any],
+    manifest: dict[str, Any],
+    keep_last: int | None = None,
+    group: Group | None = None,
+) -> None:
+    """Write this rank's pieces and, on rank 0 of the group, the manifest, the name and the cleaning.
+
+    All ranks of the group call. The folder is made beside its place and takes the name in one rename. Raises
+    CheckpointError on every rank where one of them could not.
+    """
+    begun: list[tuple[Path, str]] = gather((_beside(path), manifest["model"]), group)
+    if len({model for _, model in begun}) > 1:
+        raise CheckpointError(
+            f"cannot write {path}: ranks hold different parameters (stages of a pipeline?), and each would "
+            "write a part of its own: save state_dict() of model, optimizer and session for each stage"
+        )
+    temporary, first = begun[0][0], rank(group) == 0
+    file = temporary / f"rank-{rank(group):05d}-of-{world_size(group):05d}.safetensors"
+
+    def part() -> Any:
+        _check_place(path)
+        temporary.mkdir(parents=True, exist_ok=True)
+        if first:
+            (temporary / MANIFEST).write_text(json.dumps({"halfstep": manifest["halfstep"]}))
+        digest, count = shardfiles.write(file, pieces, about)
+        return file.name, {"sha256": digest, "bytes": count}
+
+    needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
+    everyone = gather_on_first(_attempted(part, path, needed), group)
+    wrong = next((told for _, told in everyone if told), None)
+    if first and not wrong:
+        whole = {**manifest, "files": dict(written for written, _ in everyone)}
+        _, wrong = _attempted(lambda: _commit(temporary, path, whole), path, 0)
+    if first and wrong:
+        shutil.rmtree(temporary, ignore_errors=True)
+    wrong = gather(wrong, group)[0]
+    if wrong:
+        stands = "what was saved before stands"
+        raise CheckpointError(wrong if stands in wrong else f"{wrong}; {stands}")
+    if keep_last is not None and first:
+        _prune(path, keep_last)
+
+
+def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
+    """What `write` gives, or why it could not."""
+    try:
+        return write(), None
+    except OSError as error:
+        return None, f"cannot write {path}: {_reason(error, path, needed)}"
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _commit(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
+    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(json.dumps({**manifest, "sha256": checksum_of(manifest)}))  # dump() is ten times slower
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(temporary)
+    old = _replaced(path)
+    if path.exists():
+        _remove(old, path)
+        os.rename(path, old)
+    os.rename(temporary, path)
+    _sync_folder(path.parent)
+    _remove(old, path)
+    for left in path.parent.glob(".*.tmp"):
+        if _was_abandoned(left):
+            _remove(left)
+
+
+def checksum_of(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of what a manifest says, itself apart; the same before and after it was a file."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(path: Path, group: Group | None = None) -> tuple[Path, dict[str, Any]]:
+    """The folder in which the checkpoint `path` stands, and its manifest, every file's checksum being right.
+
+    All ranks of the group call, each of which reads some of the files. Raises CheckpointError on all of them
+    where one finds a file missing or altered.
+    """
+    if not path.exists() and (_replaced(path) / MANIFEST).is_file():
+        path = _replaced(path)  # killed between two renames
+    wrong, damaged, manifest = "", True, dict[str, Any]()
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        damaged = manifest["format"] in FOLDER_FORMATS
+        wrong = _wrong_in(path, manifest, group)
+    except NotADirectoryError:
+        wrong = (
+            f"{path} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
+            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks"
+        )
+    except FileNotFoundError:
+        wrong = f"no checkpoint at {path}: it has no {MANIFEST}"
+    except CheckpointError as error:
+        wrong = str(error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"{path / MANIFEST} is damaged or not a manifest: {error}"
+    if found := [one for one in gather(wrong, group) if one]:
+        raise CheckpointError(found[0], damaged=damaged)
+    return path, manifest
+
+
+def _wrong_in(path: Path, manifest: dict[str, Any], group: Group | None) -> str:
+    """What is wrong with a manifest or with those files that this rank looks at; "" where nothing is."""
+    *earlier, present = FOLDER_FORMATS
+    if manifest["format"] not in FOLDER_FORMATS:
+        known = ", ".join(map(str, earlier))
+        return f"{path} has layout {manifest['format']!r}; this version reads {known} and {present}"
+    if manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
+        return f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
+    for number, (name, known) in enumerate(sorted(manifest["files"].items())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            return f"{path / MANIFEST} names a file outside of the folder: {name!r}"
+        if number % world_size(group) == rank(group) and shardfiles.checksum(path / name) != known["sha256"]:
+            return f"{path / name} is corrupt: its checksum is not the manifest's"
+    return ""
+
+
+class Background:
+    """Writes the folders of one session in a thread while training goes on, from copies made at the call.
+
+    The thread talks to those of the other ranks over a gloo group of its own: on the group of training its
+    messages and the gradients' would meet each other. An interpreter that ends waits for the thread; an error
+    that nobody has asked for by then goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._saving: Future[None] | None = None
+        self._group: Group | None = None
+        self._made_for: tuple[Any, ...] = ()
+        atexit.register(self._at_exit)
+
+    def start(
+        self,
+        path: Path,
+        pieces: Mapping[str, Piece],
+        about: Mapping[str, Any],
+        manifest: dict[str, Any],
+        keep_last: int | None,
+        group: Group | None,
+    ) -> None:
+        """Copy every value and begin to write; raises what the writing before this one raised."""
+        self.wait()
+        if world_size(group) > 1 and self._made_for != (group, dist.group.WORLD):
+            ranks = None if group is None else dist.get_process_group_ranks(group)
+            apart = ranks is not None
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=apart)
+            self._made_for = group, dist.group.WORLD
+        copies = {name: replace(p, value=p.value.detach().to("cpu", copy=True)) for name, p in pieces.items()}
+        own = self._group if world_size(group) > 1 else group
+        pool = ThreadPoolExecutor(1, "halfstep saves")
+        self._saving = pool.submit(write_folder, path, copies, about, manifest, keep_last, own)
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raises what the last writing raised, once, on every rank."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                saving.result()
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                "a save in the background was not finished: another rank is gone; what was saved before "
+                "stands"
+            ) from error
+
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            print(f"halfstep: {error}", file=sys.stderr)
+
+
+# ---- what lies around it --------------------------------------------------------------------------------
+
+
+def _beside(path: Path) -> Path:
+    """Where this process writes what becomes `path`."""
+    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
+
+
+def _replaced(path: Path) -> Path:
+    """Where a checkpoint lies while another takes its name."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _was_abandoned(temporary: Path) -> bool:
+    """Whether this is a name that `_beside` gives, and its process has ended.
+
+    False for any other name, and for one of another host, where the process may live.
+    """
+    found = re.fullmatch(rf"\..+\.{HOST}-(\d+)\.tmp", temporary.name)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has the mark of a checkpoint inside: a manifest that names halfstep; no link has."""
+    if folder.is_symlink():
+        return False
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            return b'"halfstep": "' in file.read(4096)
+    except OSError:
+        return False
+
+
+def _check_place(path: Path) -> None:
+    """CheckpointError where something that is no checkpoint would have to go."""
+    for place in (path, _replaced(path)):
+        empty = place.is_dir() and not place.is_symlink() and not any(place.iterdir())
+        if os.path.lexists(place) and not empty and not _is_ours(place):
+            what = "a link" if place.is_symlink() else "no checkpoint of halfstep"
+            raise CheckpointError(f"{place} is {what}, so that it is not replaced: choose another name")
+
+
+def _remove(folder: Path, successor: Path | None = None) -> None:
+    """Delete a checkpoint's own files, its mark last, and the folder where nothing else is in it.
+
+    What else is in it goes to the same name in `successor`, the checkpoint that replaces it, or stays.
+    """
+    with suppress(OSError):
+        for file in (*folder.glob("rank-*-of-*.safetensors"), folder / MANIFEST) if _is_ours(folder) else ():
+            file.unlink()
+        if successor is not None:
+            for guest in folder.iterdir():
+                if not os.path.lexists(successor / guest.name):
+                    os.rename(guest, successor / guest.name)
+        folder.rmdir()  # fails where something is left
+
+
+def check_keep(path: Path, keep: int | None) -> None:
+    """CheckpointError for no name, and for a number to keep that cannot be or a name without a number."""
+    if not path.name:
+        raise CheckpointError(
+            f"save({str(path)!r}): expected the name of a folder to make, such as 'runs/step-1'; one that "
+            "holds other files is not replaced"
+        )
+    whole = isinstance(keep, int) and not isinstance(keep, bool)
+    if keep is not None and not (whole and keep >= 1 and _NUMBERED.fullmatch(path.name)):
+        raise CheckpointError(
+            f"keep_last={show(keep)} for {path.name}: expected a whole number, 1 or more, and a name ending "
+            "in a number, such as step-100"
+        )
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def _prune(path: Path, keep: int) -> None:
+    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
+    found = _NUMBERED.fullmatch(path.name)
+    assert found is not None
+    pattern = re.compile(re.escape(found[1]) + r"(\d+)")
+    older: list[tuple[int, Path]] = []
+    for other in path.parent.iterdir():
+        match = pattern.fullmatch(other.name)
+        if match and int(match[1]) <= int(found[2]) and _is_ours(other):
+            older.append((int(match[1]), other))
+    for _, other in sorted(older)[:-keep]:
+        _remove(other)
+
+
+class CheckpointFolder:
+    """The last `keep` checkpoints of one run in one folder: `step-00000100`, as `Session.save` writes them.
+
+    Files `step-00000100.pt` of earlier versions count too, nothing else does. A folder that holds checkpoints
+    which this object neither wrote nor loaded belongs to another run: `claim` refuses it.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep={keep}; a folder keeps at least 1 checkpoint")
+        self.folder, self.keep = Path(folder), keep
+        self._known: set[str] = set()
+
+    def paths(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        named = [path for path in found if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
+        return sorted(named, key=lambda path: (int(path.stem[len("step-") :]), not path.suffix))
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies."""
+        return self.folder / f"step-{step:08d}"
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of `step` was written or loaded here."""
+        return self.path_of(step).name in self._known
+
+    def claim(self) -> None:
+        """Raise CheckpointError where the folder holds checkpoints of another run."""
+        strangers = [path.name for path in self.paths() if path.stem not in self._known]
+        if strangers:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints of another run ({_some(strangers)}): pass resume=True to "
+                "go on with that run, or another folder for this one"
+            )
+
+    def wrote(self, path: Path) -> Path:
+        """`path`, which from now on is known as a checkpoint of this run."""
+        self._known.add(path.stem)
+        return path
+
+    def read_latest(self, read: Callable[[Path], Any]) -> None:
+        """Call `read` for the newest checkpoint; where that is damaged, for the one before it, and so on.
+
+        A damaged one is named in a warning and set aside as `step-00000100.damaged`. Raises CheckpointError
+        where there are checkpoints and all are damaged.
+        """
+        damaged: list[tuple[Path, CheckpointError]] = []
+        paths = self.paths()
+        self._known |= {path.stem for path in paths}
+        while paths:
+            path = paths.pop()
+            try:
+                read(path)
+            except CheckpointError as error:
+                if not error.damaged:
+                    raise
+                damaged.append((path, error))
+                continue
+            for other, error in damaged:
+                self._known.discard(other.stem)
+                _set_aside(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
+            return
+        if damaged:
+            raise CheckpointError(
+                f"{damaged[0][1]}; {self.folder} has no earlier checkpoint that can be read: "
+                "start afresh in another folder"
+            ) from damaged[0][1]
+
+
+def _set_aside(path: Path, told: str) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    with suppress(FileNotFoundError):  # another rank did it
+        os.replace(path, aside)
+        warnings.warn(told, HalfstepWarning, stacklevel=5)

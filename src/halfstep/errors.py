@@ -41,10 +41,14 @@ class MasterRangeError(HalfstepError, OverflowError):
 
 
 class CheckpointError(HalfstepError, RuntimeError):
-    """A checkpoint that is missing, corrupt, or of another model."""
+    """A checkpoint that is missing, corrupt, or of another model.
 
-    damaged = False
-    """Whether it cannot be read at all, so that an earlier one may serve."""
+    `damaged` says whether it cannot be read at all, so that an earlier one may serve.
+    """
+
+    def __init__(self, message: str, *, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
 
 
 class RankError(HalfstepError, RuntimeError):

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -217,3 +217,42 @@ def index(headers: Sequence[tuple[Mapping[str, StoredPiece], Mapping[str, Any]]]
                 raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
             pieces.setdefault(name, []).append(piece)
     return Index(pieces, wholes)
+
+
+def packed(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
+    """A tree as JSON can hold it, its tensors put into `pieces`."""
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        pieces[name] = Piece(value.detach(), (0,) * len(shape), shape)
+        return {"tensor": name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        pairs = [[packed(k, "", pieces), packed(v, f"{name}.{k}", pieces)] for k, v in items]
+        return {"dict": pairs}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        entries = cast("Sequence[Any]", value)
+        return {kind: [packed(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
+    if hasattr(value, "item"):
+        return value.item()
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
+    )
+
+
+def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """What `packed` made JSON of, with `read` for the tensors that it named."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = cast("dict[str, Any]", value).items()
+    if kind == "tensor":
+        return read(held)
+    if kind == "dict":
+        return {unpacked(k, read): unpacked(v, read) for k, v in held}
+    if kind == "rows":  # a list of dicts, as earlier versions wrote it
+        columns, rows = held
+        return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]
+    items = [unpacked(item, read) for item in held]
+    return items if kind == "list" else tuple(items)

@@ -17,73 +17,62 @@ from halfstep.checkpoint import CheckpointFolder
 from halfstep.errors import CheckpointError
 
 
-def test_a_folder_of_another_run_keeps_its_checkpoints(tmp_path):
-    old = CheckpointFolder(tmp_path, keep=2)
-    for step in (100, 200):
-        old.save(step, {"run": "old"})
-    new = CheckpointFolder(tmp_path, keep=2)
-    with pytest.raises(CheckpointError, match=r"another run \(step-00000100.pt, .*resume=True"):
-        new.save(1, {"run": "new"})
-    assert [p.name for p in old.paths()] == ["step-00000100.pt", "step-00000200.pt"]
+def session():
+    model = nn.Linear(2, 2)
+    return hs.prepare(model, hs.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bf16")
 
 
 def test_the_checkpoint_just_written_is_never_the_one_to_go(tmp_path):
     """After going back behind newer checkpoints each new one used to be deleted at once."""
-    folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(100, {"step": 100})
-    assert folder.save(1, {"step": 1}).exists()
+    amp = session()
+    for step in (100, 1):
+        amp.save(tmp_path / f"step-{step}", keep_last=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-100"]
 
 
 def test_two_living_runs_in_one_folder_are_told_and_nothing_is_lost(tmp_path):
     one, other = CheckpointFolder(tmp_path, keep=1), CheckpointFolder(tmp_path, keep=1)
-    assert one.load_latest() is None
-    assert other.load_latest() is None
-    one.save(5, {"run": "one"})
-    with pytest.raises(CheckpointError, match=r"another run \(step-00000005.pt\)"):
-        other.save(6, {"run": "other"})
-    assert one.load_latest() == {"run": "one"}
+    for folder in (one, other):
+        folder.read_latest(lambda path: pytest.fail(f"{path} was never written"))
+    one.wrote(session().save(one.path_of(5)))
+    one.claim()
+    with pytest.raises(CheckpointError, match=r"another run \(step-00000005\)"):
+        other.claim()
 
 
 @pytest.mark.parametrize("name", ["step-best.pt", "step-1.pt", "xstep-00000009.pt", "step-00000009.pt.bak"])
 def test_files_of_other_names_are_neither_read_nor_deleted(tmp_path, name):
     (tmp_path / name).write_bytes(b"mine")
     folder = CheckpointFolder(tmp_path, keep=1)
-    assert folder.load_latest() is None
-    folder.save(1, {"step": 1})
-    folder.save(2, {"step": 2})
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "step-00000002.pt"])
+    for step in (1, 2):
+        session().save(folder.path_of(step), keep_last=folder.keep)
+    assert [p.name for p in folder.paths()] == ["step-00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "step-00000002"])
 
 
 def test_only_what_dead_processes_left_is_cleared(tmp_path):
-    dead = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
-    )
-    host = checkpoint.HOST
-    living = tmp_path / f".step-00000004.pt.{host}-{os.getppid()}.tmp"
-    elsewhere = tmp_path / ".step-00000004.pt.otherhost-1.tmp"
-    gone = tmp_path / f".step-00000004.pt.{host}-{int(dead.stdout)}.tmp"
-    strangers = [tmp_path / ".step-plan.tmp", tmp_path / f".step-4.pt.{host}-{int(dead.stdout)}.tmp"]
-    for path in (living, elsewhere, gone, *strangers):
-        path.write_bytes(b"half")
-    CheckpointFolder(tmp_path).save(5, {"step": 5})
-    assert [living.exists(), elsewhere.exists(), gone.exists()] == [True, True, False]
-    assert all(path.exists() for path in strangers)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    living, gone = f"{checkpoint.HOST}-{os.getppid()}", f"{checkpoint.HOST}-{ended.pid}"
+    names = [f".step-4.{living}.tmp", ".step-4.otherhost-1.tmp", ".step-plan.tmp", f".step-4.{gone}.tmp"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text('{"halfstep": "1"}')
+    session().save(tmp_path / "step-5")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names[:3], "step-5"])
 
 
 def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    folder.save(1, {"step": 1})
+    checkpoint.save(tmp_path / "a.pt", {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"step-00000002.pt: no room.*400,000 bytes are needed, [\d,]+ are"
-        ):
-            folder.save(2, {"weights": torch.zeros(100_000)})
+        with pytest.raises(CheckpointError, match=r"b.pt: no room.*400,000 bytes are needed, [\d,]+ are"):
+            checkpoint.save(tmp_path / "b.pt", {"weights": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.pt"]
-    assert folder.load_latest() == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+    assert checkpoint.load(tmp_path / "a.pt") == {"step": 1}
 
 
 def test_a_disk_that_turns_out_full_at_the_sync(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.checkpoint import CheckpointFolder
+from halfstep import checkpoint
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning, LossScaleCollapsed
 from halfstep.recipes.data import Batches
 from halfstep.trainer import Callback, ProgressBar, Trainer, accuracy
@@ -425,7 +425,7 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path):
 def test_a_resumed_run_whose_folder_began_with_an_earlier_version_goes_on_from_the_newest(tmp_path):
     first = make(checkpoints=tmp_path)
     first.fit(batches(), steps=2)
-    CheckpointFolder(tmp_path).save(2, first.state_dict())
+    checkpoint.save(tmp_path / "step-00000002.pt", first.state_dict())
     again = make(checkpoints=tmp_path, checkpoint_every=2)
     assert again.fit(batches(), steps=4, resume=True).steps[0].step == 3
     last = make(checkpoints=tmp_path)

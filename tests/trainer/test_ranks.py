@@ -171,7 +171,8 @@ def test_a_trainer_resumes_an_earlier_file_on_another_number_of_ranks(tmp_path):
     trainer.fit(Stream(2), steps=3)  # within a pass
     state = trainer.state_dict()
     own = {name: state[name] for name in ("random", "position")}
-    hs.checkpoint.CheckpointFolder(tmp_path).save(3, {**state, "ranks": [own, own]})  # an earlier version's
+    earlier = tmp_path / "step-00000003.pt"  # as an earlier version wrote it
+    hs.checkpoint.save(earlier, {**state, "ranks": [own, own]})
     resumed = one_process(tmp_path)
     with pytest.warns(hs.errors.HalfstepWarning, match="written by 2 ranks and is read by 1: random gen"):
         resumed.fit(Stream(2), steps=6, resume=True)
@@ -187,7 +188,7 @@ def test_session_load_reads_a_trainer_s_checkpoint_and_says_what_an_earlier_file
     loaded = other.amp.load(trainer.save(), schedulers=[other.scheduler])
     assert loaded.extra == {"step": 1, "epoch": 0}
     assert all(torch.equal(value, weights(other)[name]) for name, value in weights(trainer).items())
-    earlier = hs.checkpoint.CheckpointFolder(tmp_path / "old").save(1, trainer.state_dict())
+    earlier = hs.checkpoint.save(tmp_path / "old.pt", trainer.state_dict())
     with pytest.raises(hs.errors.CheckpointError, match=r"is one file.*resume=True"):
         trainer.amp.load(earlier)
 

@@ -6,6 +6,7 @@ from halfstep.distributed.norms import norms_of_stages, whole_norms
 from halfstep.distributed.reduce import (
     all_ranks,
     gather,
+    gather_on_first,
     global_max,
     global_norm,
     joined,
@@ -28,6 +29,7 @@ __all__ = [
     "ddp_around",
     "first_element",
     "gather",
+    "gather_on_first",
     "global_max",
     "global_norm",
     "is_ordered",

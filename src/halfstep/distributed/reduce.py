@@ -107,6 +107,18 @@ def gather(value: Any, group: Group | None = None) -> list[Any]:
     return everyone
 
 
+def gather_on_first(value: Any, group: Group | None = None) -> list[Any]:
+    """Return every rank's `value` (anything that pickles) on rank 0 of the group, on the others nothing.
+
+    Every rank of the group must call it, or those that do wait for ever.
+    """
+    if world_size(group) == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size(group) if rank(group) == 0 else []
+    dist.gather_object(value, everyone or None, group=group, group_dst=0)
+    return everyone
+
+
 def shard_groups(t: Tensor) -> tuple[Group, ...]:
     """Return the process groups over which a DTensor is split; empty for ordinary and replicated tensors.
 

@@ -2,16 +2,15 @@
 
 One safetensors file a rank holds its share of the fp32 master of every weight (under the weight's own name,
 so that the folder is the export too), the optimizers' states as they are and the rank's random generators;
-`manifest.json` holds all else and the SHA-256 of every file. Nothing is pickled. How the folder is written is
-in `writing.py`; here is what goes into it and how it comes back.
+`manifest.json` holds all else. Here is what goes into the folder and how it comes back; `checkpoint` writes
+and reads it.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
-from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.distributed import local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns
 from halfstep.optim.masters import holder_of, holders_of
 from halfstep.optim.shards import as_shard
 from halfstep.session.steppers import weights_of
-from halfstep.session.writing import MANIFEST, GroupWriter, check_keep, checksum_of, write
 from halfstep.shardfiles import Piece
 from halfstep.torch_private import is_strided_shard, place_of_shard
 from halfstep.trees import parameters_of
@@ -35,7 +33,6 @@ from halfstep.trees import parameters_of
 if TYPE_CHECKING:
     from halfstep.session.session import Session
 
-FORMAT = 3
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
 _OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
@@ -48,47 +45,6 @@ class Loaded:
 
     extra: Any
     position: Any
-
-
-# ---- trees with tensors in them, as JSON and pieces -----------------------------------------------------
-
-
-def _encode(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
-    """A tree as JSON can hold it, its tensors put into `pieces`."""
-    if isinstance(value, Tensor):
-        shape = tuple(value.shape)
-        pieces[name] = Piece(value.detach(), (0,) * len(shape), shape)
-        return {"tensor": name}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        pairs = [[_encode(k, "", pieces), _encode(v, f"{name}.{k}", pieces)] for k, v in items]
-        return {"dict": pairs}
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        entries = cast("Sequence[Any]", value)
-        return {kind: [_encode(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
-    if hasattr(value, "item"):
-        return value.item()
-    raise CheckpointError(
-        f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
-    )
-
-
-def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = cast("dict[str, Any]", value).items()
-    if kind == "tensor":
-        return read(held)
-    if kind == "dict":
-        return {_decode(k, read): _decode(v, read) for k, v in held}
-    if kind == "rows":  # a list of dicts, as earlier versions wrote it
-        columns, rows = held
-        return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]
-    items = [_decode(item, read) for item in held]
-    return items if kind == "list" else tuple(items)
 
 
 # ---- what there is to save ------------------------------------------------------------------------------
@@ -182,7 +138,7 @@ def save(
     if self.state.losses:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
     path = Path(path)
-    check_keep(path, keep_last)
+    checkpoint.check_keep(path, keep_last)
     _make_ready(self)
     pieces, group = dict[str, Piece](), self.group
     held: dict[str, Any] = {"": rank(group) if self.stages else 0}
@@ -193,14 +149,14 @@ def save(
         piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece
-    manifest = {**_manifest(self, pieces, schedulers, extra, group), "model": checksum_of(held)}
+    manifest = {**_manifest(self, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
     own = {"random": rng.random_state(), "position": position}
-    about = {"own": _encode(own, f".rank.{rank(group)}", pieces), "ranks": world_size(group)}
+    about = {"own": shardfiles.packed(own, f".rank.{rank(group)}", pieces), "ranks": world_size(group)}
     if background:
-        self.writer = self.writer or GroupWriter()
+        self.writer = self.writer or checkpoint.Background()
         self.writer.start(path, pieces, about, manifest, keep_last, group)
     else:
-        write(path, pieces, about, manifest, keep_last, group)
+        checkpoint.write_folder(path, pieces, about, manifest, keep_last, group)
     return path
 
 
@@ -261,7 +217,9 @@ def _manifest(
                 "algorithm": checkpoint.algorithm_of(optimizer),
                 "names": own,
                 "state": values,
-                "groups": [_encode(g, f".optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)],
+                "groups": [
+                    shardfiles.packed(g, f".optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)
+                ],
             }
         )
     rest = {
@@ -269,11 +227,11 @@ def _manifest(
         "extra": extra,
         "session": session.state_dict(),
     }
-    encoded = _encode(rest, ".rest", plain)
+    encoded = shardfiles.packed(rest, ".rest", plain)
     if rank(group) == 0:
         pieces |= plain
     return {
-        "format": FORMAT,
+        "format": checkpoint.FOLDER_FORMATS[-1],
         "halfstep": sys.modules["halfstep"].__version__,
         "torch": torch.__version__,
         "ranks": world_size(group),
@@ -294,15 +252,11 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> 
     said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
     """
     _make_ready(self)
-    path = Path(path)
-    old = path.with_name(f".{path.name}.old")
-    if not path.exists() and (old / MANIFEST).is_file():
-        path = old  # killed between two renames
-    manifest = _checked(path, self.group)
+    path, manifest = checkpoint.read_manifest(Path(path), self.group)
     headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
     found = shardfiles.index(headers)
     _check(self, manifest, found, schedulers)
-    rest = _decode(manifest["rest"], found.read)
+    rest = shardfiles.unpacked(manifest["rest"], found.read)
     self.load_state_dict(rest["session"])
     for index in range(len(self.optimizers)):
         _load_optimizer(self, index, manifest["optimizers"][index], found)
@@ -311,43 +265,6 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> 
         scheduler.load_state_dict(state)
     checkpoint.warn_if_threads_differ(manifest["threads"])
     return Loaded(rest["extra"], _own_part(manifest, headers, found, self.group))
-
-
-def _checked(path: Path, group: Group | None) -> dict[str, Any]:
-    """The manifest; CheckpointError on all ranks where one of them finds a file missing or altered."""
-    told: str | None = None
-    damaged = True
-    manifest: dict[str, Any] = {}
-    ranks, own = world_size(group), rank(group)
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] not in (1, 2, FORMAT):
-            told = f"{path} has layout {manifest['format']!r}; this version reads 1, 2 and {FORMAT}"
-            damaged = False
-        elif manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
-            told = f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
-        for number, (name, known) in enumerate(sorted(manifest["files"].items())):
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                told = told or f"{path / MANIFEST} names a file outside of the folder: {name!r}"
-            elif number % ranks == own and shardfiles.checksum(path / name) != known["sha256"]:
-                told = told or f"{path / name} is corrupt: its checksum is not the manifest's"
-    except NotADirectoryError:
-        told = (
-            f"{path} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
-            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks"
-        )
-    except FileNotFoundError:
-        told = f"no checkpoint at {path}: it has no {MANIFEST}"
-    except CheckpointError as error:
-        told = str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = f"{path / MANIFEST} is damaged or not a manifest: {error}"
-    wrong = [one for one in gather(told, group) if one]
-    if wrong:
-        error = CheckpointError(wrong[0])
-        error.damaged = damaged
-        raise error
-    return manifest
 
 
 def _check(
@@ -396,7 +313,7 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
         if entry:
             state[number] = entry
     groups = [
-        {**_decode(old, found.read), "params": new["params"]}
+        {**shardfiles.unpacked(old, found.read), "params": new["params"]}
         for old, new in zip(saved["groups"], present["param_groups"])
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -428,6 +345,6 @@ def _own_part(
             stacklevel=4,
         )
         return None
-    own = _decode(headers[rank(group)][1]["own"], found.read)
+    own = shardfiles.unpacked(headers[rank(group)][1]["own"], found.read)
     rng.load_random_state(own["random"])
     return own["position"]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
+from halfstep.checkpoint import Background
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
@@ -67,7 +68,6 @@ from halfstep.session.round import (
 )
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of, weights_of
-from halfstep.session.writing import GroupWriter
 from halfstep.torch_private import never_compiled
 
 Models = nn.Module | Sequence[nn.Module]
@@ -125,7 +125,7 @@ class Session(Setup):
         self._ranks = RankGuard(self, group, norm_group)
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
-        self.writer: GroupWriter | None = None
+        self.writer: Background | None = None
         free = all(isinstance(scale, NoLossScale) for scale in scales)
         self._handles: list[Any] = [] if free else refuse_direct_steps(self)
 

@@ -282,6 +282,9 @@ def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+_PARTS = {"threads", "model", "optimizer", "amp", "step", "epoch", "scheduler", "random", "position"}
+
+
 def _ranks_max(number: int) -> int:
     return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))
 
@@ -499,7 +502,7 @@ class Trainer:
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
         self.folder.claim()
-        path = self.folder.path_of(self.step).with_suffix("")
+        path = self.folder.path_of(self.step)
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
@@ -508,7 +511,11 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
         return {
-            **checkpoint.training_state(self.model, self.optimizer, self.names, self.amp),
+            "format": checkpoint.FORMAT,
+            "threads": torch.get_num_threads(),
+            "model": checkpoint.model_state(self.model),
+            "optimizer": checkpoint.optimizer_state(self.optimizer, self.names),
+            "amp": self.amp.state_dict(),
             "step": self.step,
             "epoch": self.epoch,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -518,13 +525,24 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; CheckpointError when it is of another model or layout."""
-        checkpoint.check_parts(state, "a Trainer's", ("step", "epoch", "scheduler", "random", "position"))
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise CheckpointError(f"got {show(state)}: expected what a Trainer's state_dict() gave")
+        if state.get("format") != checkpoint.FORMAT:
+            layout = state.get("format")
+            raise CheckpointError(f"checkpoint layout {layout!r}; this version reads {checkpoint.FORMAT}")
+        if missing := sorted(_PARTS - state.keys()):
+            raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
         if (self.scheduler is None) != (state["scheduler"] is None):
             names = ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
             raise CheckpointError(
                 "the {} has a scheduler, the {} has none: resume with the same".format(*names)
             )
-        checkpoint.load_training_state(state, self.model, self.optimizer, self.names, self.amp)
+        checkpoint.warn_if_threads_differ(state["threads"])
+        checkpoint.check_model_state(self.model, state["model"])
+        checkpoint.check_optimizer_state(self.optimizer, self.names, state["optimizer"])
+        self.amp.load_state_dict(state["amp"])
+        checkpoint.load_model_state(self.model, state["model"])
+        checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
         for scheduler in self._schedulers:
             scheduler.load_state_dict(state["scheduler"])
         self._go_on(state, state["position"])
