@@ -18,8 +18,10 @@ import re
 import shutil
 import socket
 import sys
+import time
 import warnings
 import zipfile
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -333,13 +335,16 @@ def write_folder(
         if first:
             (temporary / MANIFEST).write_text(json.dumps({"halfstep": manifest["halfstep"]}))
         digest, count = shardfiles.write(file, pieces, about)
-        return file.name, {"sha256": digest, "bytes": count}
+        index = zlib.compress(json.dumps(shardfiles.summary(pieces)).encode())  # rank 0 gets many of them
+        return file.name, {"sha256": digest, "bytes": count}, index
 
     needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
     everyone = gather_on_first(_attempted(part, path, needed), group)
     wrong = next((told for _, told in everyone if told), None)
     if first and not wrong:
-        whole = {**manifest, "files": dict(written for written, _ in everyone)}
+        names, sums, summaries = zip(*(written for written, _ in everyone))
+        index = shardfiles.joined(json.loads(zlib.decompress(one)) for one in summaries)
+        whole = {**manifest, "files": dict(zip(names, sums)), "index": index}
         _, wrong = _attempted(lambda: _commit(temporary, path, whole), path, 0)
     if first and wrong:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -392,41 +397,49 @@ def read_manifest(path: Path, group: Group | None = None) -> tuple[Path, dict[st
     """
     if not path.exists() and (_replaced(path) / MANIFEST).is_file():
         path = _replaced(path)  # killed between two renames
-    wrong, damaged, manifest = "", True, dict[str, Any]()
+    manifest, wrong = dict[str, Any](), None
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        damaged = manifest["format"] in FOLDER_FORMATS
-        wrong = _wrong_in(path, manifest, group)
-    except NotADirectoryError:
-        wrong = (
-            f"{path} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
-            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks"
-        )
-    except FileNotFoundError:
-        wrong = f"no checkpoint at {path}: it has no {MANIFEST}"
+        manifest = manifest_of(path, rank(group), world_size(group))
     except CheckpointError as error:
-        wrong = str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        wrong = f"{path / MANIFEST} is damaged or not a manifest: {error}"
-    if found := [one for one in gather(wrong, group) if one]:
-        raise CheckpointError(found[0], damaged=damaged)
+        wrong = str(error), error.damaged
+    for told, damaged in filter(None, gather(wrong, group)):
+        raise CheckpointError(told, damaged=damaged)
     return path, manifest
 
 
-def _wrong_in(path: Path, manifest: dict[str, Any], group: Group | None) -> str:
-    """What is wrong with a manifest or with those files that this rank looks at; "" where nothing is."""
-    *earlier, present = FOLDER_FORMATS
-    if manifest["format"] not in FOLDER_FORMATS:
-        known = ", ".join(map(str, earlier))
-        return f"{path} has layout {manifest['format']!r}; this version reads {known} and {present}"
-    if manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
-        return f"{path / MANIFEST} is corrupt: its checksum is not the one it states"
-    for number, (name, known) in enumerate(sorted(manifest["files"].items())):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            return f"{path / MANIFEST} names a file outside of the folder: {name!r}"
-        if number % world_size(group) == rank(group) and shardfiles.checksum(path / name) != known["sha256"]:
-            return f"{path / name} is corrupt: its checksum is not the manifest's"
-    return ""
+def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """The manifest in a folder, once its checksum is right and that of every file whose turn it is.
+
+    Of so many `ranks` each looks at the files whose turn is its `number`. Raises CheckpointError.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        *earlier, present = FOLDER_FORMATS
+        if manifest["format"] not in FOLDER_FORMATS:
+            known = ", ".join(map(str, earlier))
+            raise CheckpointError(
+                f"{folder} has layout {manifest['format']!r}; this version reads {known} and {present}"
+            )
+        if manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
+            raise ValueError("its checksum is not the one it states")
+        for place, (name, known) in enumerate(sorted(manifest["files"].items())):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"it names a file outside of the folder, {name!r}")
+            if place % ranks == number and shardfiles.checksum(folder / name) != known["sha256"]:
+                told = f"{folder / name} is corrupt: its checksum is not the manifest's"
+                raise CheckpointError(told, damaged=True)
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"{folder} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
+            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks",
+            damaged=True,
+        ) from None
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {folder}: it has no {MANIFEST}", damaged=True) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged or not a manifest: {error}", damaged=True) from error
+    return manifest
 
 
 class Background:
@@ -502,18 +515,24 @@ def _replaced(path: Path) -> Path:
 def _was_abandoned(temporary: Path) -> bool:
     """Whether this is a name that `_beside` gives, and its process has ended.
 
-    False for any other name, and for one of another host, where the process may live.
+    Nobody can ask that of another host: its folders with our mark are, when none of it changed for a day.
     """
-    found = re.fullmatch(rf"\..+\.{HOST}-(\d+)\.tmp", temporary.name)
+    found = re.fullmatch(r"\..+\.(\w+)-(\d+)\.tmp", temporary.name)
     if found is None:
         return False
     try:
-        os.kill(int(found[1]), 0)
+        if found[1] != HOST:
+            changed = max(path.lstat().st_mtime for path in (temporary, *temporary.iterdir()))
+            return _is_ours(temporary) and time.time() - changed > _DAY
+        os.kill(int(found[2]), 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
         pass
     return False
+
+
+_DAY = 24 * 60 * 60.0
 
 
 def _is_ours(folder: Path) -> bool:

@@ -12,10 +12,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -52,27 +53,33 @@ class Piece:
 class StoredPiece:
     """Where a piece lies in a file."""
 
-    path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     start: int
 
-    def read(self) -> Tensor:
-        """The values, in new memory; CheckpointError where the file ends early."""
-        count = math.prod(self.shape) * self.dtype.itemsize
-        if count == 0:
+    def read(self, file: BinaryIO, low: Sequence[int], high: Sequence[int]) -> Tensor:
+        """The values from `low` to `high` of the whole tensor, in new memory, no rows but these being read.
+
+        CheckpointError where the file ends early.
+        """
+        begin = [a - o for a, o in zip(low, self.offsets)] or [0]
+        end = [b - o for b, o in zip(high, self.offsets)] or [1]
+        columns = self.shape[1:]
+        row = math.prod(columns) * self.dtype.itemsize
+        data = bytearray((end[0] - begin[0]) * row)
+        if not data:
             return torch.empty(self.shape, dtype=self.dtype)
-        data = bytearray(count)
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self.start)
-                got = file.readinto(data)
+            file.seek(self.start + begin[0] * row)
+            got = cast(Any, file).readinto(data)
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error}") from error
-        if got != count:
-            raise CheckpointError(f"{self.path} is cut short: a tensor of it is missing bytes")
-        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape)
+            raise CheckpointError(f"cannot read {file.name}: {error}") from error
+        if got != len(data):
+            raise CheckpointError(f"{file.name} is cut short: a tensor of it is missing bytes")
+        rows = torch.frombuffer(data, dtype=self.dtype).reshape(-1, *columns)
+        values = rows[(slice(None), *map(slice, begin[1:], end[1:]))]
+        return values if self.shape else values[0]
 
 
 def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> tuple[str, int]:
@@ -124,7 +131,7 @@ def checksum(path: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error}", damaged=True) from error
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
@@ -140,9 +147,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
         begins = json.loads(notes["DCP_SHARDING_INFO"])
         about = json.loads(notes["halfstep"])
         room = size - 8 - length
-        stored = {
-            n: _stored(path, e, begins[n]["saved_offsets"], 8 + length, room) for n, e in header.items()
-        }
+        stored = {n: _stored(e, begins[n]["saved_offsets"], 8 + length, room) for n, e in header.items()}
         _check_boxes(stored, about["whole"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
         what = str(error).splitlines() or [type(error).__name__]
@@ -150,7 +155,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
     return stored, about
 
 
-def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> StoredPiece:
+def _stored(entry: Any, offsets: Any, base: int, room: int) -> StoredPiece:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     dtype = DTYPES[entry["dtype"]]
@@ -159,7 +164,7 @@ def _stored(path: Path, entry: Any, offsets: Any, base: int, room: int) -> Store
         raise ValueError("sizes and places must be whole numbers")
     if end - begin != math.prod(shape) * dtype.itemsize or end > room or len(offsets) != len(shape):
         raise ValueError("a tensor whose size does not fit its place")
-    return StoredPiece(path, dtype, shape, tuple(offsets), base + begin)
+    return StoredPiece(dtype, shape, tuple(offsets), base + begin)
 
 
 def _check_boxes(stored: Mapping[str, StoredPiece], wholes: Mapping[str, Sequence[int]]) -> None:
@@ -169,16 +174,81 @@ def _check_boxes(stored: Mapping[str, StoredPiece], wholes: Mapping[str, Sequenc
             raise ValueError(f"a piece of {name!r} outside of its tensor")
 
 
-@dataclass(frozen=True)
+#: What begins so belongs to one file, which is asked for it: the index leaves it out.
+PRIVATE = ".rank."
+
+#: A part of an index: dtype, shape of the whole, names of the tensors that are alike in these and in where
+#: their pieces lie, and the pieces: number of the file, offsets, shape.
+Alike = tuple[str, Sequence[int], Sequence[str], Sequence[tuple[int, Sequence[int], Sequence[int]]]]
+
+
+def summary(pieces: Mapping[str, Piece]) -> list[Any]:
+    """What `joined` needs of a file's pieces, as JSON can hold it."""
+    return _summary((n, p.value.dtype, p.whole, p.offsets, p.value.shape) for n, p in pieces.items())
+
+
+def _summary(pieces: Iterable[tuple[str, torch.dtype, Any, Any, Any]]) -> list[Any]:
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, dtype, *box in pieces:
+        if not name.startswith(PRIVATE):
+            alike.setdefault((_NAMES[dtype], *map(tuple, box)), []).append(name)
+    return [[*box, names] for box, names in alike.items()]
+
+
+def joined(summaries: Iterable[list[Any]]) -> list[Alike]:
+    """The index of all files (in the order of their names) as JSON can hold it: tensors cut alike once."""
+    index: dict[tuple[Any, ...], list[tuple[int, list[int], list[int]]]] = {}
+    for number, entries in enumerate(summaries):
+        for dtype, whole, offsets, shape, names in entries:
+            index.setdefault((dtype, (*whole,), (*names,)), []).append((number, offsets, shape))
+    return [(*alike, boxes) for alike, boxes in index.items()]
+
+
 class Index:
-    """All pieces of a checkpoint by name, whoever wrote them, and each tensor's whole shape."""
+    """All pieces of a checkpoint by name, whoever wrote them; files are opened when they are read.
 
-    pieces: Mapping[str, Sequence[StoredPiece]]
-    wholes: Mapping[str, tuple[int, ...]]
+    `entries` is what `joined` gave. Earlier versions kept none: it is then made of every file's header.
+    """
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor was saved."""
-        return self.pieces[name][0].dtype
+    def __init__(self, folder: Path, files: Iterable[str], entries: Sequence[Alike] | None) -> None:
+        self._paths = [folder / name for name in sorted(files)]
+        self._files: dict[int, tuple[BinaryIO, dict[str, StoredPiece], dict[str, Any]]] = {}
+        self._opened = ExitStack()
+        self._found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+        self._entries = joined(map(_summary_of, self._paths)) if entries is None else entries
+        self._of: dict[str, list[int]] = {}
+        self.wholes: dict[str, tuple[int, ...]] = {}
+        for number, (dtype, whole, names, _) in enumerate(self._entries):
+            for name in names:
+                same = self._of.setdefault(name, [number])
+                known = self._entries[same[0]]
+                if (known[0], *known[1]) != (dtype, *whole):
+                    raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
+                self.wholes[name] = tuple(whole)
+                if number not in same:
+                    same.append(number)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self._opened.close()
+        self._files.clear()
+
+    def _file(self, number: int) -> tuple[BinaryIO, dict[str, StoredPiece], dict[str, Any]]:
+        if number not in self._files:
+            if len(self._files) == _OPEN:
+                self.close()
+            header = read_header(self._paths[number])
+            self._files[number] = (self._opened.enter_context(self._paths[number].open("rb")), *header)
+        return self._files[number]
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What the writer of a file said of it."""
+        return self._file(number)[2]
+
+    def private(self, number: int, name: str) -> Tensor:
+        """A tensor that belongs to one file."""
+        file, stored, _ = self._file(number)
+        return stored[name].read(file, [0] * len(stored[name].shape), stored[name].shape)
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -188,35 +258,41 @@ class Index:
         CheckpointError where the pieces do not cover it.
         """
         whole = self.wholes[name]
-        begin = [0] * len(whole) if offsets is None else list(offsets)
-        size = list(whole) if shape is None else list(shape)
-        out = torch.empty(size, dtype=self.dtype(name))
+        begin = (0,) * len(whole) if offsets is None else tuple(offsets)
+        size = whole if shape is None else tuple(shape)
+        out = torch.empty(size, dtype=DTYPES[self._entries[self._of[name][0]][0]])
         covered = 0
-        for piece in self.pieces[name]:
-            low = [max(a, b) for a, b in zip(begin, piece.offsets)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(begin, size, piece.offsets, piece.shape)]
-            if any(a >= b for a, b in zip(low, high)):
-                continue
+        for number, box, low, high in (one for n in self._of[name] for one in self._touching(n, begin, size)):
+            file, stored, _ = self._file(number)
+            piece = stored.get(name)
+            if piece is None or (piece.dtype, piece.offsets, piece.shape) != (out.dtype, *box):
+                raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
             here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, piece.offsets))
-            out[here] = piece.read()[there]
+            out[here] = piece.read(file, low, high)
             covered += math.prod(b - a for a, b in zip(low, high))
         if covered != out.numel():
             raise CheckpointError(f"the checkpoint holds {covered} of the {out.numel()} elements of {name!r}")
         return out
 
+    def _touching(self, entry: int, begin: Any, size: Any) -> list[tuple[Any, ...]]:
+        """Files with something of a box, their piece, from where to where; once for tensors cut alike."""
+        if (known := self._found.get((entry, begin, size))) is not None:
+            return known
+        found = self._found[entry, begin, size] = []
+        for number, offsets, shape in self._entries[entry][3]:
+            low = [max(a, b) for a, b in zip(begin, offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(begin, size, offsets, shape)]
+            if all(a < b for a, b in zip(low, high)):
+                found.append((number, (tuple(offsets), tuple(shape)), low, high))
+        return found
 
-def index(headers: Sequence[tuple[Mapping[str, StoredPiece], Mapping[str, Any]]]) -> Index:
-    """Gather the headers of all files; CheckpointError where they contradict each other."""
-    pieces: dict[str, list[StoredPiece]] = {}
-    wholes: dict[str, tuple[int, ...]] = {}
-    for stored, about in headers:
-        for name, piece in stored.items():
-            whole = tuple(about["whole"][name])
-            if wholes.setdefault(name, whole) != whole or pieces.get(name, [piece])[0].dtype != piece.dtype:
-                raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
-            pieces.setdefault(name, []).append(piece)
-    return Index(pieces, wholes)
+
+_OPEN = 64  #: Files that an index keeps open: a process may open few.
+
+
+def _summary_of(path: Path) -> list[Any]:
+    stored, about = read_header(path)
+    return _summary((n, p.dtype, about["whole"][n], p.offsets, p.shape) for n, p in stored.items())
 
 
 def packed(value: Any, name: str, pieces: dict[str, Piece]) -> Any:

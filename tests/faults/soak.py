@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HALFSTEP_KERNELS", str(Path(__file__).parents[1] / "kernels.toml"))
@@ -183,11 +184,14 @@ def attempt_leg(folder, ranks, until, chosen, kill):
 def contents(path):
     """Every tensor of a checkpoint as bytes, and what its manifest says of optimizers and session."""
     manifest = json.loads((path / "manifest.json").read_text())
-    headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
-    found = shardfiles.index(headers)
-    tensors = {
-        name: found.read(name).contiguous().view(torch.uint8) for name in found.wholes if found.wholes[name]
-    }
+    found = shardfiles.Index(path, manifest["files"], manifest["index"])
+    tensors = {name: found.read(name) for name in found.wholes if found.wholes[name]}
+    for number in range(len(manifest["files"])):  # and what each rank has of its own, its generators say
+        own: dict[str, shardfiles.Piece] = {}
+        read = partial(found.private, number)
+        shardfiles.packed(shardfiles.unpacked(found.about(number)["own"], read), f"{number}", own)
+        tensors |= {name: piece.value for name, piece in own.items()}
+    tensors = {name: value.contiguous().view(torch.uint8) for name, value in tensors.items()}
     return tensors, manifest["optimizers"], manifest["rest"]
 
 

@@ -62,6 +62,23 @@ def test_only_what_dead_processes_left_is_cleared(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names[:3], "step-5"])
 
 
+def test_what_another_host_left_is_cleared_when_it_is_ours_and_nothing_in_it_changed_for_long(tmp_path):
+    """A host that died used to leave its unfinished folders for good."""
+    marks = {"old": '{"halfstep": "1"}', "new": '{"halfstep": "1"}', "strange": '{"name": "a page"}'}
+    for name, mark in marks.items():
+        folder = tmp_path / f".step-4.{name}-1.tmp"
+        folder.mkdir()
+        for file in ("manifest.json", "rank-00000-of-00001.safetensors"):
+            (folder / file).write_text(mark)
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (0, 0))
+    os.utime(tmp_path / ".step-4.new-1.tmp" / "rank-00000-of-00001.safetensors")  # written this moment
+    session().save(tmp_path / "step-5")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".step-4.new-1.tmp", ".step-4.strange-1.tmp", "step-5",
+    ]  # fmt: skip
+
+
 def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,8 +1,10 @@
 """Checkpoints over ranks: no bit lost on any number of them; a rank killed at any moment costs nothing."""
 
+import json
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfstep as hs
+from halfstep.checkpoint import checksum_of
 from halfstep.distributed import world_size
 from tests.ranks import run, start
 
@@ -207,3 +210,39 @@ def statistics(rank, folder):
 def test_buffers_that_differ_over_ranks_are_all_rank_0s(tmp_path):
     for found in run(statistics, 2, str(tmp_path)):
         assert {name: value.unique().tolist() for name, value in found.items()} == {key: [1] for key in found}
+
+
+def opened(rank, folder):
+    files = set()
+    sys.addaudithook(lambda event, args: files.add(Path(str(args[0])).name) if event == "open" else None)
+    _, _, amp = build("shards")
+    amp.save(Path(folder) / "a")
+    files.clear()
+    amp.load(Path(folder) / "a")
+    return sorted(name for name in files if name.endswith(".safetensors"))
+
+
+def test_a_rank_opens_the_files_that_hold_its_part(tmp_path):
+    """Rank 0 has its rows and what is not cut; rank 1 its rows, and what is not cut from rank 0's file."""
+    first, second = (f"rank-0000{rank}-of-00002.safetensors" for rank in (0, 1))
+    assert run(opened, 2, str(tmp_path)) == [[first], [first, second]]
+
+
+def with_old(rank, folder):
+    model, optimizer, amp = build("shards")
+    amp.save(Path(folder) / "a")
+    before = values(model, optimizer)
+    if rank == 0:
+        manifest = json.loads((Path(folder) / "a" / "manifest.json").read_text())
+        del manifest["sha256"], manifest["index"]
+        text = json.dumps({**manifest, "sha256": checksum_of(manifest)})
+        (Path(folder) / "a" / "manifest.json").write_text(text)
+    torch.distributed.barrier()
+    model, optimizer, amp = build("shards", seed=8)
+    amp.load(Path(folder) / "a")
+    after = values(model, optimizer)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_folder_without_an_index_is_read(tmp_path):
+    assert run(with_old, 2, str(tmp_path)) == [True, True]

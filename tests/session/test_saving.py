@@ -240,7 +240,7 @@ def test_a_flipped_bit_is_found_before_anything_changes(tmp_path, at):
     [
         (
             lambda m: m["files"].update({"../x.safetensors": {"sha256": "", "bytes": 1}}),
-            "outside of the folder",
+            "a file outside of the folder",
         ),
         (lambda m: m.update(format=9), "layout 9"),
         (lambda m: m.pop("files"), "not a manifest"),

@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,8 +89,8 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     placed: Any = t
     whole = tuple(t.shape)
     if local_of(t) is t:
-        mine = number % world_size(group) == rank(group)
-        return Piece(t.detach(), (0,) * len(whole), whole) if mine else None
+        owner = number % world_size(group) if whole else 0  # a rank finds all counts of steps in one file
+        return Piece(t.detach(), (0,) * len(whole), whole) if owner == rank(group) else None
     placements, mesh = placed.placements, placed.device_mesh
     if any(is_strided_shard(p) or p.is_partial() for p in placements):
         raise UnsupportedError(
@@ -253,8 +255,13 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> 
     """
     _make_ready(self)
     path, manifest = checkpoint.read_manifest(Path(path), self.group)
-    headers = [shardfiles.read_header(path / name) for name in sorted(manifest["files"])]
-    found = shardfiles.index(headers)
+    with closing(shardfiles.Index(path, manifest["files"], manifest.get("index"))) as found:
+        return _load(self, manifest, found, schedulers)
+
+
+def _load(
+    self: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
+) -> Loaded:
     _check(self, manifest, found, schedulers)
     rest = shardfiles.unpacked(manifest["rest"], found.read)
     self.load_state_dict(rest["session"])
@@ -264,7 +271,7 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> 
     for scheduler, state in zip(schedulers, rest["schedulers"]):
         scheduler.load_state_dict(state)
     checkpoint.warn_if_threads_differ(manifest["threads"])
-    return Loaded(rest["extra"], _own_part(manifest, headers, found, self.group))
+    return Loaded(rest["extra"], _own_part(manifest, found, self.group))
 
 
 def _check(
@@ -332,9 +339,7 @@ def _load_weights(session: Session, found: shardfiles.Index) -> None:
             local_of(value).copy_(_box(found, name, value))
 
 
-def _own_part(
-    manifest: Mapping[str, Any], headers: Sequence[Any], found: shardfiles.Index, group: Group | None
-) -> Any:
+def _own_part(manifest: Mapping[str, Any], found: shardfiles.Index, group: Group | None) -> Any:
     """Set this rank's random generators; returns its position."""
     here = world_size(group)
     if manifest["ranks"] != here:
@@ -345,6 +350,7 @@ def _own_part(
             stacklevel=4,
         )
         return None
-    own = shardfiles.unpacked(headers[rank(group)][1]["own"], found.read)
+    mine = rank(group)
+    own = shardfiles.unpacked(found.about(mine)["own"], partial(found.private, mine))
     rng.load_random_state(own["random"])
     return own["position"]
