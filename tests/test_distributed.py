@@ -2,15 +2,28 @@
 
 import gc
 import math
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.distributed import all_ranks, compress_hook, global_max, global_norm, shard_groups, world_size
-from halfstep.errors import ConfigError
+from halfstep.distributed import (
+    all_ranks,
+    compress_hook,
+    global_max,
+    global_norm,
+    joined,
+    ordered_hook,
+    shard_groups,
+    watchdog,
+    world_size,
+)
+from halfstep.distributed.hooks import OrderedReduceScatter
+from halfstep.errors import ConfigError, RankError
 from halfstep.gradients.stats import measure, measure_shards
 from halfstep.scaling.grad_scaler import GradScaler
 
@@ -175,3 +188,113 @@ def test_without_a_process_group_nothing_happens():
 def test_hook_wants_16_bits():
     with pytest.raises(ConfigError, match="fp32"):
         compress_hook("fp32")
+
+
+class CountingStore(dist.Store):
+    """A store that counts what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self._kept, self.calls = dist.HashStore(), Counter()
+
+    def _ask(self, what, *args):
+        self.calls[what] += 1
+        return getattr(self._kept, what)(*args)
+
+    def set(self, key, value):
+        return self._ask("set", key, value)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def add(self, key, amount):
+        return self._ask("add", key, amount)
+
+    def check(self, keys):
+        return self._ask("check", keys)
+
+
+@pytest.fixture
+def many_ranks():
+    """This process is rank 0 of 300 that do not exist; gives their store."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    store = CountingStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=300)
+    store.calls.clear()
+    yield store
+    dist.destroy_process_group()
+
+
+def test_a_rank_asks_the_store_how_many_spoke_and_not_each_of_them_again_and_again(many_ranks):
+    """Each of R ranks used to ask for R keys, twenty times a second."""
+    with pytest.raises(RankError, match="did not answer: it was killed"), watchdog(lambda: 3):
+        raise RuntimeError("gloo: connection closed by peer")
+    assert many_ranks.calls.total() < 3 * 300
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_shards_are_measured_all_at_once():
+    """A loop over DTensors took five ops for each."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (300,))
+    grads = [DTensor.from_local(torch.full((2, 3), 1.0), mesh, [Shard(0)]) for _ in range(100)]
+    ops = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        measure_shards(grads)
+    assert ops.total() < 150, ops.most_common(5)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("cuda", [1, "nccl"]), ("cuda:0", ["nccl"]), ("cpu", ["gloo"])]
+)
+def test_torchrun_s_ranks_choose_their_device_before_they_meet(monkeypatch, device, wanted):
+    """All ranks used to compute on the first one."""
+    done = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    monkeypatch.setattr(dist, "init_process_group", done.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with joined(torch.device(device)):
+        assert done == wanted
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_an_ordered_reduction_gives_something_to_wait_for_where_it_is_asked_to():
+    out, parts = torch.empty(2), torch.ones(600)
+    reduce = OrderedReduceScatter()
+    assert reduce(out, parts, dist.group.WORLD, None) is None
+    assert reduce(out, parts, dist.group.WORLD, None, async_op=True).wait() is out
+
+
+def test_what_ddp_is_given_to_wait_for_knows_the_device(monkeypatch):
+    """Without `devices=` a future does not wait for what a device still computes."""
+    given = []
+
+    class Future:
+        def __init__(self, *, devices):
+            given.append(devices)
+
+        def set_result(self, value):
+            pass
+
+    class Bucket:
+        def __init__(self, device):
+            self.device = device
+
+        def buffer(self):
+            return torch.ones(4, device=self.device)
+
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    for device in ("cpu", "meta"):
+        ordered_hook()(None, Bucket(device))
+    assert given == [[], [torch.device("meta")]]

@@ -224,7 +224,7 @@ def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None
 def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:
     found = measured(tmp_path / "k", lambda cls: {"native": 2.0, "rounded": 1.0})
     rows = probes.whole_table(KernelTable((), found.times), torch.bfloat16)
-    classes = probes.all_classes("bf16", torch.get_num_threads())
+    classes = probes.probes.all_classes("bf16", torch.get_num_threads())
     assert len(rows) == len(classes) * len(probes.NEEDS)
 
 
@@ -254,3 +254,19 @@ def test_other_instruction_sets_have_other_files(monkeypatch, no_limits) -> None
         monkeypatch.setenv(variable, "AVX2")
         files.add(probes.times_file())
     assert len(files) == 3
+
+
+def test_a_whole_table_is_measured_for_so_long_and_no_longer():
+    """Ranks wait for it: on a machine under load that was half a minute."""
+
+    def slowly(cls, direction):
+        time.sleep(0.01)
+        return {"native": 9.0, "rounded": 1.0}
+
+    began = time.monotonic()
+    rows = probes.whole_table(KernelTable((), slowly), torch.bfloat16, seconds=0.1)
+    assert time.monotonic() - began < 5
+    assert 1 <= len(rows) < 50
+    shared, last = KernelTable(rows), probes.all_classes("bf16", torch.get_num_threads())[-1]
+    assert shared.choose(last, "iw").is_native
+    assert not shared.choose(rows[0].exact[0], rows[0].exact[1]).is_native

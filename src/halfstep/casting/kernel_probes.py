@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import math
 import threading
 import time
@@ -50,12 +51,14 @@ def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
     )
 
 
-def whole_table(table: KernelTable, dtype: torch.dtype) -> tuple[Row, ...]:
-    """All that a table says of a dtype: what it does not know yet is measured now."""
-    if table.measures:
-        for cls in all_classes(dtype_name(dtype), torch.get_num_threads()):
-            for needs in NEEDS:
-                table.choose(cls, needs)
+def whole_table(table: KernelTable, dtype: torch.dtype, seconds: float = math.inf) -> tuple[Row, ...]:
+    """All that a table says of a dtype: what it does not know yet is measured now, for so many seconds."""
+    until = time.monotonic() + seconds
+    classes = all_classes(dtype_name(dtype), torch.get_num_threads()) if table.measures else ()
+    for cls, needs in itertools.product(classes, NEEDS):
+        if time.monotonic() > until:
+            break
+        table.choose(cls, needs)
     return table.rows
 
 

@@ -86,9 +86,7 @@ def ordered_hook(group: Group | None = None) -> Hook:
 
     def average(state: object, bucket: Any) -> Any:
         buffer: Tensor = bucket.buffer()
-        done: Any = torch.futures.Future()
-        done.set_result(buffer.copy_(_ordered_mean(buffer, group)))
-        return done
+        return _finished(buffer.copy_(_ordered_mean(buffer, group)))
 
     return _for_ddp(average, "average_in_order")
 
@@ -127,12 +125,23 @@ class OrderedReduceScatter:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
-    ) -> None:
-        """Fill `output_tensor` with this rank's part of the mean of all ranks' `input_tensor`."""
+    ) -> Any:
+        """Fill `output_tensor` with this rank's part of the mean of all ranks' `input_tensor`.
+
+        With `async_op` something to wait for is returned, as from torch's own.
+        """
         ranks = world_size(group)
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor / ranks, group=group)
         output_tensor.copy_(_sum_in_order(parts, ranks))
+        return _finished(output_tensor) if async_op else None
+
+
+def _finished(value: Tensor) -> Any:
+    """A future of what has been computed, or will be on a device that runs apart from the host."""
+    done: Any = torch.futures.Future(devices=[] if value.device.type == "cpu" else [value.device])
+    done.set_result(value)
+    return done
 
 
 def _for_ddp(hook: Hook, name: str) -> Hook:

@@ -39,10 +39,16 @@ def started_by_torchrun() -> int:
 
 @contextmanager
 def joined(device: torch.device) -> Generator[None]:
-    """Within, the ranks that torchrun started are one process group; with one rank nothing happens."""
+    """Within, the ranks that torchrun started are one process group; with one rank nothing happens.
+
+    Each computes on the accelerator of its own LOCAL_RANK, unless `device` names one.
+    """
     if started_by_torchrun() == 1 or dist.is_initialized():
         yield
         return
+    unnumbered = device.type != "cpu" and device == torch.device(device.type)
+    if unnumbered and torch.accelerator.device_count() > 1:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield

@@ -28,6 +28,8 @@ _BROKEN = re.compile(
 )  # fmt: skip
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _NUMBERS = itertools.count()
+#: How many ranks have said how they ended.
+_COUNT = "count"
 #: Seconds that a rank waits for what the others have to say of themselves.
 _PATIENCE = 5.0
 
@@ -81,6 +83,7 @@ class _Board:
         """Say what happened to this rank; where the store is gone nobody can be told."""
         with suppress(Exception):
             self._store.set(str(rank()), json.dumps(told))
+            self._store.add(_COUNT, 1)
 
     def verdict(self, step: int, late: bool) -> str:
         """Who spoiled the collective of this step, as a sentence."""
@@ -107,12 +110,14 @@ class _Board:
 
     def _read(self, others: list[int]) -> dict[int, dict[str, Any]]:
         told: dict[int, dict[str, Any]] = {}
-        until = time.monotonic() + _PATIENCE
+        until, known = time.monotonic() + _PATIENCE, 0
         with suppress(Exception):  # the store went with the rank that kept it
             while len(told) < len(others) and time.monotonic() < until:
-                for number in others:
+                count = self._store.add(_COUNT, 0)  # one question, and not one for each rank
+                for number in others if count > known else ():
                     if number not in told and self._store.check([str(number)]):
                         told[number] = json.loads(self._store.get(str(number)))
+                known = count
                 time.sleep(0.05)
         return told
 

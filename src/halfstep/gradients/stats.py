@@ -174,7 +174,8 @@ def measure_shards(
     sets: dict[tuple[Any, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
     for grad in grads:
         if grad is not None:
-            sets.setdefault(distributed.shard_groups(grad), []).append(dense_values(grad.detach()))
+            local = dense_values(distributed.local_of(grad))
+            sets.setdefault(distributed.shard_groups(grad), []).append(local)
     kept = [t for tensors in sets.values() for t in tensors]
     home = home_device(kept) if kept else torch.device("cpu")
     found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
@@ -204,8 +205,7 @@ def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
     full = [t for t in tensors if t.numel()]
     if not full:
         return torch.zeros((), dtype=wide, device=home), torch.zeros((), device=home)
-    squares = [torch.linalg.vector_norm(t, dtype=wide).square().to(home) for t in full]
-    return torch.stack(squares).sum(), _peak(full, home)
+    return _norms(full, home, wide).square().sum(), _peak(full, home)
 
 
 def combine(parts: Sequence[GradStats]) -> GradStats:
@@ -232,11 +232,11 @@ def _gather(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     return torch.stack(list(scalars))
 
 
-def _norms(tensors: list[Tensor], home: torch.device) -> Tensor:
+def _norms(tensors: list[Tensor], home: torch.device, least: torch.dtype = torch.float32) -> Tensor:
     """Return the 2-norm of each tensor, in order (the order decides the last bit of the total)."""
     norms: dict[int, Tensor] = {}
     for places, group in _by_kind(tensors):
-        wide = torch.promote_types(group[0].dtype, torch.float32)
+        wide = torch.promote_types(group[0].dtype, least)
         found = foreach_norm(group, 2, dtype=wide)
         norms.update(zip(places, found, strict=True))
     return _gather([norms[i] for i in range(len(tensors))], home)

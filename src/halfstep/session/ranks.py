@@ -26,6 +26,8 @@ from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
 
 _NUMBERS = itertools.count()
+MEASURING = 10.0
+"""Seconds for which ranks wait at most while the first of them measures kernels."""
 
 
 class RankGuard:
@@ -165,11 +167,16 @@ def joint_group(groups: Sequence[Any]) -> Any:
 
 
 def kernels_of_first_rank(table: KernelTable, compute: torch.dtype, group: Any) -> KernelTable:
-    """The kernels of a group's first rank, on all: measured in whole, so that nothing is open later."""
+    """The kernels of a group's first rank, on all: measured in whole, so that nothing is open later.
+
+    The others wait, so it measures for `MEASURING` seconds at most; what it has not met by then is native.
+    """
     if world_size(group) == 1:
         return table
     first = rank(group) == 0
-    mine = gather((to_plain(whole_table(table, compute)), table.measured) if first else None, group)
+    mine = gather(
+        (to_plain(whole_table(table, compute, MEASURING)), table.measured) if first else None, group
+    )
     rows, measured = mine[0]
     return KernelTable(from_plain(rows), name="of rank 0", measured=measured)
 
