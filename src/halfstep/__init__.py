@@ -22,6 +22,7 @@ from halfstep.errors import (
     UnsupportedError,
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
+from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.lint import Finding, lint
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
@@ -34,7 +35,6 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from halfstep.scaling.outcome import Outcome
 from halfstep.session.prepare import prepare, tune
 from halfstep.session.session import Session
 from halfstep.session.setup import revert

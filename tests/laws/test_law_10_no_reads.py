@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE = Path(halfstep.__file__).parents[1]
 COUNT = """
 import json
+import warnings
 import torch
 from torch import nn
 import halfstep as hs
-from halfstep.scaling import outcome
+from halfstep.gradients import outcome
 from halfstep.numerics import watch
 from halfstep.optim import backends
 from tests import python_device
@@ -63,9 +64,28 @@ def reads(kind, level, dtype, watched=False):
     return len(python_device.host_reads)
 
 
+def reads_of_bare_steps():
+    # The last is skipped; its warning comes when the host knows.
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3)).to("pydev", torch.bfloat16)
+    optimizer = hs.optim.AdamW(model.parameters(), lr=1e-3, clip_norm=0.1, skip_nonfinite=True)
+    x = torch.randn(4, 8, device="pydev").bfloat16()
+    found = []
+    for bad in (1.0, 1.0, 1.0, float("inf")):
+        (model(x).float().square().mean() * bad).backward()
+        python_device.host_reads.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        found.append(len(python_device.host_reads))
+        optimizer.zero_grad()
+    assert not optimizer.outcome.taken
+    return found[2]
+
+
 cases = [(k, level, dtype) for k in ("ours", "torch") for level in ("O1", "O2") for dtype in ("bf16", "fp16")]
 found = {" ".join(case): reads(*case) for case in cases}
 found |= {f"watched {dtype}": reads("ours", "O2", dtype, True) for dtype in ("bf16", "fp16")}
+found["bare"] = reads_of_bare_steps()
 print(json.dumps(found))
 """
 
@@ -89,6 +109,10 @@ def _counted() -> dict[str, int]:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_one_pass_step_reads_nothing(reads, level: str, dtype: str) -> None:
     assert reads[f"ours {level} {dtype}"] == 0
+
+
+def test_a_bare_step_that_clips_and_skips_reads_nothing(reads) -> None:
+    assert reads["bare"] == 0
 
 
 @pytest.mark.parametrize(("level", "masters"), [("O1", 0), ("O2", 1)])

@@ -15,7 +15,8 @@ import halfstep as hs
 from tests.optim import edits
 
 SEEDS = int(os.environ.get("HALFSTEP_LAW_15", "10000"))
-OWN = ("param_groups", "state")
+OWN = ("param_groups", "state", "outcome")
+"""What a step changes; of these it reads the first two."""
 
 
 def released(side, rng):
@@ -56,7 +57,21 @@ def stepped_with_more(side, rng):
     side.optimizer.step(**rng.choice([{"clip_norm": 1.0}, {"look": []}, {"found_inf": True}]))
 
 
+def asked(side, rng):
+    """Clipping and skipping, as a loop that calls a bare step asks for them."""
+    group = rng.choice(side.optimizer.param_groups)
+    group["clip_norm"] = rng.choice([None, 0.1, 1.0])
+    group["skip_nonfinite"] = rng.choice([True, False])
+
+
+def spoiled(side, rng):
+    p = side.pick(rng)
+    if p.grad is not None and p.grad.numel() and p.grad.layout is torch.strided:
+        p.grad = p.grad * rng.choice([float("inf"), float("nan")])
+
+
 EDITS = [*edits.EDITS, released, zeroed, filled, set_through_data, cast, looked_at, stepped_with_more]
+EDITS += [asked, spoiled]
 
 
 def fresh(optimizer):

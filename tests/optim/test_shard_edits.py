@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -205,12 +206,12 @@ def test_a_rank_without_rows_lists_states_in_the_order_of_the_others():
     assert all(torch.equal(gathered[name], expected[name]) for name in expected)
 
 
-def with_partial_sums(rank, clip_norm):
+def with_partial_sums(rank, clip_norm, bare):
     """Replicated weights whose gradients are parts of sums, beside a shard that is empty on one rank."""
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Replicate()])) for size in (4, 7)]
     params.insert(1, nn.Parameter(distribute_tensor(torch.ones(1), mesh, [Shard(0)])))
-    optimizer = hs.optim.SGD(params, lr=0.1, momentum=0.9)
+    optimizer = hs.optim.SGD(params, lr=0.1, momentum=0.9, clip_norm=clip_norm if bare else None)
     for step in range(5):
         for p in params:
             part = torch.full(p.shape, (rank + 1.0) * (step + 1))
@@ -221,7 +222,7 @@ def with_partial_sums(rank, clip_norm):
         if step == 3:  # the sum that measuring made is of before
             optimizer.measure_on_host()
             params[0].grad._local_tensor.mul_(2)
-        optimizer.step(clip_norm=clip_norm)
+        optimizer.step(clip_norm=None if bare else clip_norm)
         optimizer.zero_grad()
     return [whole(p) for p in params]
 
@@ -238,8 +239,36 @@ def in_one_process(clip_norm):
     return [p.detach() for p in params]
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_partial_sums_are_added_up_as_often_on_a_rank_without_rows(clip_norm):
+@pytest.mark.parametrize(("clip_norm", "bare"), [(None, False), (0.5, False), (0.5, True)])
+def test_partial_sums_are_added_up_as_often_on_a_rank_without_rows(clip_norm, bare):
     expected = in_one_process(clip_norm)
-    for found in run(with_partial_sums, 2, clip_norm, seconds=60.0):
+    for found in run(with_partial_sums, 2, clip_norm, bare, seconds=60.0):
         assert all(map(torch.equal, found, expected))
+
+
+def skipped_by_all(rank):
+    """What three bare steps did, the second on an inf in the rows of rank 1, and the weights then."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    optimizer = hs.optim.AdamW([p], lr=0.1, clip_norm=1.0, skip_nonfinite=True)
+    taken = []
+    for step in range(3):
+        p.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        if step == 1 and rank == 1:
+            p.grad._local_tensor[0, 0] = float("inf")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        taken.append(optimizer.outcome.taken)
+    return taken, whole(p)
+
+
+def test_all_ranks_skip_a_bare_step_on_what_one_of_them_found():
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = hs.optim.AdamW([p], lr=0.1, clip_norm=1.0)
+    for _ in range(2):
+        p.grad = torch.ones(4, 3)
+        optimizer.step()
+    for taken, found in run(skipped_by_all, 2, seconds=60.0):
+        assert taken == [True, False, True]
+        assert torch.equal(found, p.detach())

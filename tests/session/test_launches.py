@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import halfstep as hs
 from halfstep.gradients import cuda
 from halfstep.optim import backends
-from halfstep.scaling import outcome
+from halfstep.gradients import outcome
 from tests import python_device
 from tests.gpu.machine import DeviceOps
 

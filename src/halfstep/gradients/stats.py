@@ -35,6 +35,7 @@ __all__ = [
     "measure",
     "measure_shards",
     "measure_whole",
+    "on_host_if_cpu",
     "unscale_",
 ]
 
@@ -83,6 +84,13 @@ def found_inf_of(stats: AnyStats) -> bool | Tensor:
     if isinstance(stats, KernelStats):
         return stats.found_inf
     return ~stats.finite if isinstance(stats.finite, Tensor) else not stats.finite
+
+
+def on_host_if_cpu(stats: AnyStats) -> AnyStats:
+    """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
+    if not isinstance(stats.norm, Tensor) or stats.norm.device.type != "cpu":
+        return stats
+    return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))
 
 
 def check_clip(clip_norm: float | None) -> None:

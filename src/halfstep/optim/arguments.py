@@ -1,6 +1,6 @@
 """What a parameter group may hold: torch's keys, formats, and numbers as Python, numpy or torch has them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,9 @@ def settle_group(group: dict[str, Any]) -> None:
         if name not in ("params", "param_names"):
             group[name] = _without_numpy(value)
     check_storage(group)
+    check_clip(group.setdefault("clip_norm", None))
+    if not isinstance(group.setdefault("skip_nonfinite", False), bool):
+        raise ConfigError(f"skip_nonfinite={show(group['skip_nonfinite'])}: expected True or False")
     if group["differentiable"]:
         raise UnsupportedError(
             "differentiable=True: a step here is no part of a graph; use torch.optim for it"
@@ -114,6 +117,16 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     if _PLAIN.issuperset(map(type, group.values())) and all(type(beta) is float for beta in betas):
         return group
     return {key: _as_number(value) for key, value in group.items() if key != "params"}
+
+
+def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> list[float | None]:
+    """The norm that each group's gradients are clipped to: `clip_norm`, else what the group says."""
+    if clip_norm is not None:
+        return [clip_norm] * len(groups)
+    limits = [group.get("clip_norm") for group in groups]
+    for limit in limits:
+        check_clip(limit)
+    return limits
 
 
 def check_clipping(clip_norm: float, clip_coef: Any, released: bool) -> None:

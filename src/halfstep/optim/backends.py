@@ -53,7 +53,7 @@ class LateErrors:
 
         While a graph is captured it does nothing.
         """
-        if not self._flags or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not self._flags or captures():
             return
         due, self._sent = self._sent, [send_to_host(flag) for flag in self._flags.values()]
         if any(bool(copy.wait()) for copy in due):
@@ -61,6 +61,11 @@ class LateErrors:
             for flag in self._flags.values():
                 flag.zero_()
             raise MasterRangeError(_RANGE)
+
+
+def captures() -> bool:
+    """Whether a CUDA graph is being captured, during which nothing can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def number(value: Factor) -> float:

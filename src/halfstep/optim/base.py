@@ -4,6 +4,7 @@ What is updated and with which scalars is decided here; arithmetic is in referen
 and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
@@ -13,8 +14,17 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of, shard_groups
-from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.gradients.stats import AnyStats, Clip, GradStats, HostStats, found_inf_of, measure_shards
+from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.gradients.outcome import Outcome, OutcomeQueue
+from halfstep.gradients.stats import (
+    AnyStats,
+    Clip,
+    GradStats,
+    HostStats,
+    found_inf_of,
+    measure_shards,
+    on_host_if_cpu,
+)
 from halfstep.optim import (
     algorithms,
     arguments,
@@ -31,7 +41,7 @@ from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Place
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.release import GradientRelease
+from halfstep.optim.release import PARTLY, GradientRelease
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -43,6 +53,7 @@ from halfstep.torch_private import (
 from halfstep.trees import parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
+Work = tuple[Bundle, str, backends.Table | None]
 
 
 class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
@@ -53,6 +64,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
     `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
     CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
+
+    `clip_norm` and `skip_nonfinite` are for loops that call a bare `step()`, a framework's for instance; a
+    session has its own. `clip_norm` clips by the 2-norm of all gradients of the optimizer, as
+    `clip_grad_norm_` does; a group may have its own limit, or None. With `skip_nonfinite=True`, in one group
+    at least, a step on gradients that hold inf or NaN changes nothing. `outcome` then says what the last step
+    did, and a step on such gradients warns; on an accelerator nothing waits for it.
 
     Nothing is remembered between steps: all that one uses stands in `param_groups` and `state` (law 15).
     """
@@ -67,6 +84,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         maximize: bool = False,
         master: str | None = "exact",
         state_dtype: str = "fp32",
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
         release_gradients: bool = False,
         accumulate: str | None = None,
         seed: int = 0,
@@ -84,12 +103,13 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self.release_gradients = release_gradients
         self._prepare()
         how = {"foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable}
-        super().__init__(
-            params, {**defaults, **how, "maximize": maximize, "master": master, "state_dtype": state_dtype}
-        )
+        how |= {"maximize": maximize, "clip_norm": clip_norm, "skip_nonfinite": skip_nonfinite}
+        super().__init__(params, {**defaults, **how, "master": master, "state_dtype": state_dtype})
 
     def _prepare(self) -> None:
-        self._late = backends.LateErrors()
+        self.outcome: Outcome | None = None
+        """What the last step did, where it was asked to clip or to skip; else None."""
+        self._outcomes, self._late = OutcomeQueue(), backends.LateErrors()
         self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None
 
@@ -202,7 +222,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         With a list as `look`, what `measure` would have said before is appended to it, where possible at the
         price of no further pass. `clip_norm`, in place of `clip_coef`, clips their 2-norm to this: it is
         measured first, over all ranks that hold parts of them. ConfigError for one below 0, or both;
-        UnsupportedError for one where gradients were released.
+        UnsupportedError for one where gradients were released. Either replaces the groups' `clip_norm`, and
+        `found_inf` their `skip_nonfinite`: nothing is clipped twice.
         """
         run: Any = OnePassOptimizer._checked_step
         if torch.compiler.is_dynamo_compiling():
@@ -228,6 +249,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
                 loss = closure()
         if (clip_norm := options.get("clip_norm")) is not None:
             arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
+        self.outcome = None
         self._late.check()
         with torch.no_grad():
             self._update(bundles.bundles_of(self.param_groups, self.algorithm), **options)
@@ -246,6 +268,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         skips = any(here) and bool(found_inf)
         return [bundle for bundle, on_host in zip(found, here) if not (skips and on_host)]
 
+    def _skips(self) -> bool:
+        return any(group.get("skip_nonfinite") for group in self.param_groups)
+
     def _update(
         self,
         found: list[Bundle],
@@ -255,50 +280,103 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        """Update these; where kernels of a CPU do it and nothing clips, they look on the way."""
-        if found_inf is not None:
+        """Update these; where kernels of a CPU do it and nothing clips or skips, they look on the way."""
+        limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
+        clips = found_inf is not True and any(limit is not None for limit in limits)
+        skips = found_inf is None and self._skips()
+        decided, clip_coefs = found_inf is not None, [clip_coef] * len(self.param_groups)
+        if found_inf is not None and found_inf is not False:
             found = self._not_skipped(found, found_inf)
+        work = self._completed(found)
+        tables = [table for _, _, table in work if table is not None]
+        alone = self.release is None and 0 < len(tables) == len(found)
+        on_the_way = look is not None and alone and not clips and not skips
+        if clips or skips or (look is not None and not on_the_way):
+            stats = self._combined([table.measure() for table in tables], inv_scale) if alone else None
+            stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
+            if clips:
+                clip_coefs = [None if limit is None else Clip(stats.norm, limit) for limit in limits]
+            if skips:
+                found_inf = found_inf_of(stats)
+                kept = self._not_skipped(found, found_inf)
+                work = [one for one in work if one[0] in kept]
+            if look is not None:
+                look.append(stats)
+            elif not decided:
+                self._conclude(on_host_if_cpu(stats), skips)
+        over = self._run(work, inv_scale, clip_coefs, found_inf, on_the_way)
+        if look is not None and on_the_way:
+            look.append(self._combined([table.totals() for table in tables], inv_scale))
+        backends.check_range(over)
+
+    def _completed(self, found: list[Bundle]) -> list[Work]:
+        """These with all of their states, what runs each, and its table where that is a CPU's kernel."""
         for bundle in found:
             bundle.complete(self.state)
         runners = [backends.runner(self.backend, b.device, b.algorithm.code) for b in found]
-        tables = [backends.Table(bundle) for bundle, runner in zip(found, runners) if runner == "numba"]
-        alone = self.release is None and 0 < len(tables) == len(found)
-        clips = clip_norm is not None and found_inf is not True
-        on_the_way = look is not None and alone and not clips
-        if clips or (look is not None and not on_the_way):
-            stats = self._combined([table.measure() for table in tables], inv_scale) if alone else None
-            stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
-            if clip_norm is not None and clips:
-                clip_coef = Clip(stats.norm, clip_norm)
-            if look is not None:
-                look.append(stats)
-        scalars = inv_scale, clip_coef
-        over: list[Any] = [table.update(scalars, self.seed, on_the_way) for table in tables]
+        return [(b, own, backends.Table(b) if own == "numba" else None) for b, own in zip(found, runners)]
+
+    def _run(
+        self,
+        work: list[Work],
+        inv_scale: Scalar,
+        clip_coefs: Sequence[Factor],
+        found_inf: bool | Tensor | None,
+        look: bool = False,
+    ) -> bool:
+        """Update these, whose groups have a clip factor each; true where one left its master's range."""
+        over: list[Any] = []
         away: dict[tuple[int, torch.device], list[Bundle]] = {}
-        for bundle, runner in zip(found, runners):
-            if runner == "triton":
+        for bundle, runner, table in work:
+            scalars = inv_scale, clip_coefs[bundle.number]
+            if table is not None:
+                over.append(table.update(scalars, self.seed, look))
+            elif runner == "triton":
                 away.setdefault((bundle.number, bundle.device), []).append(bundle)
-            elif runner == "reference" and bundle.device.type == "cpu":
+            elif bundle.device.type == "cpu":
                 over.append(backends.by_reference(bundle, scalars, None, self.seed))
-            elif runner == "reference":
+            else:
                 self._late.add(backends.by_reference(bundle, scalars, found_inf, self.seed))
-        for own in away.values():
+        for (number, _), own in away.items():
+            scalars = inv_scale, clip_coefs[number]
             backends.by_kernels(own, scalars, found_inf, self.seed, self._plans, self._late)
-        if look is not None and on_the_way:
-            look.append(self._combined([table.totals() for table in tables], inv_scale))
-        backends.check_range(any(map(bool, over)))
+        return any(map(bool, over))
+
+    def _conclude(self, stats: AnyStats, skips: bool) -> None:
+        """Keep the outcome of a bare step; warn of gradients that were not finite once the host knows."""
+        taken = stats.finite if skips else True
+        reason = PARTLY if self.release is not None and taken is False else None
+        self.outcome = Outcome(
+            taken=taken, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, reason=reason
+        )
+        if not backends.captures() and not all(r.finite for r in self._outcomes.push(self.outcome)):
+            how = "and was skipped" if skips else "and was taken: skip_nonfinite=True skips such steps"
+            warnings.warn(
+                f"a step of {type(self).__name__} had gradients that hold inf or NaN, {how}; "
+                "optimizer.outcome says so after each step",
+                HalfstepWarning,
+                stacklevel=2,
+            )
 
     @torch.no_grad()
-    def release_one(self, p: Tensor, inv_scale: Scalar, clip_coef: Factor) -> GradStats | None:
+    def release_one(
+        self, p: Tensor, inv_scale: Scalar, norm: Tensor | None, limit: float | None
+    ) -> GradStats | None:
         """`measure` and `step` for one parameter; None where it has no gradient.
 
-        With `inv_scale` given, nothing changes where the gradient is not finite.
+        It is clipped as gradients of this `norm` are, to `limit` or what its group has. With `inv_scale`
+        given, or where a group skips, nothing changes where the gradient is not finite.
         """
         found = bundles.bundles_of(self.param_groups, self.algorithm, p)
         if not found:
             return None
         stats = backends.measure_all(found[0].grads.tensors, inv_scale, self.backend, self._plans)
-        self._update(found, inv_scale, clip_coef, None if inv_scale is None else found_inf_of(stats))
+        found_inf = found_inf_of(stats) if inv_scale is not None or self._skips() else None
+        if found_inf is not None:
+            found = self._not_skipped(found, found_inf)
+        limits = arguments.limits_of(self.param_groups, limit)
+        clip_coefs = [None if norm is None or one is None else Clip(norm, one) for one in limits]
+        backends.check_range(self._run(self._completed(found), inv_scale, clip_coefs, found_inf))
         return stats
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
@@ -491,6 +569,8 @@ class Keeping(TypedDict, total=False):
     maximize: bool
     master: str | None
     state_dtype: str
+    clip_norm: float | None
+    skip_nonfinite: bool
     release_gradients: bool
     accumulate: str | None
     seed: int
@@ -547,7 +627,8 @@ class AdamW(Adam):
     separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
     None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments (where rows are
     shorter than 16, as in vectors, "8bit" keeps bf16: exponents would take as much). `seed` keys the random
-    rounding. `release_gradients`, `accumulate` and `backend` as in `OnePassOptimizer`.
+    rounding. `clip_norm`, `skip_nonfinite`, `release_gradients`, `accumulate` and `backend` as in
+    `OnePassOptimizer`.
     `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
     `amsgrad=True` runs in plain torch, several times slower, with fp32 states. Of torch's arguments about how
     a step runs, `foreach`, `fused` and `capturable` are taken and change nothing: one fused pass does it.

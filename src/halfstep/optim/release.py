@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep.gradients.stats import Clip, GradStats, combine
+from halfstep.gradients.stats import GradStats, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
+
+#: Why a step with released gradients counts as skipped.
+PARTLY = (
+    "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
+    "were updated"
+)
 
 
 class GradientRelease:
@@ -41,7 +47,8 @@ class GradientRelease:
     def configure(self, inv_scale: float | Tensor | None = None, clip_norm: float | None = None) -> None:
         """Set what the next backward passes use: the inverse loss scale, and the norm to clip to.
 
-        With `inv_scale` given, a tensor whose gradient is not finite is skipped; without, none is.
+        With `inv_scale` given, or with `skip_nonfinite` in a group of the optimizer, a tensor whose gradient
+        is not finite is skipped. `clip_norm` replaces that of the groups.
         """
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm={clip_norm}: must be above 0")
@@ -80,10 +87,7 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or self._holding:
             return
-        clip = None
-        if self.clip_norm is not None and self._last_norm is not None:
-            clip = Clip(self._last_norm, self.clip_norm)
-        stats = optimizer.release_one(p, self._inv_scale, clip)
+        stats = optimizer.release_one(p, self._inv_scale, self._last_norm, self.clip_norm)
         if stats is not None:
             self._seen.append(stats)
             p.grad = None

@@ -1,5 +1,6 @@
 """Loss scales, the scaler with torch's interface, and what a step's outcome was."""
 
+from halfstep.gradients.outcome import Outcome
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
@@ -10,7 +11,6 @@ from halfstep.scaling.loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
-from halfstep.scaling.outcome import Outcome
 from halfstep.scaling.skips import SkipCount
 
 __all__ = [

@@ -33,6 +33,7 @@ from halfstep.errors import (
     UnsupportedError,
     show,
 )
+from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
@@ -43,7 +44,6 @@ from halfstep.scaling.loss_scale import (
     LossScale,
     NoLossScale,
 )
-from halfstep.scaling.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.skips import SkipCount
 from halfstep.torch_private import pytree
 from halfstep.trees import gradients_of, home_device, multiply, parameters_of, reciprocal
@@ -284,6 +284,9 @@ class GradScaler(torchs.GradScaler):
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
         stats = None if closure else measure_whole(gradients_of(optimizer), stages=self._norm_group)
         result = optimizer.step(*args, **kwargs)
+        if isinstance(own := getattr(optimizer, "outcome", None), Outcome):  # of one that skips by itself
+            own.result = result
+            return own
         stats = stats or measure_whole(gradients_of(optimizer), stages=self._norm_group)
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result

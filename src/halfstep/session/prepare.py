@@ -108,12 +108,19 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
 def check_parts(
     precision: Precision, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise ConfigError where an optimizer has masters already, or parameters of another model or in fp64."""
+    """Raise ConfigError where an optimizer has masters or clips already, or parameters that do not fit."""
     for index, optimizer in enumerate(optimizers):
         if any(isinstance(p, Master) for p in parameters_of(optimizer)):
             raise ConfigError(
                 f"optimizer {index} ({type(optimizer).__name__}) already has master weights: "
                 "revert() the earlier session or MasterWeights first"
+            )
+        own = [k for k in ("clip_norm", "skip_nonfinite") if any(g.get(k) for g in optimizer.param_groups)]
+        if own and isinstance(optimizer, HasMasters):
+            raise ConfigError(
+                f"optimizer {index} ({type(optimizer).__name__}) has {' and '.join(own)}, for loops that "
+                "call its own step(): leave it out and write prepare(skip_nonfinite=True) and "
+                "amp.step(clip_norm=...)"
             )
     check_parameters(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())

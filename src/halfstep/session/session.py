@@ -25,13 +25,14 @@ from halfstep.checkpoint import Background
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
+from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
+from halfstep.optim.release import PARTLY
 from halfstep.optim.replicas import tell_of_wraps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
-from halfstep.scaling.outcome import Outcome, OutcomeQueue
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import saving
 from halfstep.session.checks import (
@@ -74,12 +75,6 @@ Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Listener = Callable[["Session", Outcome], None]
 EarlyListener = Callable[["Session", torch.optim.Optimizer], None]
-
-#: Why a step with released gradients counts as skipped.
-PARTLY = (
-    "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
-    "were updated"
-)
 
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000

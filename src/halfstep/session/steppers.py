@@ -25,6 +25,7 @@ from halfstep.gradients.stats import (
     clip_coefficient,
     measure,
     measure_shards,
+    on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
@@ -92,7 +93,7 @@ class Stepper:
         params = parameters_of(self.optimizer)
         sets = dict.fromkeys(shard_groups(p) for p in params)
         stats = measure_shards([p.grad for p in params], inv_scale, sets, stages=self.norm_group)
-        return _on_host_if_cpu(stats)
+        return on_host_if_cpu(stats)
 
 
 class OnePassStepper(Stepper):
@@ -131,7 +132,7 @@ class OnePassStepper(Stepper):
         known = self.optimizer.measure_on_host(inv_scale)
         if known is not None:
             return known
-        return _on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
+        return on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
@@ -147,8 +148,8 @@ class OnePassStepper(Stepper):
         if self.norm_group is not None or self.releases:
             return super().look_and_update(inv_scale, needs_amax, clip_norm)
         found: list[AnyStats] = []
-        self.optimizer.step(inv_scale=inv_scale, look=found, clip_norm=clip_norm)
-        return _on_host_if_cpu(found[0])
+        self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=found, clip_norm=clip_norm)
+        return on_host_if_cpu(found[0])
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -266,8 +267,8 @@ def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -
         if math.isfinite(norm):
             return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
     if any(local_of(g) is not g for g in gradients):
-        return _on_host_if_cpu(measure_shards(gradients, inv_scale))
-    return _on_host_if_cpu(measure(gradients, inv_scale))
+        return on_host_if_cpu(measure_shards(gradients, inv_scale))
+    return on_host_if_cpu(measure(gradients, inv_scale))
 
 
 def _complete(
@@ -285,10 +286,3 @@ def _complete(
     factor = 1.0 if inv_scale is None else float(inv_scale)
     amax = max(known.amax, rest.amax or 0.0) * factor if needs_amax else None
     return GradStats(True, math.hypot(known.norm, rest.norm) * factor, amax)
-
-
-def _on_host_if_cpu(stats: AnyStats) -> AnyStats:
-    """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
-    if not isinstance(stats.norm, Tensor) or stats.norm.device.type != "cpu":
-        return stats
-    return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))

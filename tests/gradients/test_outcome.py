@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from halfstep.devices.transfer import send_to_host
-from halfstep.scaling import outcome as outcome_module
-from halfstep.scaling.outcome import Outcome, OutcomeQueue
+from halfstep.gradients import outcome as outcome_module
+from halfstep.gradients.outcome import Outcome, OutcomeQueue
 
 
 def outcome(finite: bool = True, **kwargs) -> Outcome:
