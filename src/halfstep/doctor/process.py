@@ -171,7 +171,6 @@ def answer(value: Any) -> None:
 def _wait_for_orders(end: Connection) -> Again:
     """In the waiting child: fork a copy for each order; returns in the copies only."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself says what an interrupt means
         run = os.getppid()
         while True:
             while not end.poll(2.0):
@@ -195,7 +194,7 @@ def _wait_for_orders(end: Connection) -> Again:
     return order
 
 
-_START = "import sys; from halfstep.doctor.process import carry_out; carry_out(sys.argv[1])"
+_START = "import sys; from halfstep.doctor.process import carry_out; carry_out(sys.argv[1], int(sys.argv[2]))"
 
 
 class Enough(BaseException):
@@ -234,8 +233,9 @@ def in_words(error: BaseException, steps: int) -> str:
     return f"{type(error).__name__} after {steps} steps: {said}{where}"
 
 
-def carry_out(folder: str) -> None:
+def carry_out(folder: str, pipe: int) -> None:
     """Calls what lies in a folder and leaves there what it gives: what a fresh process does."""
+    _end_with(pipe)
     run = pickle.loads((Path(folder) / "run").read_bytes())
     (Path(folder) / "found").write_bytes(pickle.dumps(run()))
 
@@ -249,6 +249,10 @@ def can_copy() -> bool:
     return can_fork() and threading.active_count() == 1 and not torch.accelerator.is_available()
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a patient run; `args` hold what that gave in the end, and what it said."""
+
+
 def run_in_process(
     run: Callable[[], Any],
     environment: Mapping[str, str],
@@ -259,55 +263,94 @@ def run_in_process(
     """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
 
     `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
-    `patient`: Ctrl-C, which both processes get, is the other one's affair; only a second one ends it.
+    The process has a session of its own, so that Ctrl-C reaches this one alone, and ends when this one does.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, or a second one where the run is `patient`, which the first one ends as it
+            would a script. That raises `Interrupted` afterwards, where the run gave something.
     """
+    interrupted = False
+    ours, theirs = os.pipe()[::-1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run").write_bytes(pickle.dumps(run))
         with (folder / "said").open("wb") as errors:
             if forked:
-                _copied(name, errors.fileno(), patient)
+                child = _Copy(name, errors.fileno(), ours, theirs)
+                wait = _Copy.wait
             else:
-                command = [sys.executable, "-c", _START, name]
-                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
-                try:
-                    wait(child)
-                except KeyboardInterrupt:
-                    if not patient:
-                        raise
-                    child.wait()
-                finally:
-                    child.kill()
-                    child.wait()
+                child = subprocess.Popen(
+                    [sys.executable, "-c", _START, name, str(theirs)],
+                    stdout=subprocess.DEVNULL, stderr=errors, env=environment, pass_fds=[theirs],
+                    start_new_session=True,
+                )  # fmt: skip
+            try:
+                wait(child)
+            except KeyboardInterrupt:
+                if not patient:
+                    raise
+                interrupted = True
+                child.send_signal(signal.SIGINT)
+                child.wait()
+            finally:
+                child.kill()
+                child.wait()
+                os.close(ours)
+                os.close(theirs)
         result = folder / "found"
         found = pickle.loads(result.read_bytes()) if result.exists() else None
-        return found, (folder / "said").read_text(encoding="utf-8", errors="replace")
+        said = (folder / "said").read_text(encoding="utf-8", errors="replace")
+    if interrupted:
+        raise KeyboardInterrupt if found is None else Interrupted(found, said)
+    return found, said
 
 
-def _copied(folder: str, errors: int, patient: bool) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    copy = os.fork()
-    if copy == 0:
-        _run_here(folder, errors)
-    try:
-        os.waitpid(copy, 0)
-    except KeyboardInterrupt:
-        if not patient:
-            os.kill(copy, signal.SIGKILL)
-        os.waitpid(copy, 0)
-        if not patient:
-            raise
+class _Copy:
+    """A copy of this process that does what lies in a folder, with the methods of a Popen."""
+
+    def __init__(self, folder: str, errors: int, ours: int, theirs: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._process = os.fork()
+        self._over = False
+        if self._process == 0:
+            os.setsid()
+            os.close(ours)
+            _run_here(folder, errors, theirs)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        if not self._over:
+            os.waitpid(self._process, 0)
+            self._over = True
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if not self._over:
+            os.kill(self._process, number)
+
+    def kill(self) -> None:
+        """End it now."""
+        self.send_signal(signal.SIGKILL)
 
 
-def _run_here(folder: str, errors: int) -> None:
+def _end_with(pipe: int) -> None:
+    """Ends this process when the other end of the pipe is closed: its holder has ended, however it did."""
+    import fcntl
+
+    signal.signal(signal.SIGIO, lambda *_: os._exit(1))
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _run_here(folder: str, errors: int, pipe: int) -> None:
     """In the copy: do what lies in the folder, and end without what this process would do."""
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(errors, 2)
         atexit._clear()  # what the first process does at its end is not for its copy
-        carry_out(folder)
+        carry_out(folder, pipe)
         code = 0
     except BaseException:
         traceback.print_exc()

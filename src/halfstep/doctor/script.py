@@ -27,7 +27,7 @@ from halfstep.doctor.document import INTERRUPT, Document, keep_latest
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
 from halfstep.doctor.mend import as_diff, mended, planned
-from halfstep.doctor.process import Found, Order, run_in_process
+from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
 
@@ -293,7 +293,11 @@ def _in_process(order: Order) -> tuple[Any, str]:
 
 def _first_run(order: Order, label: str) -> Found | str:
     """This rank's run. A str says why there is nothing."""
-    found, said = _in_process(order)
+    try:
+        found, said = _in_process(order)
+    except Interrupted as ended:  # also where the script went on, or ended well
+        found, said = ended.args
+        found.document.ended_by = INTERRUPT
     if found is None:
         last = (said.strip().splitlines() or ["no message"])[-1]
         return f"{label} could not be run: {last}"
