@@ -112,11 +112,35 @@ WRITTEN = {
     "both operands": (("full_here", "mul", "", 1), "y = a * (b + 1)", "y = a.float() * ((b + 1).float())"),
     "in place": (("full_here", "add", "", 1), "y += x", "y = y.float() + (x)"),
     "a method": (("full_here", "sum", "", 1), "y = x.half().sum(-1)", "y = x.half().float().sum(-1)"),
-    "a product": (("scale", "matmul", "", 1, 4), "y = q @ k", "y = (((q * 2.0**-4) @ k).float() * 2.0**4)"),
+    "a product": (
+        ("scale", "matmul", "", 1, 4, False),
+        "y = q @ k",
+        "y = (((q * 2.0**-4) @ k).float() * 2.0**4)",
+    ),
     "a factor that is a sum": (
-        ("scale", "mul", "", 1, 4),
+        ("scale", "mul", "", 1, 4, False),
         "y = (a + b) * c",
         "y = (((((a + b) * 2.0**-4)) * c).float() * 2.0**4)",
+    ),
+    "a module with a bias": (
+        ("scale", "linear", "", 1, 4, True),
+        "y = self.a(x)",
+        "y = ((self.a((x * 2.0**-4)).float() - self.a.bias) * 2.0**4 + self.a.bias)",
+    ),
+    "a function with a bias": (
+        ("scale", "linear", "", 1, 4, True),
+        "y = F.linear(x, w, b)",
+        "y = ((F.linear((x * 2.0**-4), w, b).float() - b) * 2.0**4 + b)",
+    ),
+    "a softmax by hand": (
+        ("shift", "exp", "", 1, -1),
+        "e = (q @ k).exp()",
+        "e = (((q @ k) - (q @ k).amax(-1, keepdim=True))).exp()",
+    ),
+    "logsumexp by hand": (
+        ("logsumexp", "exp", "", 1, 1, 1),
+        "y = torch.log(torch.exp(a + b).sum(1))",
+        "y = torch.logsumexp(a + b, 1)",
     ),
     "a divisor": (("clamp", "div", "", 1, 1e-4), "y = a / (b - c)", "y = a / ((b - c).clamp_min(0.0001))"),
     "an epsilon": (("epsilon", "add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
@@ -184,3 +208,18 @@ def test_a_rate_of_an_optimizer_in_an_object_is_held_back(tmp_path, monkeypatch)
     script = named("learning_rate_spike")
     document = examined(script.text, tmp_path / "x.py", script.steps, monkeypatch, diff=True)
     assert "+            for group, most in zip(self.opt.param_groups, (0.01,)):\n" in document.diff
+
+
+def test_that_there_is_nothing_to_write_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    path = tmp_path / "train.py"
+    loop = "for i in range(3):\n    w.square().sum().backward()\n    opt.step()\n    opt.zero_grad()\n"
+    head = "import torch\nw = torch.nn.Parameter(torch.ones(3))\nopt = torch.optim.SGD([w], lr=0.1)\n"
+    path.write_text(f"{head}loss = torch.nn.BCELoss()\n{loop}")
+    assert main(["doctor", str(path), "--diff"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "the doctor wrote no cure: what lint found stands with its cure above" in said.err
+    path.write_text(head + loop)
+    assert main(["doctor", str(path), "--diff"]) == 0
+    assert "the doctor found nothing to cure" in capsys.readouterr().err

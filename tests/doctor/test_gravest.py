@@ -118,7 +118,7 @@ def test_a_dynamic_scale_is_not_offered_where_the_scale_is_dynamic():
     model = nn.Linear(4, 2)
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16")
     moving = larger_scale(4, StepParticipants(None, [amp]))
-    assert moving.code == "hs.prepare(..., loss_scale=hs.DynamicLossScale(2.68435e+08))"
+    assert moving.code == "hs.prepare(..., loss_scale=hs.DynamicLossScale(268435456))"
     amp.revert()
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16", loss_scale=8.0)
     assert 'loss_scale="dynamic"' in larger_scale(4, StepParticipants(None, [amp])).code

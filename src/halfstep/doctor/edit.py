@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from halfstep.numerics.cures import over
 from halfstep.numerics.fault import Fault, Spec
 from halfstep.numerics.uncast import low_ops
 from halfstep.policy.op_names import canonical_op
@@ -139,8 +140,12 @@ def _of_an_op(text: str, spec: Spec, fault: Fault, code: str) -> Iterator[str]:
     if kind == "epsilon":
         yield from _with_epsilon(text, line, amount[0])
         return
+    if kind == "logsumexp":
+        yield from _with_logsumexp(text, line, *amount)
+        return
     text = _unfolded(text, line)
-    change: Callable[..., None] = {"scale": _scaled, "clamp": _clamped}.get(kind, _widened)
+    changes = {"scale": _scaled, "clamp": _clamped, "shift": _shifted}
+    change: Callable[..., None] = changes.get(kind, _widened)
     script = Script(text)
     sites = _sites(script, op, line, fault.module)
     whose = (slice(1), slice(None), slice(1, None))  # the least that may be it first
@@ -210,9 +215,34 @@ def _widened(script: Script, node: Any, operands: list[ast.expr], amount: Any, c
 
 
 def _scaled(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
+    bits, has_bias = amount
     for operand in operands[:1]:
-        _then(script, operand, f" * 2.0**-{amount[0]:g})", "(")
-    script.around(node, "((", f").float() * 2.0**{amount[0]:g})")
+        _then(script, operand, f" * 2.0**-{bits:g})", "(")
+    if not has_bias:
+        script.around(node, "((", f").float() * 2.0**{bits:g})")
+        return
+    given = next((k.value for k in node.keywords if k.arg == "bias"), None) or [*node.args, None, None][2]
+    bias = f"{script.of(node.func)}.bias" if given is None else script.of(given)
+    script.around(node, "((", f".float() - {bias}) * 2.0**{bits:g} + {bias})")
+
+
+def _shifted(script: Script, node: Any, operands: list[ast.expr], amount: list[int], code: str) -> None:
+    dim = f"{over(amount)}, " if amount else ""
+    for operand in operands[:1]:
+        x = script.of(operand) if isinstance(operand, _ATOMS) else f"({script.of(operand)})"
+        script.swap(operand, f"({x} - {x}.amax({dim}keepdim=True))")
+
+
+def _with_logsumexp(text: str, line: int, last: int, *dims: int) -> Iterator[str]:
+    """torch's function where the logarithm stands, of what the exponential is taken of."""
+    for keep in ("", ", keepdim=True"):
+        script = Script(text)
+        for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
+            if _on(exp, line) and _on(log, last) and dims:
+                of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
+                x = exp.args[0] if of_torch else getattr(exp.func, "value", None)
+                script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
+        yield script.text()
 
 
 def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:

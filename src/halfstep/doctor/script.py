@@ -144,8 +144,8 @@ def _by_rank(number: int, text: str | None) -> str:
     return f"rank {number}: {text}" if world_size() > 1 else str(text)
 
 
-#: Lines of a script's warnings that are shown.
-_WARNINGS = 5
+#: Lines of a script's warnings that are shown, and letters of each.
+_WARNINGS, _LONGEST = 5, 300
 
 
 def examine_script(
@@ -182,14 +182,23 @@ def examine_script(
     alone = world_size() == 1
     order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
     document = _examined(order, label or str(path))
+    document.lint = [*dict.fromkeys(findings), *document.lint]
     attempt = partial(_tried, order, document)
     try:
         document.diff = as_diff(path, text, mended(text, document, attempt)) if diff else ""
         document.plan = planned(text, document, attempt) if plan else ""
     except KeyboardInterrupt:
         document.ended_by = INTERRUPT
-    document.lint = [*dict.fromkeys(findings), *document.lint]
+    if (diff or plan) and not document.faults:
+        document.notes.append(_nothing_to_write(document))
     return document
+
+
+def _nothing_to_write(document: Document) -> str:
+    what = "found nothing to cure"
+    if document.lint:
+        what = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
+    return f"the doctor {what}"
 
 
 def _tried(order: Order, document: Document, text: str) -> Document | None:
@@ -315,4 +324,6 @@ def _warnings(text: str) -> list[str]:
     """The script's own warnings on standard error, each once."""
     lines = [line.strip() for line in text.splitlines() if "Warning" in line or "WARNING" in line]
     lines = [re.sub(r"^\S*/(?:in_script\.py:\d+: |(?=[^/\s]+:\d+: ))", "", line) for line in lines]
-    return [line[:300] for line in dict.fromkeys(lines)][:_WARNINGS]
+    short = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..." for line in dict.fromkeys(lines)]
+    more = len(short) - _WARNINGS
+    return short[:_WARNINGS] + ([f"and {more} other things"] if more > 0 else [])

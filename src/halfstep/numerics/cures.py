@@ -8,7 +8,7 @@ the words of the front door through which the script trains (`Terms`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -168,13 +168,13 @@ Placed = AbstractContextManager[Any]
 class AtLocation(TorchFunctionMode):
     """Runs one call (by its source line and op name) through `change`; everything else as it is.
 
-    `met`: whether that call was made.
+    `met`: whether that call was made. Without a file it is every call in a region.
     """
 
     def __init__(self, op: str, file: str, line: int, change: Callable[..., Any]) -> None:
         super().__init__()
         self._op, self._where, self._change = op, (file, line), change
-        self.met = False
+        self.met = not file
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,16 +182,24 @@ class AtLocation(TorchFunctionMode):
             return run_backward(self, func, args, kwargs)
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
-            _, file, line = look()
-            if (file, line) == self._where:
+            here = look()[1:] if self._where[0] else ("", 0 if _in_region() else -1)
+            if here == self._where:
                 self.met = True
                 return self._change(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _autocast_off() -> AbstractContextManager[Any]:
+def _device() -> str:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.autocast(device.type if device is not None else "cpu", enabled=False)
+    return device.type if device is not None else "cpu"
+
+
+def _in_region() -> bool:
+    return torch.is_autocast_enabled(_device())
+
+
+def _autocast_off() -> AbstractContextManager[Any]:
+    return torch.autocast(_device(), enabled=False)
 
 
 def _to_fp32(x: Any) -> Any:
@@ -204,9 +212,19 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _scaled(bits: float, func: Any, args: Any, kwargs: Any) -> Any:
-    out = func(args[0] * 2.0**-bits, *args[1:], **kwargs)
-    return out.float() * 2.0**bits
+def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> Any:
+    place = next(i for i, x in enumerate(args) if isinstance(x, Tensor))
+    out = func(*args[:place], args[place] * 2.0**-bits, *args[place + 1 :], **kwargs).float()
+    bias = (
+        kwargs.get("bias", args[2] if len(args) > 2 else None) if func is torch.nn.functional.linear else None
+    )
+    return out * 2.0**bits if bias is None else (out - bias.float()) * 2.0**bits + bias.float()
+
+
+def _shifted(*given: Any) -> Any:
+    *dims, func, args, kwargs = given
+    x = args[0]
+    return func(x - x.detach().amax(dims, keepdim=True), *args[1:], **kwargs)
 
 
 def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
@@ -225,6 +243,11 @@ def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         args[0] = args[0].clamp_max(value) if op == "exp" else args[0].clamp_min(value)
     return func(*args, **kwargs)
+
+
+def over(dims: Sequence[int]) -> str:
+    """Dimensions as a script writes them; nothing for all."""
+    return ", ".join(map(str, dims)) if len(dims) < 2 else f"({', '.join(map(str, dims))})"
 
 
 @contextmanager
@@ -386,6 +409,21 @@ class _Both:
         self._around.close()
 
 
+def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int, *dims: int) -> Placed:
+    """The logarithm of a sum of what `op` made on a line, taken on the line `last`, by torch's function."""
+    given: list[Tensor] = []
+
+    def remember(func: Any, args: Any, kwargs: Any) -> Any:
+        given[:] = args[:1]
+        return func(*args, **kwargs)
+
+    def take(func: Any, args: Any, kwargs: Any) -> Any:
+        (x,) = given
+        return torch.logsumexp(x, dims or tuple(range(x.dim())), keepdim=args[0].dim() == x.dim())
+
+    return _Both(AtLocation(op, file, line, remember), AtLocation("log", file, last, take))
+
+
 def lowest_scale(parts: StepParticipants) -> Placed | None:
     """The loss scale at the least it may become; None where it does not go down by itself."""
     now, least = scale_now(parts)
@@ -412,7 +450,9 @@ def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
         return None
     op, file, line, *amount = rest
     by_policy = _full_by_policy(parts, op) if kind == "full" else None
-    return by_policy or AtLocation(op, file, line, partial(_AT_SITE[kind], *amount))
+    if by_policy is not None:  # a region that was opened before has read the policy as it was
+        return _Both(by_policy, AtLocation(op, "", 0, _in_fp32))
+    return AtLocation(op, file, line, partial(_AT_SITE[kind], *amount))
 
 
 _ANYWHERE: dict[str, Callable[..., Placed | None]] = {
@@ -420,9 +460,11 @@ _ANYWHERE: dict[str, Callable[..., Placed | None]] = {
     "loss_scale": lift_loss_scale,
     "loss": _Divided,
     "rate": _NoFaster,
+    "logsumexp": _logsumexp,
 }
 _AT_SITE: dict[str, Callable[..., Any]] = {
     "full": _in_fp32, "full_here": _in_fp32, "scale": _scaled, "epsilon": _with_epsilon, "clamp": _clamped,
+    "shift": _shifted,
 }  # fmt: skip
 
 
@@ -455,9 +497,11 @@ def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     return _cure((("bf16",), text, terms_of(parts, in_region).bf16))
 
 
-def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -> list[Cure]:
+def _for_range(
+    node: Node, cause: Cause, parts: StepParticipants, root: float, later: Sequence[Node]
+) -> list[Cure]:
     if cause.format not in ("fp16", "e4m3fn", "e5m2"):
-        return _for_wide_range(node, cause, parts)
+        return _for_wide_range(node, cause, parts, later)
     bits = max(1, math.ceil(math.log2(cause.times or 2)) + 1)
     cures: list[Cure] = []
     if cause.weight:
@@ -468,12 +512,23 @@ def _for_range(node: Node, cause: Cause, parts: StepParticipants, root: float) -
         cures += _lower_scale(parts, bits)
     if node.op != "cast" and not _adds_gradients(node):
         cures.append(_full(node, parts))
-    if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum", "baddbmm") and node.phase != "backward":
-        text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
-        cures.append(_cure((_spec("scale", node, bits), text, f"x * 2**-{bits}")))
+    if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum") and node.phase != "backward":
+        cures.append(_scale_around(node, bits, later))
     if node.op == "exp" and node.phase != "backward":
-        cures.append(_smaller_exponent(node, cause))
+        cures.append(_smaller_exponent(node, cause, later))
     return [*cures, to_bf16(parts, node.location.in_region)]
+
+
+def _scale_around(node: Node, bits: int, later: Sequence[Node]) -> Cure:
+    """Smaller by a power of two before an op, and larger by it after; its bias stays as it is."""
+    of_the_call = (n for n in (node, *later) if n.location.call == node.location.call)
+    added = node.op == "linear" and any(n.base.startswith("add") for n in of_the_call)
+    text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
+    code = f"{node.op}(x * 2**-{bits}).float() * 2**{bits}"
+    if added:
+        text += ", but for its bias"
+        code = f"(linear(x * 2**-{bits}).float() - linear.bias) * 2**{bits} + linear.bias"
+    return _cure((_spec("scale", node, bits, added), text, code))
 
 
 def _adds_gradients(node: Node) -> bool:
@@ -530,13 +585,13 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
 def _scale_written(parts: StepParticipants, value: float) -> str:
     """Another loss scale in the words of the script; a dynamic one only where there is none."""
     terms = terms_of(parts, True)
-    return (terms.begin if parts.scale_moves else terms.scale).format(f"{value:g}")
+    return (terms.begin if parts.scale_moves else terms.scale).format(f"{value:.17g}")
 
 
-def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
+def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants, later: Sequence[Node]) -> list[Cure]:
     clip = terms_of(parts, node.location.in_region).clip
     if node.op == "exp" and node.phase != "backward":
-        return [_smaller_exponent(node, cause)]
+        return [_smaller_exponent(node, cause, later)]
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
         return [Cure("advice", text, clip)]
@@ -595,7 +650,7 @@ def _instead_of_log(node: Node) -> list[Cure]:
     return []
 
 
-def _for_mathematics(node: Node, cause: Cause) -> list[Cure]:
+def _for_mathematics(node: Node, cause: Cause, later: Sequence[Node]) -> list[Cure]:
     if "softmax" in node.base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
         return [Cure("advice", text + _here(node.location))]
@@ -615,28 +670,57 @@ def _for_mathematics(node: Node, cause: Cause) -> list[Cure]:
     if node.phase != "backward" and node.base.endswith(_NORMS):
         text = f"give the normalisation a variance to divide by{_here(node.location)}"
         return [Cure("advice", text, "eps=1e-5")]
-    return [*_instead_of_log(node), *_away_from_the_edge(node, cause)]
+    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, later)]
 
 
 #: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
 _EXPONENTS = {"fp16": (10.0, 4.0)}
 
 
-def _smaller_exponent(node: Node, cause: Cause) -> Cure:
+#: Ops that leave a ratio to a sum, or the logarithm of that but for a constant, as it is.
+_IN_PROPORTION = ("mul", "where", "masked_fill", "_to_copy", "bmm", "mm", "add")
+
+
+def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int, ...]]:
+    """What makes a softmax of what an op gave, or the logarithm of its sum, and that sum's dimensions."""
+    made, sums, dims = {node.index}, set[int](), ()
+    for one in later if node.phase == "forward" else ():
+        of = [-1 if parent is None else parent[0].index for parent in one.parents] or [-1]
+        if one.base == "sum" and of[0] in made and one.tensors()[0].shape == node.outs[0].shape:
+            dims = tuple(one.args[1] or ()) if len(one.args) > 1 else ()
+            sums.add(one.index)
+        elif (one.base == "div" and of[0] in made and of[-1] in sums) or (
+            one.base == "log" and of[0] in sums
+        ):
+            return one, dims
+        elif one.func.is_view or one.base in _IN_PROPORTION:
+            for kind in (made, sums):
+                kind |= {one.index} if kind.intersection(of) else set()
+    return None, ()
+
+
+def _smaller_exponent(node: Node, cause: Cause, later: Sequence[Node] = ()) -> Cure:
     name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
-
+    last, dims = _by_hand(node, later)
+    if last is not None and last.base == "log":
+        text = f"take logsumexp in place of the log of a sum of exponentials{_here(last.location)}"
+        spec = ("logsumexp", *_spec("", node)[1:], last.location.line, *dims)
+        return _cure((spec, text, f"torch.logsumexp({name or 'x'}, dim={over(dims) or '...'})"))
     said = f"keep what exp is taken of below {{:g}}, before exp and not after it{_here(node.location)}"
-    limits = _EXPONENTS.get(cause.format, (80.0, 20.0))
-    return _cure(
-        *((_spec("clamp", node, x), said.format(x), f"{name or 'x'}.clamp(max={x:g})") for x in limits)
-    )
+    x, limits = name or "x", _EXPONENTS.get(cause.format, (80.0, 20.0))
+    doses = [(_spec("clamp", node, k), said.format(k), f"{x}.clamp(max={k:g})") for k in limits]
+    if last is not None:
+        text = f"subtract the largest before exp, as softmax does{_here(node.location)}: the ratio stays"
+        dim = f"{over(dims)}, " if dims else ""
+        doses.insert(0, (_spec("shift", node, *dims), text, f"torch.exp({x} - {x}.amax({dim}keepdim=True))"))
+    return _cure(*doses)
 
 
-def _away_from_the_edge(node: Node, cause: Cause) -> list[Cure]:
+def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) -> list[Cure]:
     floats = [t for t in node.tensors() if t.is_floating_point()]
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
-        return [_smaller_exponent(node, cause)]
+        return [_smaller_exponent(node, cause, later)]
     if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
@@ -648,11 +732,17 @@ def _away_from_the_edge(node: Node, cause: Cause) -> list[Cure]:
 
 
 def propose(
-    node: Node, cause: Cause, parts: StepParticipants, root: float = 0.0, culprit: Node | None = None
+    node: Node,
+    cause: Cause,
+    parts: StepParticipants,
+    root: float = 0.0,
+    culprit: Node | None = None,
+    later: Sequence[Node] = (),
 ) -> list[Cure]:
     """The cures worth trying for this op and cause, cheapest first.
 
-    `root`: the loss, scaled; `culprit`: the earlier op at fault, where it is not this one.
+    `root`: the loss, scaled; `culprit`: the earlier op at fault, where it is not this one; `later`: the ops
+    that ran after it.
     """
     if cause.kind == "learning rate":
         return [Cure("advice", "check the schedule: what it divides by, and its range", "math.isfinite(lr)")]
@@ -660,11 +750,11 @@ def propose(
         text = "keep optimizer state in fp32: fp32 master weights"
         return [_cure((("masters",), text, terms_of(parts).masters)), to_bf16(parts)]
     if cause.kind == "range":
-        return _for_range(node, cause, parts, root)
+        return _for_range(node, cause, parts, root, later)
     if cause.kind == "precision":
         return _for_precision(node, culprit or node, cause, parts)
     if cause.kind == "mathematics":
-        return _for_mathematics(node, cause)
+        return _for_mathematics(node, cause, later)
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"

@@ -108,7 +108,8 @@ class Cause:
 class Cure:
     """What to change.
 
-    `kind`: full, scale, epsilon, clamp, loss, loss_scale, bf16, masters, rate, data or advice.
+    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, data or
+    advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
     them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
     plain values, of which `cures.placed` puts each in place in any process, the weakest first; `doses`: text
@@ -300,7 +301,7 @@ class Fault:
 #: Cures that may have to be in place from the start of the run.
 FROM_START = ("bf16", "masters", "rate")
 #: Cures that change one op where it stands.
-OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp")
+OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp", "shift", "logsumexp")
 
 
 @dataclass(frozen=True)

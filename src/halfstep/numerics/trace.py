@@ -423,7 +423,7 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
         cause = _outside(node, tape, parts, batch)
     else:
         cause, culprit = _inside(node, tape, parts)
-    cures = propose(node, cause, parts, tape.root_amax, culprit)
+    cures = propose(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :])
     carried = tuple(
         dict.fromkeys(
             f"{n.phase}: {n.op} in {n.location.module or 'root'}"
@@ -456,7 +456,8 @@ def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | No
         node = tape.candidates[real[0]]
         cause, culprit = explain(node, tape.originals)
         if cause.kind == "range":
-            bad = _bad_op(node, cause, propose(node, cause, parts, culprit=culprit), spoiled, ())
+            cures = propose(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :])
+            bad = _bad_op(node, cause, cures, spoiled, ())
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
             return replace(bad, hidden=text)

@@ -1,0 +1,120 @@
+"""What a cure says is what it does: the text, the trial and the diff change the same thing, and no other."""
+
+import pytest
+import torch
+
+from halfstep.doctor import script as _script
+from halfstep.doctor.edit import written
+from halfstep.numerics.cures import placed
+from halfstep.numerics.fault import WORKS
+from halfstep.numerics.snapshot import StepParticipants
+from tests.doctor.test_diff import examined, fault
+
+HEAD = """
+import torch, halfstep as hs
+from torch import nn
+import torch.nn.functional as F
+
+torch.manual_seed(1)
+"""
+
+LOOP = (
+    HEAD
+    + """
+net = nn.Linear(8, 8)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+DEFINE
+for i in range(8):
+    x = torch.randn(6, 8) * (900.0 if i == 4 else 1.0)
+    opt.zero_grad()
+    loss = made(net(x))
+    loss.backward()
+    opt.step()
+"""
+)
+
+BY_HAND = {
+    "a softmax": ("e = torch.exp(z)\n    return (e / e.sum(-1, keepdim=True))[:, 0].mean()", "shift"),
+    "a weighted softmax": (
+        "e = z.exp() * torch.linspace(0.5, 1.0, 8)\n    return (e / e.sum(1, keepdim=True)).square().mean()",
+        "shift",
+    ),
+    "a masked softmax": (  # the largest may be masked, and is no measure of the others then
+        "e = z.exp() * (torch.arange(8) < 5)\n    return (e / e.sum(1, keepdim=True)).square().mean()",
+        "clamp",
+    ),
+    "attention": ("e = z.exp()\n    return ((e @ z.T @ z) / e.sum(1, keepdim=True)).abs().mean()", "shift"),
+    "logsumexp": ("e = z.exp()\n    return (e.sum(-1).log() - z[:, 0]).mean()", "logsumexp"),
+    "logsumexp in a line": ("return torch.log(torch.exp(z * 2).sum(1, keepdim=True)).mean()", "logsumexp"),
+    "an exponential": ("return (1 + z.exp()).log().mean()", "clamp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_softmax_by_hand_is_shifted_and_a_logsumexp_is_torchs(name, tmp_path, monkeypatch):
+    body, kind = BY_HAND[name]
+    text = LOOP.replace("DEFINE", f"def made(z):\n    {body}")
+    document = examined(text, tmp_path / "train.py", 8, monkeypatch, diff=True)
+    first = document.faults[0].cures[0]
+    assert (first.specs[0][0], first.status) == (kind, WORKS)
+    assert document.diff
+
+
+def test_a_scale_around_a_layer_leaves_its_bias_alone(tmp_path, monkeypatch):
+    """In the trial as in the text: the layer gives what it gave, in fp32."""
+    path = tmp_path / "layer.py"
+    path.write_text("def run(layer, x):\n    return layer(x)\n")
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    layer.bias.data.fill_(100.0)
+    spec = ("scale", "linear", str(path), 2, 3, True)
+
+    def run(text):
+        space = {}
+        exec(compile(text, str(path), "exec"), space)
+        return space["run"](layer, x)
+
+    plain = run(path.read_text())
+    with placed(spec, StepParticipants(None, [layer])):
+        tried = run(path.read_text())
+    edited = run(next(written(path.read_text(), spec, fault())))
+    assert torch.allclose(tried, plain, rtol=1e-5)
+    assert torch.equal(edited, tried)
+
+
+STORED = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x).float() / 1e4)
+
+model = Net()
+model.a.weight.data *= 1e4
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+amp = hs.prepare(model, opt, dtype="fp16", loss_scale=1024.0)
+model.forward = amp.autocast()(model.forward)
+for i in range(8):
+    x = torch.randn(6, 8) * (10 if i == 3 else 1)
+    loss = model(x).float().square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+)
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_a_policy_is_tried_in_a_region_that_was_opened_before(way, tmp_path, monkeypatch):
+    document = examined(STORED, tmp_path / "train.py", 8, monkeypatch, copies=way)
+    first = document.faults[0].cures[0]
+    assert (first.code, first.verdict) == ('hs.prepare(..., policy="full=linear")', "works over 4 steps")
+
+
+def test_warnings_that_are_cut_or_left_out_say_so():
+    said = "\n".join(f"train.py:{i}: UserWarning: {'long ' * 80 if i == 0 else i}" for i in range(8))
+    told = _script._warnings(said)
+    assert told[0].endswith("long ...") or told[0].endswith("...")
+    assert told[-1] == "and 3 other things"
