@@ -6,7 +6,7 @@ import torch
 from halfstep.doctor import script as _script
 from halfstep.doctor.edit import written
 from halfstep.numerics.cures import placed
-from halfstep.numerics.fault import WORKS
+from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.snapshot import StepParticipants
 from tests.doctor.test_diff import examined, fault
 
@@ -110,7 +110,7 @@ for i in range(8):
 def test_a_policy_is_tried_in_a_region_that_was_opened_before(way, tmp_path, monkeypatch):
     document = examined(STORED, tmp_path / "train.py", 8, monkeypatch, copies=way)
     first = document.faults[0].cures[0]
-    assert (first.code, first.verdict) == ('hs.prepare(..., policy="full=linear")', "works over 4 steps")
+    assert (first.code, first.verdict) == ('hs.prepare(..., policy="full=linear")', "works over 5 steps")
 
 
 def test_warnings_that_are_cut_or_left_out_say_so():
@@ -118,3 +118,34 @@ def test_warnings_that_are_cut_or_left_out_say_so():
     told = _script._warnings(said)
     assert told[0].endswith("long ...") or told[0].endswith("...")
     assert told[-1] == "and 3 other things"
+
+
+BLOWS_UP = (
+    HEAD
+    + """
+w = nn.Parameter(torch.ones(4))
+opt = torch.optim.SGD([w], lr=1e-6)
+for i in range(12):
+    d = torch.full((4,), 0.0 if i >= 5 else 1.0)
+    opt.zero_grad()
+    loss = (w / d).square().mean()
+    loss.backward()
+    opt.step()
+"""
+)
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_a_cure_with_which_the_loss_blows_up_does_not_help(way, tmp_path, monkeypatch):
+    """Every value stays finite in the few steps of the trial."""
+    document = examined(BLOWS_UP, tmp_path / "train.py", 12, monkeypatch, copies=way)
+    assert [(c.kind, c.status) for c in document.faults[0].cures] == [("clamp", FAILS)]
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_the_first_cure_that_works_is_tried_for_the_rest_of_the_steps(way, tmp_path, monkeypatch):
+    text = LOOP.replace("DEFINE", "def made(z):\n    return (1 + z.exp()).log().mean()").replace(
+        "range(8)", "range(30)"
+    )
+    document = examined(text, tmp_path / "train.py", 20, monkeypatch, copies=way)
+    assert document.faults[0].cures[0].verdict == "works over 16 steps"

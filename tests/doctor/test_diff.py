@@ -92,7 +92,7 @@ def test_the_plan_alone_cures_an_overflow_in_a_module(tmp_path, monkeypatch):
     (rule,) = hs.Plan.read(plan).rules
     assert (rule.pattern, {op: r.value for op, r in rule.ops.items()}) == ("a", {"linear": "full"})
     assert rule.reason.startswith("step 4, train.py:11: range: the result reaches")
-    assert rule.reason.endswith("; works over 4 steps")
+    assert rule.reason.endswith("; works over 5 steps")
     planned = text.replace("loss_scale=1024.0", f"loss_scale=1024.0, plan={str(plan)!r}")
     assert not examined(text, path, 8, monkeypatch).healthy
     assert examined(planned, path, 8, monkeypatch).healthy

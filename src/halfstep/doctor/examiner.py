@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -277,7 +278,8 @@ class Examiner:
         self.ended_by = "script"
         self._steps = order.steps or _TO_THE_END
         self._lint = LintProbe()
-        self._copied = False
+        self._copied = 0.0
+        """When this process became a copy; 0 in the run itself."""
         self._signed = False
         self._took_effect: Callable[[], bool] | None = None
         self._copies = Copies(self)
@@ -294,7 +296,8 @@ class Examiner:
         again = self.asked
         if again is not None:
             whole = again.from_start and self.ledger.now.number >= self._steps
-            return self.done > again.at + again.more or whole
+            late = self._copied and time.monotonic() - self._copied > again.seconds / 3
+            return self.done > again.at + again.more or whole or bool(late)
         return self.ledger.now.number >= self._steps
 
     # What the hooks report.
@@ -489,6 +492,7 @@ class Examiner:
             if note.bad and (index >= again.at or (again.from_start and not self.ledger.settled(index)))
         ]  # fmt: skip
         bad += [] if again.taped is None or not showed.faults else [again.taped]
+        bad += [again.at] if again.cure is not None and self.ledger.blew_up(again.at) else []
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
         showed.steps = len(self.ledger.notes) - (0 if again.from_start else again.at)
@@ -520,7 +524,7 @@ class Examiner:
 
     def become_copy(self, again: Again) -> None:
         """This process is a copy now, made to run steps again."""
-        self.asked, self._copied = again, True
+        self.asked, self._copied = again, time.monotonic()
         self._go_on()
 
     def _reach(self, again: Again) -> None:

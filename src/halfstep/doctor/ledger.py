@@ -264,6 +264,11 @@ class Ledger:
         at = next(place for place, (_, loss) in enumerate(kept) if loss > 10 * first)
         return kept[max(0, at - 1)][0], first, last
 
+    def blew_up(self, at: int) -> bool:
+        """Whether the loss grew out of all proportion to what it was up to the step with this index."""
+        losses = [abs(n.loss) if n.loss is not None and math.isfinite(n.loss) else 0.0 for n in self.notes]
+        return len(losses) - at > 2 and min(losses[-2:]) > _BLOWN * max(*losses[: at + 1], 1e-3)
+
     def grown(self) -> float:
         """By how many times the weights have grown since the first step, before they were not finite."""
         sizes = [note.size for note in self.notes if note.size > 0 and math.isfinite(note.size)]

@@ -309,7 +309,7 @@ class Again:
     """What to run again: the step with index `at` and `more` steps after it.
 
     `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
-    the index of a step to tape. `seconds`: after how long a copy is ended.
+    the index of a step to tape. `seconds`: after how long a copy is ended; after a third it begins no step.
     """
 
     at: int = 0
@@ -322,7 +322,8 @@ class Again:
 
 @dataclass
 class Seen:
-    """What running again showed. `bad_at`: the first step from `at` on that was bad; None if all were well.
+    """What running again showed. `bad_at`: the first step from `at` on that was bad, `at` where the loss blew
+    up; None if all were well.
 
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
     down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
@@ -346,12 +347,17 @@ class Rerun(Protocol):
         ...
 
 
-def try_cures(fault: Fault, again: Again, rerun: Rerun) -> list[Fault]:
+def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[Fault]:
     """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
 
-    Where no change to the step works alone and another fault shows behind the first, both are cured together.
+    The first that works is tried for the `rest` of the steps. Where no change to the step works alone and
+    another fault shows behind the first, both are cured together.
     """
-    behind = [try_cure(cure, fault, again, rerun) for cure in fault.cures]
+    behind = list[Fault | None]()
+    for cure in fault.cures:
+        known = fault.phase != "forward" or any(one.status == WORKS for one in fault.cures)
+        longer = again if known else replace(again, more=max(again.more, rest))
+        behind.append(try_cure(cure, fault, longer, rerun))
     if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
         pair = _with_a_second(fault, again, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
@@ -429,8 +435,8 @@ def alike(one: Fault, other: Fault) -> bool:
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
-#: Steps that must be well after a bad one for a cure of it to work.
-_AFTER = 3
+#: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many.
+_AFTER, _REST = 3, 40
 
 
 @dataclass(frozen=True)
@@ -484,9 +490,10 @@ class Inquiry:
             known.remove(twin)
         known.append(fault)
         taped = not suspect.bad or fault.underflow or bool(fault.hidden)
-        more = max(0, min(self._steps - suspect.number - 1, 2 * _AFTER if suspect.spoiled else _AFTER))
+        rest = max(0, self._steps - suspect.number - 1)
+        more = min(rest, 2 * _AFTER if suspect.spoiled else _AFTER)
         again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
-        self._add_behind(try_cures(fault, again, self._rerun))
+        self._add_behind(try_cures(fault, again, self._rerun, min(rest, _REST)))
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Tries the cures that need a run of their own; `whole`: to the end of the run."""
