@@ -7,7 +7,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.doctor.ledger import Ledger, Note
 from halfstep.numerics.cures import larger_scale, lift_loss_scale
-from halfstep.numerics.fault import Cause, Fault
+from halfstep.numerics.fault import WORKS, Cause, Fault
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.trace import first_bad_op
@@ -74,6 +74,35 @@ def test_a_fault_that_follows_a_run_of_skips_at_once_leads(way, tmp_path, monkey
     document = examine(script, tmp_path, monkeypatch, way)
     check(script, document)
     assert "12 of 12 steps skipped" in "\n".join(document.verdict)
+
+
+LIKE_THE_START = """
+import torch, halfstep as hs
+from torch import nn
+
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+amp = hs.prepare(model, opt, dtype="fp16", loss_scale=hs.DynamicLossScale(2.0**24))
+for i in range(14):
+    with amp.autocast():
+        out = model(torch.randn(6, 8))
+    loss = out.float().square().mean()
+    if i >= 6:
+        loss = loss + (loss - loss).sqrt()  # HERE
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+@pytest.mark.parametrize("way", ["copies", "anew"])
+def test_a_fault_that_spoils_what_the_skips_before_it_spoiled_leads(way, tmp_path, monkeypatch):
+    """Nothing but the op tells them apart; a run of skips is traced again, ever more seldom."""
+    script = zoo.Script("like", LIKE_THE_START, -1, "backward", "", ("sqrt",), ("mathematics",))
+    document = examine(script, tmp_path, monkeypatch, way)
+    check(script, document)
+    assert document.faults[0].step == 7
+    assert [(c.kind, c.status) for c in document.faults[0].cures] == [("clamp", WORKS)]
 
 
 @pytest.mark.parametrize("way", ["copies", "anew"])

@@ -467,7 +467,8 @@ class Examiner:
         if self.asked is not None:
             return
         before = self.ledger.notes[index - 1] if index else Note(0)
-        other = note.bad != before.bad or not note.ill <= before.ill
+        run = self.ledger.bad_run()
+        other = note.bad != before.bad or not note.ill <= before.ill or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what was spoiled stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
             self._suspect(Suspect(index, note.number, note.bad, note.spoiled))

@@ -217,6 +217,10 @@ class Ledger:
                 count += 1
         return count
 
+    def bad_run(self) -> int:
+        """How many steps up to now were bad without a good one between them."""
+        return sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.notes)))
+
     def since(self, name: str, step: int) -> int | None:
         """From which step on a parameter has been about as large as it was at `step`; None if always."""
         history = [(index, amax) for index, amax in self.weights.get(name, []) if index < len(self.notes)]

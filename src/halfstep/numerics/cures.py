@@ -524,7 +524,7 @@ def _scale_around(node: Node, bits: int, later: Sequence[Node]) -> Cure:
     of_the_call = (n for n in (node, *later) if n.location.call == node.location.call)
     added = node.op == "linear" and any(n.base.startswith("add") for n in of_the_call)
     text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
-    code = f"{node.op}(x * 2**-{bits}).float() * 2**{bits}"
+    code = f"torch.{node.op}(x * 2**-{bits}, y).float() * 2**{bits}"
     if added:
         text += ", but for its bias"
         code = f"(linear(x * 2**-{bits}).float() - linear.bias) * 2**{bits} + linear.bias"
@@ -724,7 +724,7 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
-    code = f"{name}.clamp_min(1e-4)"
+    code = f"{name or 'x'}.clamp_min(1e-4)"
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")

@@ -415,7 +415,8 @@ def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, in
     if tried.bad_at is None:
         return WORKS, tried.steps, None
     if tried.bad_at == again.at:
-        if fault.phase != "forward" or not tried.falls or spec[0] in FROM_START:
+        of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
+        if not of_values or not tried.falls or spec[0] in FROM_START:
             return FAILS, 0, None
         lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
         well = lowest is not None and lowest.applied and lowest.bad_at is None
