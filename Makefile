@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test suite pages test-long test-all check docs machines torches package bench gpu paper soak clean
+.PHONY: demo test suite pages test-long test-all check docs screens machines torches package bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -44,6 +44,9 @@ test-all: test test-long  ## the exhaustive runs: all bit patterns, every law br
 
 docs: .venv/dev.stamp  ## the site, offline, warnings as errors; open build/site/index.html
 	$(BIN)/python docs/build.py build/site
+
+screens: .venv/dev.stamp  ## pictures of commands, reports and site to look at, in build/screens; needs chromium
+	$(BIN)/python docs/take_screens.py build/screens
 
 machines: .venv/dev.stamp  ## both commands under every instruction set that this processor can show
 	$(BIN)/python .ci/machines.py

@@ -1,9 +1,11 @@
 """Build the site: python docs/build.py [FOLDER]. Warnings are errors; nothing is fetched.
 
-Beside the pages it writes llms.txt: every page with its first sentence, for readers that are programs.
+Beside the pages it writes llms.txt: every page with its first sentence, for readers that are programs. It
+copies each page as Markdown too: install.html stands beside install.md.
 """
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +41,8 @@ def main(out: str = str(DOCS / "_build")) -> int:
     done = build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), out])
     if done == 0:
         (Path(out) / "llms.txt").write_text(llms(), encoding="utf-8")
+        for page in DOCS.rglob("*.md"):
+            shutil.copyfile(page, Path(out) / page.relative_to(DOCS))
     return done
 
 

@@ -15,8 +15,8 @@ import halfstep as hs
 HEAD = """\
 # The API
 
-Generated from the docstrings by `python docs/generate_api.py`; do not edit. First paragraphs only:
-`help(name)` shows all. Words are explained in [Concepts](concepts.md).
+Generated from the docstrings by `python docs/generate_api.py`; do not edit. Of methods it has the first
+paragraph: `help(name)` shows all. Words are explained in [Concepts](concepts.md).
 """
 MODULES = (
     "halfstep.devices",
@@ -76,10 +76,11 @@ def options_of(parameter: inspect.Parameter) -> list[str]:
     return [f"{name}: {type_text(kind)} = ..." for name, kind in given[0].__annotations__.items()]
 
 
-def signature_text(thing: Any, *, bound: bool = False) -> str:
-    """`(x: int, *, y: str = "a") -> bool`; `bound` drops the first parameter."""
+def parameters_text(thing: Any, *, bound: bool = False) -> tuple[list[str], str]:
+    """The parameters of a signature, one text each, and the result; `bound` drops the first one."""
     signature = inspect.signature(thing)
     given = list(signature.parameters.values())[1 if bound else 0 :]
+    given = [p for p in given if "Never" not in str(p.annotation)]  # what only catches wrong calls
     parts: list[str] = []
     for i, parameter in enumerate(given):
         keyword_only = parameter.kind is PARAMETER.KEYWORD_ONLY
@@ -88,14 +89,79 @@ def signature_text(thing: Any, *, bound: bool = False) -> str:
         parts += ["*"] if (keyword_only or options) and not after_star else []
         parts += options or [parameter_text(parameter)]
     result = signature.return_annotation
-    arrow = "" if result in (inspect.Signature.empty, None, "None") else f" -> {type_text(result)}"
+    return parts, "" if result in (inspect.Signature.empty, None, "None") else f" -> {type_text(result)}"
+
+
+def signature_text(thing: Any, *, bound: bool = False) -> str:
+    """`(x: int, *, y: str = "a") -> bool` on one line; `bound` drops the first parameter."""
+    parts, arrow = parameters_text(thing, bound=bound)
     return f"({', '.join(parts)}){arrow}"
+
+
+def signature_block(name: str, thing: Any) -> list[str]:
+    """The signature as code, a line for each parameter where one line would be too long."""
+    parts, arrow = parameters_text(thing)
+    arrow = "" if inspect.isclass(thing) else arrow
+    line = f"{name}({', '.join(parts)}){arrow}"
+    if len(line) > 90:
+        line = "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){arrow}"])
+    return ["```text", line, "```", ""]
+
+
+SECTION = re.compile(r"^(Args|Raises|Returns|Yields):$")
+
+
+def sections(thing: Any) -> tuple[str, dict[str, list[tuple[str, str]]]]:
+    """A docstring: its text without sections, and the (name, text) entries of each section."""
+    text: list[str] = []
+    found: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] | None = None
+    for line in inspect.cleandoc(own_doc(thing)).splitlines():
+        header = SECTION.match(line)
+        if header:
+            current = found.setdefault(header[1], [])
+        elif current is None or (line and not line.startswith(" ")):
+            current = None
+            text.append(line)
+        elif entry := re.match(r" {4}(\*{0,2}\w+): (.*)", line):
+            current.append((entry[1], entry[2]))
+        elif line.strip() and current:
+            current[-1] = (current[-1][0], f"{current[-1][1]} {line.strip()}")
+    return "\n".join(text), found
+
+
+def own_doc(thing: Any) -> str:
+    """The docstring of a thing itself, not one that it inherits."""
+    return (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
+
+
+def body(thing: Any) -> list[str]:
+    """A docstring as markdown: paragraphs, examples as code, and a list for each section."""
+    text, found = sections(thing)
+    arguments = found.setdefault("Args", [])
+    for parameter in inspect.signature(thing).parameters.values() if callable(thing) else ():
+        given = typing.get_args(parameter.annotation)
+        if options_of(parameter):
+            arguments += sections(given[0])[1].get("Args", [])
+    lines: list[str] = []
+    for block in re.split(r"\n\s*\n", text.strip()):
+        code = block.lstrip().startswith(">>>")
+        lines += ["```pycon", inspect.cleandoc(block), "```", ""] if code else [escaped(block), ""]
+    for title, entries in found.items():
+        if entries:
+            shown = "Arguments" if title == "Args" else title
+            lines += [f"{shown}:", "", *(f"- `{name}`: {escaped(words)}" for name, words in entries), ""]
+    return lines
 
 
 def paragraph(thing: Any) -> str:
     """The first paragraph of a docstring on one line, safe for markdown outside of code spans."""
-    words = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    parts = re.split(r"(`[^`]*`)", words)
+    return escaped((inspect.getdoc(thing) or "").split("\n\n")[0])
+
+
+def escaped(text: str) -> str:
+    """Text on one line, in which only code spans are markdown."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(p if p.startswith("`") else re.sub(r"[*<]", r"\\\g<0>", p) for p in parts)
 
 
@@ -126,15 +192,13 @@ def member_line(name: str, member: Any) -> str:
 def class_lines(name: str, cls: type) -> list[str]:
     """A class: how it is made, what it is, what it offers."""
     if issubclass(cls, enum.Enum):
-        return [f"### `{name}`", "", paragraph(cls), "", *(f"- `{name}.{row.name}`" for row in cls)]
-    made = "" if issubclass(cls, Exception) or getattr(cls, "_is_protocol", False) else signature_text(cls)
-    made = made.removesuffix(" -> None")
-    lines = [f"### `{name}{made}`", "", paragraph(cls), ""]
+        return [f"### `{name}`", "", paragraph(cls), "", *(f"- `{name}.{row.name}`" for row in cls), ""]
     if issubclass(cls, Exception):
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
-        return [*lines[:2], f"{lines[2]} Bases: {bases}.", ""]
+        return [f"### `{name}`", "", f"{paragraph(cls)} Bases: {bases}.", ""]
+    made = [] if getattr(cls, "_is_protocol", False) else signature_block(name, cls)
     bullets = [member_line(*member) for member in members(cls)]
-    return [*lines, *bullets, ""] if bullets else lines
+    return [f"### `{name}`", "", *made, *body(cls), *(["Members:", "", *bullets, ""] if bullets else [])]
 
 
 def entry(name: str, thing: Any) -> list[str]:
@@ -147,7 +211,7 @@ def entry(name: str, thing: Any) -> list[str]:
         return [f"### `{name}`", "", f"A table with the rows {', '.join(f'`{key}`' for key in thing)}.", ""]
     if not inspect.isroutine(thing):
         return [f"### `{name}`", "", f"The {'type' if callable(thing) else 'constant'} `{thing}`.", ""]
-    return [f"### `{name}{signature_text(thing)}`", "", paragraph(thing), ""]
+    return [f"### `{name}`", "", *signature_block(name, thing), *body(thing)]
 
 
 def anchor(heading: str) -> str:

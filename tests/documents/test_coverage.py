@@ -8,13 +8,14 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "coverage.md"
+SUPPORT = TESTS.parent / "docs" / "support.md"
 LATER = {"fp8 policy"}
 
 
-def tables():
+def tables(page=PAGE):
     """The rows of each table as (first, second, last) cells."""
     found, rows = [], []
-    for line in [*PAGE.read_text().splitlines(), ""]:
+    for line in [*page.read_text().splitlines(), ""]:
         if line.startswith("|"):
             rows.append([cell.strip() for cell in line.strip("|").split("|")])
         elif rows:
@@ -53,6 +54,7 @@ def test_both_tables_are_whole():
 
 
 NAMING = [row for row in ROWS if row[1] not in LATER] + [row for row in APEX if "CUDA only" not in row[-1]]
+NAMING += tables(SUPPORT)[-1]
 
 
 @pytest.mark.parametrize("row", NAMING, ids=lambda row: row[-2])

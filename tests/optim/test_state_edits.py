@@ -188,7 +188,7 @@ def test_what_a_state_lacks_or_has_in_the_wrong_shape_is_named():
     p, optimizer = stepped()
     moments = dict(optimizer.state[p])
     del optimizer.state[p]["exp_avg_sq"]
-    with pytest.raises(ConfigError, match=r"parameter 0 of group 0 lacks 'exp_avg_sq'"):
+    with pytest.raises(ConfigError, match=r"parameter 0 of group 0 has no 'exp_avg_sq'"):
         optimizer.step()
     optimizer.state[p] = {**moments, "exp_avg": torch.ones(2)}
     with pytest.raises(ConfigError, match=r"'exp_avg' of parameter 0 of group 0 has shape \[2\]"):

@@ -74,7 +74,7 @@ def declare(
     """Take a vendor's word for what device type `name` computes in, in place of measuring it.
 
     Raises:
-        ConfigError: a dtype is not floating point, `slow` names one that `dtypes` lacks, or there is none.
+        ConfigError: a dtype is not floating point, one of `slow` is not in `dtypes`, or there is none.
     """
     if not isinstance(name, str):
         raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")

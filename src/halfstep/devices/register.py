@@ -48,8 +48,8 @@ def register(
 ) -> Accelerator:
     """Bring up a new accelerator: everything in halfstep works on it from here on.
 
-    Renames torch's PrivateUse1 device to `name` unless the vendor's plugin did, gives `torch.<name>` what it
-    lacks of `get_amp_supported_dtype` and `amp` (`torch.<name>.amp.autocast(enabled, dtype)`,
+    Renames torch's PrivateUse1 device to `name` unless the vendor's plugin did, adds to `torch.<name>` what
+    is missing of `get_amp_supported_dtype` and `amp` (`torch.<name>.amp.autocast(enabled, dtype)`,
     `torch.<name>.amp.GradScaler(enabled=...)`), and declares what the device computes in. The kernels of the
     device itself are the vendor's, registered with torch as usual. Registering again replaces what was said.
 

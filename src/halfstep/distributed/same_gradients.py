@@ -21,7 +21,7 @@ _LOOKS_ON_ACCELERATORS = 16  # each waits for the device
 
 
 class SameGradients:
-    """Asks the ranks of a mesh, where one lacks gradients, whether the others lack the same."""
+    """Asks the ranks of a mesh, where one has no gradients, whether the others have none of the same."""
 
     def __init__(self) -> None:
         self._looks = 0

@@ -39,7 +39,7 @@ def watchdog(step: Callable[[], int], seconds: float | None = None) -> Generator
     """Within, a collective that another rank spoils raises RankError: which rank, at which step, why.
 
     Every rank enters it, in the same order. With one rank nothing happens. A rank's own errors pass as they
-    are, and are told to the others.
+    are, and the others are informed.
 
     Args:
         step: the number of the step under way, as `lambda: amp.steps`.

@@ -28,7 +28,7 @@ def examine(
     Args:
         step: does forward, backward and the optimizer's step, and returns the loss.
         batch: its arguments; with none, `batches` gives them.
-        batches: further arguments, one tuple a step: each is examined in turn until one is bad.
+        batches: further arguments, one tuple a step: they are examined until one is bad.
         model, optimizer, session, others: what takes part; what is left out is found among the names that
             `step` uses. `others` are further things with state_dict (schedulers, scalers).
         label: what the document calls it.

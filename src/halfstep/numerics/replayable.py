@@ -49,16 +49,16 @@ class Replayable:
     """Runs steps of a Session or of a plain model and optimizer; `traces` holds what replays found.
 
     A step that is skipped, or whose loss is not finite, is replayed if its cause may be new: the first in a
-    row of bad steps, the second, the fourth and so on. Each cause is told once, in a warning; a range that
+    row of bad steps, the second, the fourth and so on. Each cause is named once, in a warning; a range that
     only the present loss scale exceeds is no fault and is kept without one. Steps of a model under
-    `fully_shard` are not replayed: the first bad one is told in a warning.
+    `fully_shard` are not replayed: a warning names the first bad one.
 
     Args:
         session: a Session, or None with `model` and `optimizer` given (or found through the step function).
         model, optimizer: what the steps train.
         others: further things with state_dict that a step changes (schedulers, scalers).
         limit: how many different causes are kept; at most four times as many steps are replayed.
-        warn: whether each cause is told in a warning.
+        warn: whether a warning names each cause.
     """
 
     def __init__(

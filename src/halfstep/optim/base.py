@@ -446,7 +446,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return shards.as_shard("master", value, p)
 
     def awaits(self, p: Tensor) -> bool:
-        """Whether the bits that `p` lacks were said to be those of the value that it has now."""
+        """Whether the low-order bits of `p` were said to be those of the value that it has now."""
         known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
         return known is not None and hand_edits.is_described(local_of(p), known, p.dtype)
 
@@ -564,7 +564,27 @@ _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._ch
 
 
 class Keeping(TypedDict, total=False):
-    """The options that every optimizer here takes beside its algorithm's."""
+    """The options that every optimizer here takes beside its algorithm's.
+
+    Args:
+        maximize: True ascends instead of descending, as in torch.
+        master: "exact" (the default) keeps each 16-bit weight and the 16 low-order bits that it drops of
+            fp32; "fp32" keeps a separate fp32 copy with the same numbers; "stochastic" rounds a bf16 weight
+            at random and keeps nothing; None rounds it to nearest.
+        state_dtype: of the moments: "fp32" (the default), "bf16" or "8bit". Where rows are shorter than 16,
+            as in vectors, "8bit" keeps bf16, which takes no more.
+        clip_norm: clip the gradients of a bare `step()` to this total norm, over all groups; None does not.
+        skip_nonfinite: True takes no step where a gradient is inf or NaN.
+        release_gradients: True updates each parameter during backward and frees its gradient.
+        accumulate: "fp32" adds up the gradients of micro-batches in fp32; None in the weights' own dtype.
+        seed: keys all random rounding.
+        backend: "auto" runs Numba kernels on a CPU, Triton kernels on CUDA and plain torch elsewhere;
+            "reference" runs plain torch everywhere; "triton" insists on Triton.
+        foreach: accepted for torch's sake; changes nothing, since one fused pass does the step.
+        fused: as `foreach`.
+        capturable: as `foreach`.
+        differentiable: True is refused: a step is no part of a graph.
+    """
 
     maximize: bool
     master: str | None
@@ -584,7 +604,16 @@ class Keeping(TypedDict, total=False):
 class Adam(OnePassOptimizer):
     """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient.
 
-    `decoupled_weight_decay=True` makes it AdamW, whose options are this one's too.
+    Args:
+        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
+        lr: the learning rate.
+        betas: the decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: the factor of the weight that is added to its gradient.
+        amsgrad: True keeps the largest second moment; runs in plain torch, several times slower, with fp32
+            states.
+        bias_correction: False takes the moments as they are, small in the first steps; groups may differ.
+        decoupled_weight_decay: True makes it AdamW.
     """
 
     def __init__(
@@ -623,15 +652,15 @@ class Adam(OnePassOptimizer):
 class AdamW(Adam):
     """AdamW with 16-bit weights (arXiv 1711.05101), arguments as in `torch.optim.AdamW`.
 
-    `master`: "exact" (the default) keeps each 16-bit weight and the 16 bits it lacks of fp32, "fp32" a
-    separate fp32 copy with the same numbers, "stochastic" rounds the bf16 weight at random and keeps nothing,
-    None rounds it to nearest. `state_dtype`: "fp32" (the default), "bf16" or "8bit" moments (where rows are
-    shorter than 16, as in vectors, "8bit" keeps bf16: exponents would take as much). `seed` keys the random
-    rounding. `clip_norm`, `skip_nonfinite`, `release_gradients`, `accumulate` and `backend` as in
-    `OnePassOptimizer`.
-    `bias_correction=False` takes the moments as they are, small in the first steps; groups may differ in it.
-    `amsgrad=True` runs in plain torch, several times slower, with fp32 states. Of torch's arguments about how
-    a step runs, `foreach`, `fused` and `capturable` are taken and change nothing: one fused pass does it.
+    Args:
+        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
+        lr: the learning rate.
+        betas: the decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: multiplied by the learning rate, the share of a weight that each step takes away.
+        amsgrad: True keeps the largest second moment; runs in plain torch, several times slower, with fp32
+            states.
+        bias_correction: False takes the moments as they are, small in the first steps; groups may differ.
     """
 
     def __init__(
@@ -653,7 +682,16 @@ class AdamW(Adam):
 
 
 class SGD(OnePassOptimizer):
-    """SGD with momentum and Nesterov, as in `torch.optim.SGD`; the options are those of `AdamW`."""
+    """SGD with momentum and Nesterov, as in `torch.optim.SGD`.
+
+    Args:
+        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
+        lr: the learning rate.
+        momentum: the factor of the momentum; 0 keeps none.
+        dampening: the share of a gradient that the momentum leaves out.
+        weight_decay: the factor of the weight that is added to its gradient.
+        nesterov: True looks ahead along the momentum.
+    """
 
     def __init__(
         self,
@@ -684,7 +722,11 @@ class SGD(OnePassOptimizer):
 class Lion(OnePassOptimizer):
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors.
 
-    The options are those of `AdamW`.
+    Args:
+        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
+        lr: the learning rate, the size of every update.
+        betas: the weights of the momentum in the update, and in the momentum that is kept.
+        weight_decay: multiplied by the learning rate, the share of a weight that each step takes away.
     """
 
     def __init__(

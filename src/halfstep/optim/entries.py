@@ -48,7 +48,7 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
     known = len(algorithm.states) + algorithm.counts
     if missing and not algorithm.starts_with_buffer and len(missing) < known:
         raise ConfigError(
-            f"optimizer.state of {name} lacks {', '.join(map(repr, missing))}: put it back, or clear the "
+            f"optimizer.state of {name} has no {', '.join(map(repr, missing))}: put it back, or clear the "
             "entry to start anew"
         )
     step = entry.get("step")

@@ -39,7 +39,7 @@ class HasMasters:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
 
     def awaits(self, p: Tensor) -> bool:
-        """Whether the bits that `p` lacks were said to be those of the value that it has now."""
+        """Whether the low-order bits of `p` were said to be those of the value that it has now."""
         return False
 
     def expect_writes(self, weights: Iterable[Tensor]) -> None:

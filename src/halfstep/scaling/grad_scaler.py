@@ -55,14 +55,24 @@ _CONSTANT = DynamicLossScale(growth=1.0, backoff=1.0)
 class GradScaler(torchs.GradScaler):
     """torch.amp.GradScaler with bounds, outcomes and found-inf flags that ranks share.
 
-    Arguments up to `enabled` are torch's; `device` may stay None (the scale lives where the losses are).
-    `loss_scale` takes any LossScale instead of the four numbers. `min_scale` and `max_scale` bound the scale
-    (by default the powers of two that float32 can hold and invert); `hysteresis` as in DynamicLossScale.
-    `max_skips` skipped iterations in a row raise LossScaleCollapsed in `update`. Where torch.distributed is
-    initialised, every rank of `group` must use its scaler in step, since the found-inf flag is shared
-    (`across_ranks=False`: each rank decides alone), so that no sharded scaler is needed. `norm_group` is that
-    of `prepare`: over stages of a pipeline the outcome has the norm of all of them. With a `loss_scale` that
-    is neither dynamic nor by headroom, torch's factors are 1 and setting them changes nothing.
+    Found-inf flags are shared by all ranks, so that no sharded scaler is needed.
+
+    Args:
+        device: torch's; it may stay None, since the scale lives where the losses are.
+        init_scale: the first scale, as in torch.
+        growth_factor: what the scale is multiplied by after `growth_interval` clean steps, as in torch.
+        backoff_factor: what the scale is multiplied by after inf or NaN, as in torch.
+        growth_interval: clean steps in a row before the scale grows, as in torch.
+        enabled: False passes losses through and steps the optimizer, as in torch.
+        loss_scale: any LossScale instead of the four numbers. One that is neither dynamic nor by headroom
+            makes torch's factors 1, and setting them changes nothing.
+        min_scale: the least scale; by default the smallest power of two that float32 can hold and invert.
+        max_scale: the largest scale; by default the largest such power of two.
+        hysteresis: overflows before the scale backs off, as in DynamicLossScale.
+        max_skips: skipped iterations in a row that raise LossScaleCollapsed in `update`.
+        group: the ranks that share the flag, None for all; each of them must use its scaler in the step.
+        across_ranks: False lets each rank decide alone.
+        norm_group: as in `prepare`: over stages of a pipeline the outcome has the norm of all of them.
     """
 
     def __init__(

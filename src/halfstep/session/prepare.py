@@ -322,7 +322,7 @@ def prepare(
             ranks over which the model is wrapped, or of `group`, use those of the first of them. A loaded
             state brings its own.
         norm_group: a process group whose ranks each train other parameters of one model, such as the stages
-            of a pipeline: the norm that clips and is told is that of all of them, and a step is one that all
+            of a pipeline: the norm that clips is that of all of them, and a step is one that all
             ranks of the group take. Shards (DTensors) need none.
         group: the process group whose ranks are one run: they take or skip the same steps, compute by the
             same kernels and save into one folder. None is the ranks over which the model is wrapped, when

@@ -133,7 +133,7 @@ def save(
         background: copy everything now and write in a thread while training goes on.
 
     Raises:
-        CheckpointError: a full disk, told on every rank, a value that cannot be saved, or a folder in
+        CheckpointError: a full disk, raised on every rank, a value that cannot be saved, or a folder in
             the way that is no checkpoint. In the background: at the next `save` or `load`, or by
             `wait_until_saved`.
     """

@@ -303,7 +303,7 @@ class Session(Setup):
     def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Divide the loss scale out of the gradients now, to look at or change them before `step`.
 
-        Needed only for what `step(clip_norm=...)` does not do: clipping by value, noise, a norm of one's own.
+        Needed only for what `step(clip_norm=...)` does not do: clipping by value, noise, a norm of your own.
         16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
@@ -497,7 +497,7 @@ class Session(Setup):
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
 
-        What is traced is told in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
+        What is traced is named in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
         """
         if self._replay is None:
             self._replay = Replayable(self)

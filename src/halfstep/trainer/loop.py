@@ -292,23 +292,43 @@ def _ranks_max(number: int) -> int:
 class Trainer:
     """Trains `model` with `optimizer` on batches (input, target) at a precision level.
 
-    `level`, `dtype`, `policy`, `plan`, `loss_scale`, `kernels` go to `hs.prepare`; `plan=hs.tune(...).plan`
-    brings what was measured, a Trainer measures nothing. `accumulate` batches make one step. `metrics` maps
-    names to functions (output, target) -> 0-d mean. With `checkpoints` (a folder) and `checkpoint_every` n,
-    every n-th step is saved as `Session.save` does and `fit(..., resume=True)` goes on from the newest;
-    with `background_saves` from a copy, in a thread; what fails there is raised by the next save or at the
-    end. A progress bar is drawn when standard error is a terminal (`progress=None`), always or never.
+    Args:
+        model: the network.
+        optimizer: over the network's parameters.
+        loss_fn: a function (output, target) -> 0-d loss.
+        level: as in `hs.prepare`, but not "auto": `plan=hs.tune(...).plan` brings what was measured.
+        dtype: as in `hs.prepare`.
+        policy: as in `hs.prepare`.
+        plan: as in `hs.prepare`.
+        loss_scale: as in `hs.prepare`.
+        kernels: as in `hs.prepare`.
+        device: where to train; None takes the accelerator, else the CPU.
+        clip_norm: the norm to which gradients are clipped; None clips nothing.
+        scheduler: a learning-rate scheduler, which advances on steps that are taken.
+        accumulate: the number of batches that make one step.
+        metrics: functions (output, target) -> 0-d mean by name, for `evaluate`.
+        callbacks: objects with the methods of `Callback`.
+        loggers: objects with `log(step, values)`.
+        checkpoints: the folder of checkpoints; None saves nothing. `fit(..., resume=True)` goes on from the
+            newest.
+        checkpoint_every: save every so many steps, as `Session.save` does; 0 saves none by itself.
+        keep: the number of checkpoints that are kept.
+        background_saves: True saves from a copy, in a thread; what fails there is raised by the next save or
+            at the end.
+        read_every: losses, metrics and outcomes are read from the device every so many steps.
+        progress: True draws a progress bar, False none; None draws one when standard error is a terminal.
+        trace: True replays a step that is skipped or whose loss is not finite. The op at which it began is
+            named in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in
+            `traces`. Training goes on as if nothing had been replayed. A range that only the present value of
+            a dynamic loss scale exceeds is kept without a warning. A run that goes well pays for noting
+            random state and buffers.
+        wrap: called with the prepared model, such as DistributedDataParallel. Each rank brings a loader of
+            its own share; `history` has its own losses, `evaluate` gives the means of all.
+        rank_timeout: a rank that fails, is killed, or does not answer for so many seconds is named by the
+            others in a RankError.
+        on_nonfinite: as in `hs.prepare`.
 
-    Over ranks: `wrap` (DistributedDataParallel, say) is called with the prepared model, and each rank brings
-    a loader of its own share; `history` has its own losses, `evaluate` gives the means of all. SIGTERM during
-    `fit` with a folder ends the step under way, saves and exits with status 0. A rank that fails, is killed,
-    or does not answer for `rank_timeout` seconds is named by the others in a RankError. `on_nonfinite` is
-    `hs.prepare`'s.
-
-    With `trace` a step that is skipped, or whose loss is not finite, is replayed: the op at which it began is
-    named in a warning (once for each cause), in the message of LossScaleCollapsed, and kept in `traces`.
-    Training goes on as if nothing had been replayed; a range that only a dynamic loss scale's present value
-    exceeds is kept without a warning. A run that goes well pays for noting random state and buffers.
+    SIGTERM during `fit` with a folder ends the step under way, saves and exits with status 0.
     """
 
     def __init__(

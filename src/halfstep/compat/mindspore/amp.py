@@ -183,7 +183,7 @@ def custom_mixed_precision(
     black_list: list[type[torch.nn.Module]] | None = None,
     dtype: torch.dtype = float16,
 ) -> torch.nn.Module:
-    """Convert a network in place with a list of one's own: as O1 with a white, as O2 with a black list.
+    """Convert a network in place with a list of your own: as O1 with a white, as O2 with a black list.
 
     Raises:
         TypeError: a network that is none, a list that is none, or something in it that is no class of cells
