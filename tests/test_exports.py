@@ -10,7 +10,7 @@ import pytest
 import halfstep as hs
 
 PUBLIC = [
-    *("BadOp", "BannedOpError", "CheckpointError", "ConfigError", "Conversion", "DataError"),
+    *("Audit", "BadOp", "BannedOpError", "CheckpointError", "ConfigError", "Conversion", "DataError"),
     *("DynamicLossScale", "FORMATS", "Finding", "Format", "GradScaler", "HalfstepError"),
     *("HalfstepWarning", "HeadroomLossScale", "LEVELS", "Level", "LossScale", "LossScaleCollapsed"),
     *(
@@ -25,7 +25,8 @@ PUBLIC = [
         "PlanRule",
     ),
     *("Policy", "Replayable", "Rule", "ScalerStateError", "Session", "StaticLossScale", "Trace"),
-    *("Trainer", "Tuning", "UnsupportedError", "Watch", "active_policy", "all_finite", "autocast", "convert"),
+    *("Trainer", "Tuning", "UnsupportedError", "Watch", "active_policy", "all_finite", "audit"),
+    *("autocast", "convert"),
     *("custom_bwd", "custom_fwd", "devices", "distributed", "doctor", "first_bad_op", "format_of"),
     *("frozen_weights", "lint", "op", "optim", "prepare", "revert", "round_to", "select_tree"),
     *("to_float", "trace_step", "tune", "watch"),

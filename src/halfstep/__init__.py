@@ -23,6 +23,7 @@ from halfstep.errors import (
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
 from halfstep.gradients.outcome import Outcome
+from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.lint import Finding, lint
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
@@ -45,6 +46,7 @@ from halfstep.tuning.search import Tuning
 __all__ = [
     "FORMATS",
     "LEVELS",
+    "Audit",
     "BadOp",
     "BannedOpError",
     "CheckpointError",
@@ -83,6 +85,7 @@ __all__ = [
     "Watch",
     "active_policy",
     "all_finite",
+    "audit",
     "autocast",
     "convert",
     "custom_bwd",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import optim
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
@@ -24,6 +25,7 @@ from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
 from halfstep.optim.masters import holder_of
+from halfstep.optim.resolution import expected_step, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_flatten
@@ -96,7 +98,7 @@ def findings_at_rest(
     return [
         *_buffers(parts, becomes),
         *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
-        *_ulps(parts),
+        *coarse_weights(parts.optimizers),
         *_losses(parts, step),
         *_missing_scale(parts),
         *_unfit_weights(parts.session),
@@ -252,37 +254,42 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
         yield Finding("low buffer", where, f"{lost} of {wide.numel()} rising values are equal in {fmt}", cure)
 
 
-def _ulps(parts: StepParticipants) -> Iterable[Finding]:
-    """Weights without masters whose spacing is more than twice the update that is to reach them."""
-    for optimizer in parts.optimizers:
-        if holder_of(optimizer) is not None:
-            continue
+def coarse_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
+    """16-bit weights without masters, most of which an update at the group's learning rate leaves as is."""
+    for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            low = [p for p in group["params"] if p.dtype in LOW_DTYPES]
-            rate = group.get("lr")
+            rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
+            low = rounded_weights(optimizer, group)
             if not low or rate is None:
                 continue
             lost = total = 0
             for p in low:
-                update = _expected_update(p, group, float(rate))
-                if update is not None:
-                    half_gap = torch.exp2(torch.floor(torch.log2(p.detach().float().abs()))) * (
-                        torch.finfo(p.dtype).eps / 2
-                    )
-                    lost += int((update < half_gap).sum())
-                    total += p.numel()
+                step = expected_step(p, group, float(rate))
+                if step is not None:
+                    coarse = too_coarse(p, step)[1]
+                    lost, total = lost + int(coarse.sum()), total + coarse.numel()
             if total and lost > total / 2:
                 name = dtype_name(low[0].dtype)
                 text = f"{lost / total:.0%} of the {name} weights are too coarse for a step of {rate:g}"
                 where = f"{type(optimizer).__name__} group {number}"
-                yield Finding("learning rate", where, text, "use fp32 master weights (level O2)")
+                yield Finding("learning rate", where, text, masters_cure(optimizer, group))
 
 
-def _expected_update(p: Tensor, group: dict[str, Any], rate: float) -> Tensor | None:
-    """Adam moves a weight by about the learning rate; SGD by rate times gradient, if there is one."""
-    if "betas" in group:
-        return torch.tensor(rate)
-    return None if p.grad is None else rate * p.grad.detach().float().abs()
+def rounded_weights(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group whose updates are rounded to nearest in 16 bits, with no master behind."""
+    own = holder_of(optimizer) is not None and group.get("master", "") is not None
+    return [] if own else [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad]
+
+
+def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
+    """The line that gives an optimizer masters."""
+    kind = type(optimizer).__name__
+    if holder_of(optimizer) is not None:
+        return f"leave master=None out: hs.optim.{kind} then keeps the exact fp32 weights"
+    if kind not in optim.__all__:
+        return "write hs.MasterWeights(optimizer, model), or prepare at level O2"
+    rate = float(group.get("initial_lr", group["lr"]))
+    return f"write hs.optim.{kind}(model.parameters(), lr={rate:g}) for torch's, or prepare at level O2"
 
 
 _PROBABILITIES = (

@@ -64,8 +64,11 @@ def weights_fault(
 
 
 def zero_epsilons(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, str]]:
-    """Parameter groups whose epsilon fp16 weights round to zero: where, what is wrong, and the cure."""
-    for optimizer in optimizers:
+    """Parameter groups whose epsilon fp16 weights round to zero: where, what is wrong, and the cure.
+
+    Optimizers of `halfstep.optim` compute in fp32.
+    """
+    for optimizer in (o for o in optimizers if holder_of(o) is None):
         for number, group in enumerate(optimizer.param_groups):
             eps, half = group.get("eps"), any(p.dtype == torch.float16 for p in group["params"])
             if half and isinstance(eps, float) and 0 < eps <= FP16.smallest_subnormal / 2:

@@ -6,9 +6,10 @@ fp16 weights alone 11. Stochastic rounding loses no update on average.
 """
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,17 +47,11 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
     """
     found: list[Resolution] = []
     for p, group, place in optimizer.places():
-        lr = float(group["lr"])
-        if "betas" in group:
-            step = torch.tensor(lr, dtype=torch.float64)
-        elif p.grad is not None:
-            step = _sample(p.grad).abs().double() * lr
-        else:
+        step = expected_step(p, group, float(group["lr"]))
+        if step is None:
             continue
         bits = 24 if group["master"] in ("exact", "fp32") else _BITS[p.dtype]
-        weight = _sample(p).abs().double()
-        ulp = torch.exp2(torch.floor(torch.log2(weight.clamp_min(2.0**-126))) - (bits - 1))
-        lost = (step < ulp / 2) & (step > 0)
+        ulp, lost = too_coarse(p, step, bits)
         random = group["master"] == "stochastic"
         frozen = 0.0 if random or lost.numel() == 0 else float(lost.double().mean())
         names = group.get("param_names")
@@ -73,6 +68,25 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
             stacklevel=2,
         )
     return found
+
+
+def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | None:
+    """How far an update at this rate moves each sampled weight: Adam and Lion by about the rate, SGD by the
+    rate times the gradient, None where there is none."""
+    if "betas" in group:
+        return torch.tensor(rate, dtype=torch.float64)
+    return None if p.grad is None else _sample(p.grad).abs().double() * rate
+
+
+def too_coarse(p: Tensor, step: Tensor, bits: int | None = None) -> tuple[Tensor, Tensor]:
+    """The ulp of each sampled weight, and whether a step of this size is lost in it.
+
+    `bits`: of the significand that holds the weight; None means its own dtype's.
+    """
+    weight = _sample(p).abs().double()
+    bits = _BITS[p.dtype] if bits is None else bits
+    ulp = torch.exp2(torch.floor(torch.log2(weight.clamp_min(2.0**-126))) - (bits - 1))
+    return ulp, (step < ulp / 2) & (step > 0)
 
 
 @dataclass

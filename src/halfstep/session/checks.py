@@ -28,7 +28,6 @@ from halfstep.errors import (
 )
 from halfstep.names import named_parameters
 from halfstep.numerics.uncast import zero_epsilons
-from halfstep.optim.loading import HasMasters
 from halfstep.policy.levels import Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
@@ -347,6 +346,6 @@ class NonFinite:
 
 
 def _cure_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    found = zero_epsilons([o for o in optimizers if not isinstance(o, HasMasters)])
+    found = zero_epsilons(optimizers)
     cures = (f"{where}: {text}: {cure}" for where, text, cure in found)
     return next(cures, "pass skip_nonfinite=True to prepare() to skip such steps")

@@ -22,6 +22,8 @@ from halfstep.convert.conversion import Conversion, convert
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
+from halfstep.numerics.lint import coarse_weights
+from halfstep.numerics.uncast import casts_weights
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights, check_accumulate
@@ -197,6 +199,14 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
             HalfstepWarning,
             stacklevel=3,
         )
+
+
+def warn_of_coarse_weights(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn where 16-bit weights would lose their updates; at O1 the first step asks for fp32 ones."""
+    if not casts_weights(precision.level, precision.policy):
+        for row in coarse_weights(optimizers):
+            text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
+            warnings.warn(text, HalfstepWarning, stacklevel=3)
 
 
 # ---- level="auto" ---------------------------------------------------------------------------------------
@@ -382,6 +392,7 @@ def prepare(
     for conversion in conversions:
         conversion.forget_originals()
     session.follow()
+    warn_of_coarse_weights(precision, optimizers)
     return session
 
 

@@ -1,0 +1,125 @@
+"""`hs.audit`: one row for each mistake of precision that shows before a step, and none for healthy pairs."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from halfstep.recipes.registry import RECIPES
+
+
+def net(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)).to(dtype)
+
+
+def rules(found):
+    return [row.rule for row in found]
+
+
+def test_low_weights_at_a_small_rate_are_one_row_with_the_line_that_cures_it():
+    model = net()
+    found = hs.audit(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    assert rules(found) == ["low buffer", "low buffer", "learning rate"]
+    assert found[2].cure.startswith("write hs.optim.AdamW(model.parameters(), lr=1e-06)")
+    model[1].float()
+    assert hs.audit(model, hs.optim.AdamW(model.parameters(), lr=1e-6)) == []
+
+
+def test_low_weights_at_a_large_rate_are_named_too():
+    model = net()
+    model[1].float()
+    found = hs.audit(model, torch.optim.RMSprop(model.parameters(), lr=0.1))
+    assert rules(found) == ["low weights"]
+    assert "RMSprop keeps no fp32 copy of 1,188 bf16 weights" in found[0].text
+    assert found[0].cure == "write hs.MasterWeights(optimizer, model), or prepare at level O2"
+    hs.MasterWeights(optimizer := torch.optim.RMSprop(model.parameters(), lr=0.1), model)
+    assert hs.audit(model, optimizer) == []
+
+
+def test_a_warm_up_that_begins_at_zero_is_judged_by_the_rate_it_reaches():
+    model = net()
+    model[1].float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert rules(hs.audit(model, optimizer)) == ["low weights"]
+
+
+def test_an_optimizer_of_ours_without_masters_is_found_and_one_that_rounds_at_random_is_not():
+    model = net()
+    model[1].float()
+    found = hs.audit(model, hs.optim.AdamW(model.parameters(), lr=1e-6, master=None))
+    assert rules(found) == ["learning rate"]
+    assert found[0].cure.startswith("leave master=None out")
+    assert hs.audit(model, hs.optim.AdamW(model.parameters(), lr=1e-6, master="stochastic")) == []
+
+
+def test_an_epsilon_counts_where_the_state_is_fp16():
+    model = net(torch.float16)
+    model[1].float()
+    assert "epsilon" in rules(hs.audit(model, torch.optim.Adam(model.parameters(), lr=0.1)))
+    assert hs.audit(model, hs.optim.Adam(model.parameters(), lr=0.1)) == []
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_tied_weights_that_a_cast_took_apart():
+    model = Tied()
+    assert hs.audit(model) == []
+    model.head.weight = nn.Parameter(model.head.weight.detach().bfloat16())
+    found = hs.audit(model)
+    assert [(row.rule, row.where) for row in found] == [("tied weights", "head.weight")]
+    assert "the same values as table.weight, but bf16 beside fp32" in found[0].text
+
+
+def test_buffers_are_judged_by_the_dtype_that_they_will_have():
+    model = nn.Linear(4, 4)
+    model.register_buffer("positions", torch.arange(1000.0))
+    assert hs.audit(model) == []
+    assert [row.where for row in hs.audit(model, becomes="bf16")] == ["positions"]
+
+
+def test_it_prints_as_a_table():
+    model = net()
+    lines = str(hs.audit(model, torch.optim.AdamW(model.parameters(), lr=1e-6))).splitlines()
+    assert lines[0].startswith("low buffer     1.running_mean  running statistics in bf16")
+    assert lines[5].lstrip().startswith("-> write hs.optim.AdamW")
+    assert (
+        str(hs.audit(nn.Linear(2, 2))) == "no mistakes of precision found in weights, buffers and optimizer"
+    )
+
+
+def test_what_is_no_model_is_refused():
+    model = net()
+    with pytest.raises(ConfigError, match=r"audit got a Adam, expected a Module: audit\(model, optimizer\)"):
+        hs.audit(torch.optim.Adam(model.parameters()), model)
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n != "text-gpt"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_healthy_recipes_have_no_row(name, level):
+    model, optimizer = RECIPES[name].build(0)
+    hs.prepare(model, optimizer, level=level)
+    assert hs.audit(model, optimizer) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_prepare_warns_of_the_broken_recipe(level):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    with pytest.warns(hs.HalfstepWarning, match=r"write hs\.optim\.AdamW\(model\.parameters\(\), lr=1e-06\)"):
+        hs.prepare(model, optimizer, level=level)
+
+
+def test_prepare_is_silent_where_updates_are_kept():
+    for make, level, rate in [(torch.optim.AdamW, "O2", 1e-6), (hs.optim.AdamW, "O3", 1e-6),
+                              (torch.optim.AdamW, "O3", 0.01)]:  # fmt: skip
+        model = net()
+        hs.prepare(model, make(model.parameters(), lr=rate), level=level)
