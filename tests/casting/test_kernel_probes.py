@@ -224,7 +224,7 @@ def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None
 def test_a_table_of_all_classes_knows_every_need(tmp_path) -> None:
     found = measured(tmp_path / "k", lambda cls: {"native": 2.0, "rounded": 1.0})
     rows = probes.whole_table(KernelTable((), found.times), torch.bfloat16)
-    classes = probes.probes.all_classes("bf16", torch.get_num_threads())
+    classes = probes.all_classes("bf16", torch.get_num_threads())
     assert len(rows) == len(classes) * len(probes.NEEDS)
 
 
