@@ -26,7 +26,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -307,19 +307,24 @@ def warn_if_threads_differ(saved: int) -> None:
 # ---- a folder of many ranks -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What one rank writes: pieces of tensors and facts into its file; the manifest is alike on all ranks."""
+
+    pieces: Mapping[str, Piece]
+    about: Mapping[str, Any]
+    manifest: dict[str, Any]
+
+
 def write_folder(
-    path: Path,
-    pieces: Mapping[str, Piece],
-    about: Mapping[str, Any],
-    manifest: dict[str, Any],
-    keep_last: int | None = None,
-    group: Group | None = None,
+    path: Path, contents: Contents, keep_last: int | None = None, group: Group | None = None
 ) -> None:
     """Write this rank's pieces and, on rank 0 of the group, the manifest, the name and the cleaning.
 
     All ranks of the group call. The folder is made beside its place and takes the name in one rename. Raises
     CheckpointError on every rank where one of them could not.
     """
+    pieces, manifest = contents.pieces, contents.manifest
     begun: list[tuple[Path, str]] = gather((_beside(path), manifest["model"]), group)
     if len({model for _, model in begun}) > 1:
         raise CheckpointError(
@@ -334,7 +339,7 @@ def write_folder(
         temporary.mkdir(parents=True, exist_ok=True)
         if first:
             (temporary / MANIFEST).write_text(json.dumps({"halfstep": manifest["halfstep"]}))
-        digest, count = shardfiles.write(file, pieces, about)
+        digest, count = shardfiles.write(file, pieces, contents.about)
         index = zlib.compress(json.dumps(shardfiles.summary(pieces)).encode())  # rank 0 gets many of them
         return file.name, {"sha256": digest, "bytes": count}, index
 
@@ -456,15 +461,7 @@ class Background:
         self._made_for: tuple[Any, ...] = ()
         atexit.register(self._at_exit)
 
-    def start(
-        self,
-        path: Path,
-        pieces: Mapping[str, Piece],
-        about: Mapping[str, Any],
-        manifest: dict[str, Any],
-        keep_last: int | None,
-        group: Group | None,
-    ) -> None:
+    def start(self, path: Path, contents: Contents, keep_last: int | None, group: Group | None) -> None:
         """Copy every value and begin to write; raises what the writing before this one raised."""
         self.wait()
         if world_size(group) > 1 and self._made_for != (group, dist.group.WORLD):
@@ -472,10 +469,11 @@ class Background:
             apart = ranks is not None
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=apart)
             self._made_for = group, dist.group.WORLD
-        copies = {name: replace(p, value=p.value.detach().to("cpu", copy=True)) for name, p in pieces.items()}
+        copies = {n: replace(p, value=p.value.to("cpu", copy=True)) for n, p in contents.pieces.items()}
         own = self._group if world_size(group) > 1 else group
         pool = ThreadPoolExecutor(1, "halfstep saves")
-        self._saving = pool.submit(write_folder, path, copies, about, manifest, keep_last, own)
+        copied = replace(contents, pieces=copies)
+        self._saving = pool.submit(write_folder, path, copied, keep_last, own)
         pool.shutdown(wait=False)
 
     def wait(self) -> None:

@@ -48,6 +48,12 @@ class Piece:
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
 
+    @classmethod
+    def of(cls, value: Tensor) -> Piece:
+        """A tensor as one piece."""
+        shape = tuple(value.shape)
+        return cls(value.detach(), (0,) * len(shape), shape)
+
 
 @dataclass(frozen=True)
 class StoredPiece:
@@ -295,22 +301,21 @@ def _summary_of(path: Path) -> list[Any]:
     return _summary((n, p.dtype, about["whole"][n], p.offsets, p.shape) for n, p in stored.items())
 
 
-def packed(value: Any, name: str, pieces: dict[str, Piece]) -> Any:
-    """A tree as JSON can hold it, its tensors put into `pieces`."""
+def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
+    """A tree as JSON can hold it, `put` having been called for its tensors by name."""
     if isinstance(value, Tensor):
-        shape = tuple(value.shape)
-        pieces[name] = Piece(value.detach(), (0,) * len(shape), shape)
+        put(name, value)
         return {"tensor": name}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        pairs = [[packed(k, "", pieces), packed(v, f"{name}.{k}", pieces)] for k, v in items]
+        pairs = [[packed(k, "", put), packed(v, f"{name}.{k}", put)] for k, v in items]
         return {"dict": pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
-        return {kind: [packed(item, f"{name}.{i}", pieces) for i, item in enumerate(entries)]}
+        return {kind: [packed(item, f"{name}.{i}", put) for i, item in enumerate(entries)]}
     if hasattr(value, "item"):
         return value.item()
     raise CheckpointError(

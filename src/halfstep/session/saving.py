@@ -8,6 +8,7 @@ and reads it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,10 +88,9 @@ def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[
 def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     """This rank's piece of a tensor, None where another rank writes it."""
     placed: Any = t
-    whole = tuple(t.shape)
     if local_of(t) is t:
-        owner = number % world_size(group) if whole else 0  # a rank finds all counts of steps in one file
-        return Piece(t.detach(), (0,) * len(whole), whole) if owner == rank(group) else None
+        owner = number % world_size(group) if t.dim() else 0  # a rank finds all counts of steps in one file
+        return Piece.of(t) if owner == rank(group) else None
     placements, mesh = placed.placements, placed.device_mesh
     if any(is_strided_shard(p) or p.is_partial() for p in placements):
         raise UnsupportedError(
@@ -102,7 +102,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
         return None
     _, offsets = place_of_shard(t.shape, mesh, placements)
     local = local_of(t).detach()
-    return Piece(local, tuple(offsets), whole) if local.numel() else None
+    return Piece(local, tuple(offsets), tuple(t.shape)) if local.numel() else None
 
 
 # ---- save -----------------------------------------------------------------------------------------------
@@ -152,13 +152,16 @@ def save(
         if piece is not None:
             pieces[name] = piece
     manifest = {**_manifest(self, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
+    mine = dict[str, Tensor]()
     own = {"random": rng.random_state(), "position": position}
-    about = {"own": shardfiles.packed(own, f".rank.{rank(group)}", pieces), "ranks": world_size(group)}
+    about = {"own": shardfiles.packed(own, f".rank.{rank(group)}", mine.__setitem__)}
+    pieces |= {name: Piece.of(value) for name, value in mine.items()}
+    contents = checkpoint.Contents(pieces, {**about, "ranks": world_size(group)}, manifest)
     if background:
         self.writer = self.writer or checkpoint.Background()
-        self.writer.start(path, pieces, about, manifest, keep_last, group)
+        self.writer.start(path, contents, keep_last, group)
     else:
-        checkpoint.write_folder(path, pieces, about, manifest, keep_last, group)
+        checkpoint.write_folder(path, contents, keep_last, group)
     return path
 
 
@@ -170,10 +173,8 @@ def _make_ready(session: Session) -> None:
         )
     wait_until_saved(session)
     for module in (m for model in session.models for m in model.modules()):
-        if hasattr(module, "reshard") and hasattr(
-            module, "unshard"
-        ):  # whole since a forward without backward
-            cast(Any, module).reshard()
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):
+            cast(Any, module).reshard()  # whole since a forward without backward
 
 
 def wait_until_saved(self: Session) -> None:
@@ -192,35 +193,33 @@ def _manifest(
     extra: Any,
     group: Group | None,
 ) -> dict[str, Any]:
-    names, plain = _names(session), dict[str, Piece]()
-    optimizers: list[Any] = []
+    def put(numbers: Iterator[int], at: str, value: Tensor) -> None:
+        if (piece := _split(value, next(numbers), group)) is not None:
+            pieces[at] = piece
+
+    shared, of_rank_0 = partial(put, itertools.count(1)), partial(put, itertools.repeat(0))
+    names, optimizers = _names(session), list[Any]()
     for index, optimizer in enumerate(session.optimizers):
         state, own = _optimizer(session, index, names)
-        values: dict[str, Any] = {}
-        number = 0
-        for key, entry in state["state"].items():
-            for what, value in entry.items():
-                at = f".optimizer.{index}.{own[key]}.{what}"
-                if what in _DERIVED:
-                    continue
-                if not isinstance(value, Tensor):
-                    values.setdefault(own[key], {})[what] = value
-                    continue
-                number += 1
-                piece = _split(value, number, group)
-                if piece is not None:
-                    pieces[at] = piece
-                values.setdefault(own[key], {})[what] = {"tensor": at}
-        groups = [
-            {k: v for k, v in g.items() if k not in ("params", "release")} for g in state["param_groups"]
-        ]
         optimizers.append(
             {
                 "algorithm": checkpoint.algorithm_of(optimizer),
                 "names": own,
-                "state": values,
+                "state": {
+                    own[key]: {
+                        what: shardfiles.packed(value, f".optimizer.{index}.{own[key]}.{what}", shared)
+                        for what, value in entry.items()
+                        if what not in _DERIVED
+                    }
+                    for key, entry in state["state"].items()
+                },
                 "groups": [
-                    shardfiles.packed(g, f".optimizer.{index}.group.{i}", plain) for i, g in enumerate(groups)
+                    shardfiles.packed(
+                        {k: v for k, v in options.items() if k not in ("params", "release")},
+                        f".optimizer.{index}.group.{i}",
+                        of_rank_0,
+                    )
+                    for i, options in enumerate(state["param_groups"])
                 ],
             }
         )
@@ -229,9 +228,6 @@ def _manifest(
         "extra": extra,
         "session": session.state_dict(),
     }
-    encoded = shardfiles.packed(rest, ".rest", plain)
-    if rank(group) == 0:
-        pieces |= plain
     return {
         "format": checkpoint.FOLDER_FORMATS[-1],
         "halfstep": sys.modules["halfstep"].__version__,
@@ -239,7 +235,7 @@ def _manifest(
         "ranks": world_size(group),
         "threads": torch.get_num_threads(),
         "optimizers": optimizers,
-        "rest": encoded,
+        "rest": shardfiles.packed(rest, ".rest", of_rank_0),
     }
 
 
@@ -302,6 +298,11 @@ def _box(found: shardfiles.Index, name: str, like: Tensor) -> Tensor:
     return found.read(name, offsets, shape)
 
 
+def _state_of(found: shardfiles.Index, p: Tensor, name: str) -> Any:
+    """A saved state of a parameter, cut as the parameter is."""
+    return as_shard("", _box(found, name, p), p)
+
+
 def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], found: shardfiles.Index) -> None:
     optimizer = session.optimizers[index]
     present, names = _optimizer(session, index, _names(session))
@@ -313,10 +314,8 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
     state: dict[int, Any] = {}
     for number, name in enumerate(names):
         p = by_number[number]
-        entry = {
-            what: as_shard("", _box(found, value["tensor"], p), p) if isinstance(value, dict) else value
-            for what, value in saved["state"].get(name, {}).items()
-        }
+        read = partial(_state_of, found, p)
+        entry = {k: shardfiles.unpacked(v, read) for k, v in saved["state"].get(name, {}).items()}
         if entry:
             state[number] = entry
     groups = [
