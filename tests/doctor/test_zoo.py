@@ -20,12 +20,22 @@ from halfstep.doctor.ledger import all_faults
 from halfstep.doctor.process import Order
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import FAILS, WORKS, Again
-from tests.doctor import zoo, zoo_habits, zoo_healthy, zoo_more, zoo_quiet, zoo_range, zoo_strange, zoo_taken
+from tests.doctor import (
+    zoo,
+    zoo_habits,
+    zoo_healthy,
+    zoo_more,
+    zoo_named,
+    zoo_quiet,
+    zoo_range,
+    zoo_strange,
+    zoo_taken,
+)
 from tests.doctor.stepwise import first_in_place, training_loops
 
-ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits)
+ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits, zoo_named)
 FAULTS = [script for room in ROOMS for script in room.SCRIPTS]
-HEALTHY = [*zoo_healthy.SCRIPTS, *zoo_strange.HEALTHY, *zoo_habits.HEALTHY]
+HEALTHY = [*zoo_healthy.SCRIPTS, *zoo_strange.HEALTHY, *zoo_habits.HEALTHY, *zoo_named.HEALTHY]
 #: Enough of each kind for every day; the rest belongs to the exhaustive runs.
 DAILY = {
     "distance_of_equal_points", "adam_in_half", "no_valid_token", "own_optimizer", "where_trap_of_a_norm",
@@ -35,6 +45,7 @@ DAILY = {
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
     "squares_summed_in_half",
+    *(script.name for script in (*zoo_named.SCRIPTS, *zoo_named.HEALTHY)),
 }  # fmt: skip
 
 
@@ -102,6 +113,23 @@ def test_a_healthy_script_is_called_healthy(script, way, tmp_path, monkeypatch):
     document = examine(script, tmp_path, monkeypatch, way)
     assert document.healthy, document.verdict
     assert document.counts
+
+
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        pytest.param(s, way, id=f"{s.name}-{way}", marks=() if way == "copies" else pytest.mark.exhaustive)
+        for s in zoo_named.QUIET
+        for way in ("copies", "anew")
+    ],
+)
+def test_what_rounding_swallows_outside_of_parameters_is_named(script, way, tmp_path, monkeypatch):
+    document = examine(script, tmp_path, monkeypatch, way)
+    assert not document.healthy
+    assert not document.faults
+    told = "\n".join(document.verdict)
+    assert [words for words in script.says if words not in told] == []
+    assert f"{script.name}.py:{script.line}" in told
 
 
 def told(document):

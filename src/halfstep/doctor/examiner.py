@@ -285,6 +285,9 @@ class Examiner:
         self._copies = Copies(self)
         self.inquiry = Inquiry(self._copies, self._steps)
         self._before: list[Tensor] = []
+        self._used = dict[Tensor, tuple[Tensor, int]]()
+        """By parameter the gradient that an update used, and its version then."""
+        self._stale = set[Tensor]()
 
     @property
     def done(self) -> int:
@@ -376,6 +379,11 @@ class Examiner:
     def on_loss(self, loss: Tensor) -> None:
         """Backward begins."""
         self._watch()
+        self._stale |= {
+            p
+            for p, (gradient, version) in self._used.items()
+            if p.grad is gradient and gradient._version == version and bool(gradient.any())
+        }
         scale = self.roster.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
@@ -399,6 +407,8 @@ class Examiner:
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
         now.schedule, now.knobs = self.roster.schedule_of(optimizer), knobs_of(optimizer)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
+        stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
+        now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
         self.on_gradients(updated)
         self._before = [p.detach().clone() for p in updated]
 
@@ -432,9 +442,27 @@ class Examiner:
         now = self.ledger.now
         now.taken = True
         after = [p for g in optimizer.param_groups for p in g["params"]]
+        self._stale -= {*after}
+        self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
+        now.flushed = now.flushed or self._flushed(optimizer, after)
         now.update += update_length(self._before, after)
         now.size += length(self._before)
         self._before = []
+
+    def on_cleared(self, owner: Any) -> None:
+        """`zero_grad` of an optimizer or a module."""
+        groups = getattr(owner, "param_groups", None)
+        self._stale -= {*(owner.parameters() if groups is None else (p for g in groups for p in g["params"]))}
+
+    def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
+        """Second moments that are zero in fp16 where most gradients are not, in words."""
+        lost = learning = 0
+        for p in updated:
+            squares = optimizer.state.get(p, {}).get("exp_avg_sq")
+            if isinstance(squares, Tensor) and squares.dtype == FP16 and p.grad is not None:
+                lost += int(((squares == 0) & (p.grad != 0)).sum())
+                learning += int((p.grad != 0).sum())
+        return f"{lost} of {learning} second moments are zero in fp16" if 2 * lost > learning else ""
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """A step ends."""

@@ -54,6 +54,8 @@ class Hooks:
         self._replace(torch.amp.GradScaler, "step", self._bracketed)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             self._replace(owner, "__init__", self._announced)
+        for owner in (torch.optim.Optimizer, nn.Module):
+            self._replace(owner, "zero_grad", self._cleared)
         self._replace(torch.autocast, "__enter__", self._entered)
         self._replace(torch.Tensor, "backward", self._noted)
         self._replace(torch.autograd, "grad", self._graded)
@@ -87,6 +89,13 @@ class Hooks:
             self._examiner.on_made(thing)
 
         return created
+
+    def _cleared(self, clear: Callable[..., None]) -> Callable[..., None]:
+        def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
+            clear(owner, *args, **kwargs)
+            self._examiner.on_cleared(owner)
+
+        return cleared
 
     def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         def entered(region: Any) -> Any:

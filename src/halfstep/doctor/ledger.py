@@ -39,6 +39,8 @@ SPIKE = 1e3
 _MOVED = 0.1
 #: An input that is so many times the largest of the batches before it is the data's fault, if of so many.
 _OUTLYING, _BATCHES = 100, 3
+#: A first update that is so many times the weights, and the loss after it so many times that before.
+_SHOT = 10
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
 DIVERGED, _BLOWN = 1e4, 1e2
 
@@ -75,7 +77,8 @@ class Note:
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where
-    inputs are largest. `ill`: whose gradients are not finite as a step begins that may be skipped.
+    inputs are largest. `ill`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
+    parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
     """
 
     number: int
@@ -98,6 +101,8 @@ class Note:
     gradients: dict[str, float] = field(default_factory=dict[str, float])
     scale: float = 1.0
     where: tuple[str, int] = ("", 0)
+    stale: str = ""
+    flushed: str = ""
 
 
 def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
@@ -250,6 +255,13 @@ class Ledger:
                 return index
             most, seen = max(most, note.update), seen + 1
         return None
+
+    def too_long(self) -> bool:
+        """Whether the first update is out of proportion to the weights, and the loss is since."""
+        first, second = [*self.notes[:2], *[Note(0)] * 2][:2]
+        now = math.inf if second.bad == "loss" else abs(second.loss or 0.0)
+        grew = first.loss is not None and now > _SHOT * max(abs(first.loss), 1e-3)
+        return grew and first.taken and not first.bad and first.update > _SHOT * first.size > 0
 
     def diverged(self) -> tuple[int, float, float] | None:
         """Where a loss began to grow out of all proportion, what it was at first and at last.
@@ -419,16 +431,48 @@ def quiet_faults(seen: RunNotes) -> list[Fault]:
     shares = [note.share for note in seen.lost]
     if len(shares) >= 2 and statistics.median(shares) >= _ALL_LOST:
         found.append(_lost(ledger, seen.lost, statistics.median(shares), seen.terms))
+    found += _told_by_a_note(ledger)
     grown = ledger.diverged()
-    if grown is not None and spike is None and not any(note.bad for note in ledger.notes):
+    if ledger.too_long():
+        found.append(_shot(ledger))
+    elif grown is not None and spike is None and not any(note.bad for note in ledger.notes):
         found.append(_diverged(ledger, *grown))
     return found
+
+
+def _told_by_a_note(ledger: Ledger) -> list[Fault]:
+    """Gradients that nobody cleared, where that is a habit, and second moments without a value."""
+    found = list[Fault]()
+    stale = [note for note in ledger.notes if note.stale]
+    if len(stale) >= 3 and len(stale) >= ledger.iterations // 2:
+        text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
+        cures = [Cure("advice", "clear the gradients before each backward", "optimizer.zero_grad()")]
+        found.append(_fault(stale[0].number, "optimizer", Cause("accumulation", text), cures, stale[0].where))
+    flushed = next((note for note in ledger.notes if note.flushed), None)
+    if flushed is not None:
+        text = f"precision: {flushed.flushed}: the update divides by epsilon alone"
+        cures = [Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')]
+        found.append(_fault(flushed.number, "optimizer", Cause("precision", text), cures, flushed.where))
+    return found
+
+
+def _shot(ledger: Ledger) -> Fault:
+    note = ledger.notes[0]
+    rate = max(note.rates, default=0.0)
+    at = f" of {rate:g}" if rate else ""
+    text = (
+        f"learning rate: the first update is {note.update / note.size:.3g} times as long as the weights: "
+        f"the learning rate{at} is too large for them"
+    )
+    cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 100:g}" if rate else "")
+    return _fault(note.number, "optimizer", Cause("learning rate", text), [cure], note.where)
 
 
 def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
     """The faults of a run with lasting damage; what an update or a growing loss led to is told with that."""
     ledger = seen.ledger.until(seen.ledger.broken())
     found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
+    found += _told_by_a_note(ledger)
     root = _root(ledger, faults, seen.terms)
     if root is None:
         return [*found, *faults]
@@ -442,6 +486,8 @@ def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
 def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None:
     """The step that sent a run out of range, by its update or from which on its loss grew."""
     out_of_range = any(f.cause.kind == "range" and not f.cause.weight for f in faults)
+    if ledger.too_long():
+        return _shot(ledger)
     spike, grown = ledger.spike(), ledger.diverged()
     if spike is not None and (grown is None or spike <= grown[0]):
         root = _spike(ledger, spike, terms)

@@ -291,6 +291,21 @@ def _norm_words(node: Node, base: str) -> str:
     return ""
 
 
+_SPREADS = ("std", "var", "std_mean", "var_mean")
+
+
+def _too_few(node: Node, base: str, first: Tensor) -> str:
+    """What a reduction has too few terms for."""
+    if base in _SPREADS and node.outs[0].numel():
+        terms = first.numel() // node.outs[0].numel()
+        return f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread" if terms < 2 else ""
+    if base.startswith("nll_loss") and base.endswith("_forward"):
+        labels = next(t for t in node.tensors() if not t.is_floating_point())
+        if bool((labels == node.args[4]).all()):
+            return f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
+    return ""
+
+
 def _words(node: Node) -> str:
     """The illegal operation in words, by kernel name."""
     base = node.base.removesuffix("_").removeprefix("_foreach_")
@@ -309,6 +324,9 @@ def _words(node: Node) -> str:
     norm = _norm_words(node, base)
     if norm:
         return norm
+    few = _too_few(node, base, first)
+    if few:
+        return few
     if "ctc_loss" in base:
         return "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
     if base in ("log", "log2", "log10"):

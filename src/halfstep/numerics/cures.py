@@ -661,6 +661,14 @@ def _for_mathematics(node: Node, cause: Cause, later: Sequence[Node]) -> list[Cu
     if node.base in ("div", "div_") and len(floats) == 1 and node.phase != "backward":
         text = f"keep the number that is divided by from becoming 0{_here(node.location)}"
         return [Cure("advice", text, "max(d, 1e-4)")]
+    if node.base in ("std", "var", "std_mean", "var_mean"):
+        text = (
+            f"leave the spread out where there is one value, or divide by their number{_here(node.location)}"
+        )
+        return [Cure("advice", text, f"x.{node.base}(dim, correction=0)")]
+    if node.base.startswith("nll_loss") and node.phase != "backward":
+        text = f"leave out batches without a label, or divide a sum by their number{_here(node.location)}"
+        return [Cure("advice", text, 'cross_entropy(..., reduction="sum") / max(n, 1)')]
     if "ctc_loss" in node.base:
         text = "leave out pairs whose target does not fit into the input"
         return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
@@ -729,6 +737,12 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
     return [_cure((_spec("clamp", node, 1e-4), text, code))]
+
+
+def unmask(node: Node, mask: Node) -> list[Cure]:
+    """What to do where an op takes in what a mask made -inf."""
+    text = f"leave the masked terms out of {node.op}{_here(node.location)}, or fill them with a finite number"
+    return [Cure("advice", f"{text}{_here(mask.location)}", "x.masked_fill(mask, -1e4)")]
 
 
 def propose(

@@ -75,7 +75,8 @@ class Spoiled:
 @dataclass(frozen=True)
 class Cause:
     """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    machine, rank (another rank's step) or unknown; `text` says it in words, and `more` what else was found.
+    accumulation, machine, rank (another rank's step) or unknown; `text` says it in words, `more` what else
+    was found.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
     the parameter that holds what is too large, if one does, and `since` which step, from 0. `scalar`: a

@@ -20,6 +20,7 @@ from halfstep import optim
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
+from halfstep.numerics.cause import rerun
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
@@ -141,6 +142,9 @@ class LintProbe:
             for check in (_scalars, _mask_cast, _long_softmax, _long_sum):
                 found = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
                 self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
+        if node.outs and node.outs[0].dtype in LOW_DTYPES:
+            found = (*_stuck(node), *_equal_neighbours(node))
+            self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
 
 
 _Found = Iterable[tuple[str, str, str]]
@@ -188,6 +192,51 @@ def _long_sum(node: Node, tensors: list[Tensor], half: bool) -> _Found:
             why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
             text = f"{node.base} over {terms} elements in fp16: {why}"
             yield "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+
+
+#: Share of the changes to an average that rounding swallows, beyond which it does not move.
+_STUCK = 0.9
+
+
+def _stuck(node: Node) -> _Found:
+    """A running average or count in 16 bits that a change, too small for its spacing, leaves as it is."""
+    base = node.base.removeprefix("_foreach_")
+    if torch.is_grad_enabled() or base not in ("add_", "sub_", "mul_", "lerp_", "addcmul_"):
+        return
+    wide = rerun(node, torch.float32) or []
+    outs = node.outs if base != node.base else node.outs[:1]
+    lost = meant = 0
+    for old, new, exact in zip(node.tensors(), outs, wide):
+        moved = exact != old
+        lost, meant = lost + int((moved & (new == old)).sum()), meant + int(moved.sum())
+    if meant and lost >= _STUCK * meant:
+        name = dtype_name(outs[0].dtype)
+        text = f"{base} leaves {lost / meant:.0%} of it as it is: {name} rounds the change away"
+        yield "average", text, "keep this average in fp32"
+
+
+def _equal_neighbours(node: Node) -> _Found:
+    """Positions, or a cumulative sum, of which neighbours that differ are equal in 16 bits."""
+    out, given = node.outs[0], node.tensors()
+    if node.base == "cumsum" and out.dim():
+        exact = rerun(node, torch.float32)
+        rows = (
+            x.movedim(node.args[1], -1).reshape(-1, x.shape[node.args[1]]) for x in (out, *(exact or [])[:1])
+        )
+        row = [x[0] for x in rows]
+    elif node.base in ("arange", "linspace") and out.dim() == 1:
+        row = [out, torch.arange(len(out))]
+    elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and given:
+        whole = given[0].detach().flatten()
+        row = [out.flatten(), whole] if bool((whole == whole.round()).all()) else []
+    else:
+        return
+    if len(row) < 2 or row[0].numel() < 16 or not bool((row[1].diff() > 0).all()):
+        return
+    lost = int((row[0].diff() == 0).sum())
+    if lost:
+        text = f"{lost} of {len(row[0])} rising values equal the one before in {dtype_name(out.dtype)}"
+        yield "positions", text, "compute them in fp32, or as whole numbers"
 
 
 def _from_error(error: RuntimeError) -> Iterable[Finding]:

@@ -35,7 +35,15 @@ from halfstep.numerics.cause import (
     ill_values,
     outlying_weight,
 )
-from halfstep.numerics.cures import larger_scale, lowest_scale, placed, propose, to_bf16, with_attributes
+from halfstep.numerics.cures import (
+    larger_scale,
+    lowest_scale,
+    placed,
+    propose,
+    to_bf16,
+    unmask,
+    with_attributes,
+)
 from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spec, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, prefixed, replay, run_eagerly
@@ -419,6 +427,11 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
     culprit = node
+    taker = _takes_in(tape, node) if node.intended else None
+    if taker is not None:
+        text = f"mathematics: {taker.op} takes in terms that are -inf; {node.op} masked them"
+        cause = Cause("mathematics", text + (f" at {node.location.where}" if node.location.file else ""))
+        return _bad_op(taker, cause, unmask(taker, node), spoiled, ends)
     if node.outside:
         cause = _outside(node, tape, parts, batch)
     else:
@@ -432,6 +445,15 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
         )
     )
     return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
+
+
+_TAKE_IN = ("sum", "mean", "neg", "abs", "pow", "nll_loss_forward", "nll_loss2d_forward")
+
+
+def _takes_in(tape: Tape, mask: Node) -> Node | None:
+    """The first op that makes a loss of the -inf of a mask."""
+    passed = (n for n in tape.passed if mask.index in n.origins and n.phase == "forward")
+    return next((n for n in passed if n.base in _TAKE_IN), None)
 
 
 def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
