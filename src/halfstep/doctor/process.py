@@ -275,9 +275,9 @@ def run_in_process(
         folder = Path(name)
         (folder / "run").write_bytes(pickle.dumps(run))
         with (folder / "said").open("wb") as errors:
+            child: Any
             if forked:
                 child = _Copy(name, errors.fileno(), ours, theirs)
-                wait = _Copy.wait
             else:
                 child = subprocess.Popen(
                     [sys.executable, "-c", _START, name, str(theirs)],
@@ -285,7 +285,7 @@ def run_in_process(
                     start_new_session=True,
                 )  # fmt: skip
             try:
-                wait(child)
+                (_Copy.wait if forked else wait)(child)
             except KeyboardInterrupt:
                 if not patient:
                     raise
@@ -338,7 +338,10 @@ def _end_with(pipe: int) -> None:
     """Ends this process when the other end of the pipe is closed: its holder has ended, however it did."""
     import fcntl
 
-    signal.signal(signal.SIGIO, lambda *_: os._exit(1))
+    def end(*_: object) -> None:
+        os._exit(1)
+
+    signal.signal(signal.SIGIO, end)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
