@@ -224,3 +224,22 @@ def test_the_demo_runs_every_recipe_at_every_level(capsys, tmp_path):
     # O3 on text-gpt in fp16 too: halfstep's AdamW works in fp32, where its epsilon is not zero.
     assert "diverged" not in shown
     assert report.read_text().count("<section id=") == 4
+
+
+def test_a_plan_holds_at_every_level_but_o0(capsys, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[rule]]\npattern = "**"\nreason = "all of it"\nrule = "full"\n')
+    given = ["train", "digits-mlp", "--level", "O0,O1", "--dtype", "bf16", "--steps", "4", "--json"]
+    assert main([*given, "--plan", str(plan)]) == 0
+    plain, planned = json.loads(capsys.readouterr().out)["recipes"][0]["rows"]
+    assert [plain["label"], planned["label"]] == ["O0", "plan: O1 bf16"]
+    assert planned["mean"] == plain["mean"]  # every op in fp32
+
+
+def test_a_plan_with_a_level_of_its_own_or_none_that_can_be_read_is_refused(capsys, tmp_path):
+    plan = tmp_path / "plan.toml"
+    assert main(["train", "digits-mlp", "--plan", str(plan)]) == 2
+    assert "cannot read the plan" in capsys.readouterr().err
+    plan.write_text('[settings]\nlevel = "O1"\ndtype = "bf16"\nreason = "measured"\n')
+    assert main(["train", "digits-mlp", "--plan", str(plan)]) == 2
+    assert capsys.readouterr().err.startswith("halfstep: ")

@@ -19,6 +19,7 @@ from halfstep.report.comparison import Comparison
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
+    from halfstep.policy.plan import Plan
     from halfstep.recipes import Recipe
     from halfstep.recipes.runs import TrainSetting
 
@@ -37,6 +38,7 @@ def run(
     device: Annotated[str | None, shown("DEVICE")] = None,
     threads: Annotated[int | None, shown("COUNT")] = None,
     data: Annotated[str | None, shown("FOLDER")] = None,
+    plan: Annotated[Path | None, shown("FILE")] = None,
     time_limit: Annotated[float | None, shown("SECONDS")] = None,
     report: Annotated[Path | None, shown("FILE")] = None,
     json: Flag = False,
@@ -57,6 +59,7 @@ def run(
         device: cpu, cuda, ... Default: the accelerator if there is one.
         threads: CPU threads of torch. Default: torch's own.
         data: Folder with MNIST's IDX files, instead of the bundled digits.
+        plan: A plan (TOML) whose rules hold at all levels but O0, such as `halfstep doctor` writes.
         time_limit: Seconds for all trainings together; one that takes far more than its share is stopped and
             its row says so. Default: no limit; 240 for demo.
         report: Write an HTML report to this file.
@@ -65,7 +68,7 @@ def run(
     from halfstep import devices
     from halfstep.recipes.runs import TimeBudget, run_recipe
 
-    order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs)
+    order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs, _plan(plan))
     limit = _time_limit(time_limit, order.demo)
     check_report(report)
     set_threads(threads)
@@ -121,6 +124,7 @@ class _TrainOrder:
     seeds: int
     steps: int | None
     epochs: int | None
+    plan: Plan | None
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ def _order(
     seeds: int | None,
     steps: int | None,
     epochs: int | None,
+    plan: Plan | None,
 ) -> _TrainOrder:
     from halfstep.formats import dtype_name
     from halfstep.policy.levels import LEVELS, dtype_of, level_of
@@ -177,7 +182,18 @@ def _order(
         seeds=_at_least_one("seeds", seeds if seeds is not None else (2 if demo else 1)),
         steps=None if steps is None else _at_least_one("steps", steps),
         epochs=None if epochs is None else _at_least_one("epochs", epochs),
+        plan=plan,
     )
+
+
+def _plan(file: Path | None) -> Plan | None:
+    """The rules of a file; ConfigError where it holds a level as well, which only hs.prepare reads."""
+    from halfstep.policy.plan import Plan
+
+    plan = None if file is None else Plan.read(file)
+    if plan is not None and plan.settings is not None:
+        raise ConfigError(f"--plan {file}: it has [settings] of its own, expected [[rule]] tables alone")
+    return plan
 
 
 def _list(text: str, what: str) -> list[str]:
@@ -243,7 +259,7 @@ def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | N
         for dtype in dtypes:
             devices.check_dtype(device, dtype)
             scales = recipe.scales if order.demo and recipe.scales and dtype == "fp16" else order.scales
-            settings.extend(TrainSetting(level, dtype, scale) for scale in scales)
+            settings.extend(TrainSetting(level, dtype, scale, order.plan) for scale in scales)
     steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))

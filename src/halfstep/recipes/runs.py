@@ -108,7 +108,7 @@ OnStep = Callable[[str], None]
 class TrainSetting:
     """A precision to train at. `dtype` is None for fp32; `loss_scale` None means the level's own choice.
 
-    `plan`, where there is one, is what level "auto" came to: level and dtype are then the plan's.
+    `plan`, where it has settings, is what level "auto" came to: level and dtype are then the plan's.
     """
 
     level: str
@@ -132,16 +132,17 @@ class TrainSetting:
         """`O1 bf16`, or `O0` for fp32; with the loss scale where it is not the level's own."""
         words = [self.level, self.dtype or ""]
         if self.plan is not None:
-            words = ["auto:", *words]
+            words = ["auto:" if self.plan.settings else "plan:", *words]
         if self.loss_scale not in (None, self.own_scale):
             words.append("no scale" if self.loss_scale == "none" else f"scale {self.loss_scale}")
         return " ".join(word for word in words if word)
 
     def prepare_options(self) -> dict[str, Any]:
         """Keyword arguments for `hs.prepare`."""
-        if self.plan is not None:
+        if self.plan is not None and self.plan.settings:
             return {"plan": self.plan}
-        return {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
+        own = {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
+        return own if self.plan is None else {**own, "plan": self.plan}
 
 
 @dataclass
