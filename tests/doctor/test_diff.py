@@ -23,8 +23,8 @@ DAILY = {
     "overflow_that_is_swallowed", "adam_in_half", "second_behind_the_first", "distance_of_equal_points",
     "summed_loss", "updates_lost_to_rounding", "squares_summed_in_half",
 }  # fmt: skip
-#: Their loss is too small without the cure.
-LARGER = set[str]()
+#: Their loss is smaller without the cure: of weights that are NaN, or values lost, nothing is left to be wrong.
+LARGER = {"where_trap_of_a_norm", "overflow_that_is_swallowed"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
 
@@ -63,7 +63,8 @@ def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_pa
     assert is_gone(fault, after)
     last, without = after.losses[-1], document.losses[-1]
     assert math.isfinite(last) or after.faults  # another one, which has no diff
-    assert not math.isfinite(without) or not last > 1.05 * without or script.name in LARGER
+    larger = math.isfinite(without) and last - without > 0.05 * abs(without)
+    assert not larger or script.name in LARGER
     assert after.error is None or after.error == document.error
     assert after.steps >= document.steps
 

@@ -431,7 +431,7 @@ def quiet_faults(seen: RunNotes) -> list[Fault]:
     shares = [note.share for note in seen.lost]
     if len(shares) >= 2 and statistics.median(shares) >= _ALL_LOST:
         found.append(_lost(ledger, seen.lost, statistics.median(shares), seen.terms))
-    found += _told_by_a_note(ledger)
+    found += [*_uncleared(ledger), *_without_moments(ledger)]
     grown = ledger.diverged()
     if ledger.too_long():
         found.append(_shot(ledger))
@@ -440,20 +440,24 @@ def quiet_faults(seen: RunNotes) -> list[Fault]:
     return found
 
 
-def _told_by_a_note(ledger: Ledger) -> list[Fault]:
-    """Gradients that nobody cleared, where that is a habit, and second moments without a value."""
-    found = list[Fault]()
+def _uncleared(ledger: Ledger) -> list[Fault]:
+    """Gradients that nobody clears, where that is a habit."""
     stale = [note for note in ledger.notes if note.stale]
-    if len(stale) >= 3 and len(stale) >= ledger.iterations // 2:
-        text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
-        cures = [Cure("advice", "clear the gradients before each backward", "optimizer.zero_grad()")]
-        found.append(_fault(stale[0].number, "optimizer", Cause("accumulation", text), cures, stale[0].where))
-    flushed = next((note for note in ledger.notes if note.flushed), None)
-    if flushed is not None:
-        text = f"precision: {flushed.flushed}: the update divides by epsilon alone"
-        cures = [Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')]
-        found.append(_fault(flushed.number, "optimizer", Cause("precision", text), cures, flushed.where))
-    return found
+    if len(stale) < 3 or len(stale) < ledger.iterations // 2:
+        return []
+    text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
+    cures = [Cure("advice", "clear the gradients before each backward", "optimizer.zero_grad()")]
+    return [_fault(stale[0].number, "optimizer", Cause("accumulation", text), cures, stale[0].where)]
+
+
+def _without_moments(ledger: Ledger) -> list[Fault]:
+    """Second moments without a value, that an update is divided by."""
+    note = next((note for note in ledger.notes if note.flushed), None)
+    if note is None:
+        return []
+    text = f"precision: {note.flushed}: the update divides by epsilon alone"
+    cures = [Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')]
+    return [_fault(note.number, "optimizer", Cause("precision", text), cures, note.where)]
 
 
 def _shot(ledger: Ledger) -> Fault:
@@ -472,7 +476,7 @@ def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
     """The faults of a run with lasting damage; what an update or a growing loss led to is told with that."""
     ledger = seen.ledger.until(seen.ledger.broken())
     found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
-    found += _told_by_a_note(ledger)
+    found += _uncleared(ledger)
     root = _root(ledger, faults, seen.terms)
     if root is None:
         return [*found, *faults]
