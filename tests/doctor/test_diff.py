@@ -23,7 +23,7 @@ DAILY = {
     "overflow_that_is_swallowed", "adam_in_half", "second_behind_the_first", "distance_of_equal_points",
     "summed_loss", "updates_lost_to_rounding", "squares_summed_in_half",
 }  # fmt: skip
-#: Their loss is smaller without the cure: of weights that are NaN, or values lost, nothing is left to be wrong.
+#: Their loss is smaller without the cure, where weights that are NaN, or values lost, count for nothing.
 LARGER = {"where_trap_of_a_norm", "overflow_that_is_swallowed"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
