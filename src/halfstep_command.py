@@ -4,6 +4,7 @@ Ctrl-C while the package is loaded ends in one line too.
 """
 
 import difflib
+import itertools
 import os
 import signal
 import sys
@@ -29,8 +30,13 @@ def main() -> int:
     if answered is not None:
         return answered
     before = signal.signal(signal.SIGINT, _leave)
+    waits = sys.stderr.isatty()
+    if waits:
+        print("halfstep: importing torch ...", end="", file=sys.stderr, flush=True)
     from halfstep.cli import main as run
 
+    if waits:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, before)
     return run()
 
@@ -51,8 +57,10 @@ def answer(given: Sequence[str]) -> int | None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         return refuse(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{hint}")
-    if rest and rest[0].endswith(".py") and not os.path.exists(rest[0]):
-        return refuse(f"no script {rest[0]}; expected a recipe or the path of a .py file")
+    own = itertools.takewhile(lambda word: word != "--", rest)
+    missing = next((word for word in own if word.endswith(".py") and not os.path.exists(word)), None)
+    if missing is not None:
+        return refuse(f"no script {missing}; expected a recipe or the path of a .py file")
     return None
 
 

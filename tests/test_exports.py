@@ -75,3 +75,10 @@ def test_import_loads_nothing_heavy():
     foreign = {name.split(".")[0] for name in added} - {"halfstep", "torch"} - set(sys.stdlib_module_names)
     foreign = {name for name in foreign if not name.startswith("_sysconfigdata")}  # the interpreter's own
     assert foreign == set()
+
+
+@pytest.mark.parametrize(
+    "module", [hs, hs.optim, hs.devices, hs.distributed, hs.doctor], ids=lambda m: m.__name__
+)
+def test_dir_shows_public_names_alone(module):
+    assert set(dir(module)) - {"__version__"} == set(module.__all__)

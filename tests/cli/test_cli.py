@@ -177,6 +177,7 @@ def test_the_command_that_is_installed_loads_nothing_before_it_listens(monkeypat
         ("--help", 0, "usage: halfstep COMMAND"),
         ("trian", 2, "did you mean train?"),
         ("doctor missing.py", 2, "no script missing.py; expected"),
+        ("doctor --steps 3 missing.py -- own.py", 2, "no script missing.py; expected"),
     ],
 )
 def test_what_needs_no_torch_is_answered_without_it(argument, code, says):
@@ -306,3 +307,22 @@ def test_no_table_breaks_a_word_at_any_width(width, monkeypatch, capsys):
         any(cell in line for line in lines) for cell in (*rows[0][0].split(), *names[1:], *rows[0][1:])
     )
     assert max(map(len, lines)) <= width
+
+
+def test_a_terminal_too_narrow_for_all_columns_gets_two_tables(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    names = ["level", "test accuracy %", "ms/step", "peak MB", "scale"]
+    console().print(
+        table("digits", names, [["O1 bf16", "93.30 ± 2.12", "4.13", "8.4", "none"]] * 2, "peak MB")
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    heads = [line for line in lines if line[0] == "level"]
+    assert [len([line for line in lines if line[0] == "O1"]), len(heads)] == [4, 2]
+    assert heads[1][-1] == "scale"
+
+
+def test_the_baseline_of_bench_step_is_1(halfstep):
+    given = ("bench", "step", "--parameters", "1e3", "--rounds", "2", "--no-movement")
+    code, out, _ = halfstep(*given, "--json")
+    baseline = json.loads(out)["results"][0]
+    assert (code, baseline["update_share"], baseline["step_share"]) == (0, 1.0, 1.0)

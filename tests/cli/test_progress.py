@@ -2,7 +2,7 @@
 
 import time
 
-from halfstep.cli._progress import progress
+from halfstep.cli._progress import _left, progress
 
 
 def test_each_name_is_told_once(capsys):
@@ -32,3 +32,12 @@ def test_work_of_unknown_length_tells_its_seconds(capsys):
     with progress("tuning", None, quiet=False, every=0.05):
         time.sleep(0.2)
     assert set(capsys.readouterr().err.splitlines()) == {"  tuning: 0 s"}
+
+
+def test_a_line_says_how_long_the_rest_takes(capsys):
+    with progress("training", 9, quiet=False, every=0.05) as tell:
+        tell("a O1")
+        time.sleep(0.2)
+    assert " s left" in capsys.readouterr().err
+    assert _left(60.0, 3, 9) == ", about 2 min left"
+    assert _left(60.0, 0, 9) == _left(60.0, 3, None) == ""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from halfstep.cli import main
+from halfstep.trainer.loop import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +244,34 @@ def test_a_plan_with_a_level_of_its_own_or_none_that_can_be_read_is_refused(caps
     plan.write_text('[settings]\nlevel = "O1"\ndtype = "bf16"\nreason = "measured"\n')
     assert main(["train", "digits-mlp", "--plan", str(plan)]) == 2
     assert capsys.readouterr().err.startswith("halfstep: ")
+
+
+def test_ctrl_c_prints_and_reports_what_is_finished(capsys, monkeypatch, tmp_path):
+    fit, begun = Trainer.fit, []
+
+    def interrupted(trainer, *args, **options):
+        begun.append(trainer)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return fit(trainer, *args, **options)
+
+    monkeypatch.setattr(Trainer, "fit", interrupted)
+    report = tmp_path / "out.html"
+    given = [
+        "train",
+        "digits-mlp",
+        "--level",
+        "O0,O1,O2",
+        "--dtype",
+        "bf16",
+        "--steps",
+        "3",
+        "--threads",
+        "1",
+    ]
+    assert main([*given, "--report", str(report)]) == 130
+    shown, said = capsys.readouterr()
+    assert "digits-mlp: Interrupted: no verdict; 2 settings trained" in shown
+    assert [line.split()[0] for line in shown.splitlines() if re.match(r" ?O[0-3]", line)] == ["O0", "O1"]
+    assert "Interrupted" in report.read_text()
+    assert said.endswith("halfstep: interrupted\n")

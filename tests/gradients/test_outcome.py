@@ -61,12 +61,15 @@ def test_reading_is_one_transfer(monkeypatch):
 
 
 def test_repr_says_what_happened():
-    assert "scale=4.0" in repr(outcome(scale=4.0))
+    taken = Outcome(taken=True, finite=True, scale=65536.0, grad_norm=1.5e-5, step=2)
+    assert repr(taken) == "step 2: taken, grad norm 1.5e-05, loss scale 65536"
+    assert taken._repr_html_() == f"<p>{taken}</p>"
+    assert repr(Outcome(taken=False, finite=False)) == "step: skipped: gradients hold inf or NaN"
 
 
 def test_repr_of_a_device_value_does_not_read_it():
     o = Outcome(taken=torch.empty((), dtype=torch.bool, device="meta"), finite=True, step=3)
-    assert repr(o) == "Outcome(step=3, on the device, not read)"  # to read a meta tensor is an error
+    assert repr(o) == "step 3: on the device, not read"  # to read a meta tensor is an error
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])

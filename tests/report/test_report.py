@@ -1,6 +1,7 @@
 """The HTML report: self-contained, escaped, complete; its charts and sentences."""
 
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,7 @@ from halfstep.report import render, write_report
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.page import smooth
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
-from halfstep.report.words import bounds, busy, cells, columns, sentence, verdict
+from halfstep.report.words import bounds, busy, cells, columns, recommended, sentence, verdict
 
 BOUND = {
     "arithmetic": 0.004, "memory": 0.001, "latency": 0.00005, "flops": 2 * 10**9, "bytes": 10**7, "ops": 40,
@@ -68,7 +69,7 @@ def in_json():
     failed |= {"runs": [run(losses=[2.0, math.nan, math.inf, math.nan])]}
     shown = {
         "name": "digits<script>", "about": "a & b", "data": "digits", "metric": "accuracy", "steps": 4,
-        "batch_size": 64, "seeds": 1, "rows": [as_words(), fp16, failed],
+        "batch_size": 64, "seeds": 1, "rows": [as_words(), fp16, failed], "interrupted": False,
     }  # fmt: skip
     return {
         "machine": {"halfstep": "1", "torch": "2", "device": "cpu", "slow": {"fp16": "no unit"}},
@@ -183,10 +184,9 @@ def test_the_verdict_is_one_sentence_with_the_call_to_write(rows, words):
     assert words in verdict(recipe(rows))
 
 
-def test_a_busy_machine_is_told_loudly():
-    page = render(document(rows=[as_words(noise=0.4)]))
-    assert "class='loud'>this machine is busy: times differ by 40 %" in page
-    assert "class='loud'" not in render(document())
+def test_a_busy_machine_is_named_once_in_the_verdict():
+    page = render(document(rows=[as_words(noise=0.4), as_words("O1", "bf16", noise=0.4)]))
+    assert page.count("this machine is busy: times differ by 40 %") == 1
 
 
 def test_one_setting_that_varies_does_not_make_the_machine_busy():
@@ -304,3 +304,30 @@ def test_cells_fit_their_columns():
     assert cells(row(diverged=1), "loss", {})[1].endswith("diverged")
     spoiled = cells(row(mean=math.nan, spread=math.nan, difference=math.nan, diverged=2), "loss", {})
     assert spoiled[1:3] == ["diverged", ""]
+
+
+def test_the_recommended_row_is_marked_once_and_the_command_is_named():
+    fast = row("O2", "bf16", seconds=0.004)
+    shown = Comparison({"command": "halfstep train r", "date": "2026-01-02 03:04"}, [recipe([row(), fast])])
+    page = render(shown)
+    assert page.count("<tr class='best'><td>O2 bf16 <b>recommended</b>") == 1
+    assert "halfstep train r · 2026-01-02 03:04" in page
+    assert recommended(recipe([row(), row("O2", "bf16")])) is None
+
+
+def test_an_interrupted_comparison_has_no_verdict():
+    partial = replace(recipe([row()]), interrupted=True)
+    assert verdict(partial) == "Interrupted: no verdict; 1 setting trained"
+
+
+def test_points_show_their_values_under_the_pointer():
+    line = Line("O1 <x>", "level-O1", [(float(x), x / 7) for x in range(1000)])
+    page = line_chart([line], x_label="step", y_label="loss")
+    assert "<title>O1 &lt;x&gt;, step 25: 3.571</title>" in page
+    assert page.count("class='dot") <= 2 * 41
+
+
+def test_a_headroom_axis_starts_at_0_with_the_danger_marked():
+    page = line_chart([Line("a", "k0", [(1.0, 125.0), (2.0, 126.0)])], x_label="s", y_label="b", danger=1.0)
+    assert ">0</text>" in page
+    assert page.count("class='danger'") == 2

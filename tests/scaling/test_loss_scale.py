@@ -169,7 +169,7 @@ def test_state_round_trip(scale, adjust):
         (lambda: NoLossScale().with_value(2.0), "NoLossScale"),
         (lambda: LossScale.from_state({"kind": "Magic"}), "Magic"),
         (lambda: LossScale.from_state({"kind": "StaticLossScale", "volume": 11}), "volume"),
-        (lambda: SkipCount(limit=0), "limit"),
+        (lambda: SkipCount(limit=0), "max_skips"),
         (lambda: select_tree(torch.tensor(True), [1], [2]), "without reading"),
         (lambda: select_tree(torch.tensor(True), [torch.ones(1)], torch.ones(1)), "one shape"),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 
@@ -29,22 +29,54 @@ def console(stderr: bool = False) -> Console:
     return Quiet(stderr=stderr, width=wide, highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], right: str = "") -> Table:
-    """A plain table; `right` names, separated by commas, the columns that hold numbers."""
-    from rich import box
-    from rich.table import Table
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], right: str = "", keys: int = 1
+) -> Group:
+    """A plain table; `right` names, separated by commas, the columns that hold numbers.
+
+    Where the terminal is too narrow for all columns, several tables: each begins with the first `keys` ones.
+    """
+    from rich.console import Group
+    from rich.text import Text
 
     numeric = right.split(",")
     shown = [[clean(cell) for cell in row] for row in rows]
-    if _too_wide(columns, shown, numeric):
-        return _records(title, columns, shown)
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        whole = column in numeric
-        made.add_column(column, justify="right" if whole else "left", overflow="fold", no_wrap=whole)
-    for row in shown:
-        made.add_row(*row)
+    widths = [
+        _width(column, [row[place] for row in shown], column in numeric)
+        for place, column in enumerate(columns)
+    ]
+    named = list(range(keys))
+    parts: list[list[int]] = [[]]
+    for place in range(keys, len(columns)):
+        if parts[-1] and sum(widths[p] for p in (*named, *parts[-1], place)) > console().width:
+            parts.append([])
+        parts[-1].append(place)
+    made = [_table([*named, *part], columns, shown, numeric) for part in parts]
+    return Group(*([Text(title)] if title else []), *made)
+
+
+def _table(
+    places: Sequence[int],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    numeric: Sequence[str],
+) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place in places:
+        whole = columns[place] in numeric
+        made.add_column(columns[place], justify="right" if whole else "left", overflow="fold", no_wrap=whole)
+    for row in rows:
+        made.add_row(*(row[place] for place in places))
     return made
+
+
+def _width(column: str, cells: Sequence[str | Text], whole: bool) -> int:
+    """The least width of a column: its longest word, or text if `whole`, and three for rich."""
+    texts = [column, *map(str, cells)]
+    return 3 + max(len(text) if whole else max(map(len, text.split()), default=0) for text in texts)
 
 
 def clean(text: str | Text) -> str | Text:
@@ -54,38 +86,8 @@ def clean(text: str | Text) -> str | Text:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def _too_wide(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], numeric: Sequence[str]) -> bool:
-    """Whether some cell would have to be broken inside a word for all columns to stand side by side."""
-    width = console().width
-
-    def needs(text: str, whole: bool) -> int:
-        return len(text) if whole else max(map(len, text.split()), default=0)
-
-    total = 0
-    for place, column in enumerate(columns):
-        whole = column in numeric
-        cells = [needs(str(row[place]), whole) for row in rows]
-        total += max([needs(column, whole), *cells]) + 3  # a space on each side, and rich's line between two
-    return total - 1 > width
-
-
-def _records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """The rows one below the other, a line for each value: for a terminal too narrow for the table."""
-    from rich.table import Table
-
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-    made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
-    for row in rows:
-        made.add_row(row[0], "", style="bold")
-        for column, cell in zip(columns[1:], row[1:]):
-            if str(cell):
-                made.add_row(f"  {column}", cell)
-    return made
-
-
 def print_json(data: object) -> None:
-    """`data` on standard output as one JSON document; numbers JSON lacks become "nan", "inf", "-inf"."""
+    """`data` on standard output as one JSON document; numbers unknown to JSON become "nan", "inf"."""
     print(json.dumps(_strict(data), indent=2, allow_nan=False))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from halfstep.cli._output import console
 
 Tell = Callable[[str], None]
-"""Told the name of what is going on, once for each step of it."""
+"""Hears the name of what is going on, once for each step of it."""
 
 _EVERY = 10.0
 
@@ -43,6 +43,14 @@ def progress(what: str, total: int | None, quiet: bool, every: float = _EVERY) -
             beat.join()
 
 
+def _left(seconds: float, done: int, total: int | None) -> str:
+    """About how long the rest takes, where each step takes as long as those before."""
+    if not total or not done:
+        return ""
+    left = seconds / done * (total - done)
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+
 class _Lines:
     """A line for each name that begins, and one whenever `every` seconds passed without any."""
 
@@ -63,8 +71,10 @@ class _Lines:
         while not self.ended.wait(max(0.01, self.printed + self.every - time.monotonic())):
             now = time.monotonic()
             if now - self.printed >= self.every:
+                taken = now - self.started
                 share = "" if self.total is None else f"step {self.done} of {self.total} in all, "
-                self._print(f"  {self.name or self.what}: {share}{now - self.started:.0f} s")
+                left = _left(taken, self.done, self.total)
+                self._print(f"  {self.name or self.what}: {share}{taken:.0f} s{left}")
 
     def _print(self, line: str) -> None:
         self.printed = time.monotonic()

@@ -81,8 +81,11 @@ def _print(results: list[Any], count: int, moved: dict[str, dict[str, float]]) -
         )
         for r in results
     ]
-    columns = ("optimizer", "update ms", "share", "step ms", "share of step", "bytes/param")
-    title = f"{count:,} parameters, {torch.get_num_threads()} threads; shares of {results[0].name}"
+    columns = ("optimizer", "update ms", "update time", "step ms", "step time", "bytes/param")
+    title = (
+        f"{count:,} parameters, {torch.get_num_threads()} threads; times relative to {results[0].name}, "
+        "lower is better"
+    )
     out = console()
     out.print(table(title, columns, rows, right=",".join(columns[1:])))
     if moved:

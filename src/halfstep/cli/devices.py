@@ -131,7 +131,7 @@ def _print_checks(device: str, checks: list[Check]) -> None:
     rows: list[list[str | Text]] = [
         [c.group, c.name, Text(c.status, _CHECKS[c.status]), c.detail] for c in shown
     ]
-    out.print(table(f"Conformance of {device}", ("group", "check", "result", "detail"), rows))
+    out.print(table(f"Conformance of {device}", ("group", "check", "result", "detail"), rows, keys=2))
     for status in ("falls back", "absent"):
         if names := ", ".join(dict.fromkeys(c.name for c in casting if c.status == status)):
             out.print(f"casting {status}: {names}")
@@ -230,7 +230,7 @@ def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
     ]
     columns = ("op", "kind", "dtype", "forward", "to input", "to weight", "why")
     out = console()
-    out.print(table(f"By which kernels {device} runs each op (time / fp32)", columns, cells))
+    out.print(table(f"By which kernels {device} runs each op (time / fp32)", columns, cells, keys=3))
     source = "measured on this machine" if table_of().measures else f"by {os.environ.get(VARIABLE)}"
     out.print(f"kernels: {source}; {VARIABLE} or kernels= name others (measured, native, rounded, a file)")
     for name in dict.fromkeys(way.dtype for way in ways):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
-from halfstep.report.comparison import Comparison
+from halfstep.report.comparison import Comparison, RecipeRows
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
@@ -82,8 +84,9 @@ def run(
         with progress(
             "training", sum(job.steps * count for job, count in zip(jobs, trainings)), quiet=quiet
         ) as on_step:
-            results = [
-                run_recipe(
+            results: list[RecipeRows] = []
+            for job in jobs:
+                found = run_recipe(
                     job.recipe,
                     job.settings,
                     seeds=order.seeds,
@@ -94,11 +97,15 @@ def run(
                     on_step=on_step,
                     budget=budget,
                 )
-                for job in jobs
-            ]
-        if rank() != 0:
-            return
-    _show(Comparison(_machine(where, kept), results), report, json)
+                results.append(found)
+                if found.interrupted:
+                    break
+        interrupted = results[-1].interrupted
+        if rank() == 0:
+            ended = [found for found in results if found.rows]
+            _show(Comparison(_machine(where, kept), ended), report, json)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _show(document: Comparison, report: Path | None, json: bool) -> None:
@@ -279,6 +286,8 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
     from halfstep import __version__, devices
 
     facts = {
+        "command": shlex.join(["halfstep", *sys.argv[1:]]),
+        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
         "halfstep": __version__,
         "torch": torch.__version__,
         "device": str(device),
@@ -296,16 +305,20 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
 
 
 def _print(document: Comparison, report: Path | None) -> None:
-    from halfstep.report.words import busy, cells, columns, verdict
+    from rich.text import Text
+
+    from halfstep.report.words import cells, columns, recommended, verdict
 
     out = console()
     for recipe in document.recipes:
         out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
-        if busy(recipe):
-            out.print(busy(recipe), style="bold red", markup=False)
         title = f"{recipe.name}: {recipe.about} ({recipe.data}, {recipe.trained})"
         heads = columns(recipe.metric)
-        rows = [cells(row, recipe.metric, document.slow) for row in recipe.rows]
+        best = recommended(recipe)
+        rows = [
+            [Text(cell, "bold" if row is best else "") for cell in cells(row, recipe.metric, document.slow)]
+            for row in recipe.rows
+        ]
         out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe.rows:
             if row.why:

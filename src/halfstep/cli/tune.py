@@ -11,6 +11,7 @@ from halfstep.cli._options import Flag, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
+from halfstep.ratios import speed_in_words
 from halfstep.tuning.search import Tuning
 
 
@@ -96,15 +97,15 @@ def _print(target: str, found: Tuning, out: Path | None) -> None:
         (
             row.setting,
             "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms",
-            "" if row.milliseconds is None or not base else f"{row.milliseconds / base:.2f}",
+            "" if row.milliseconds is None or not base else speed_in_words(row.milliseconds / base),
             "" if row.gradient_error is None else f"{row.gradient_error:.2g}",
             row.note,
         )
         for row in settings.measured
     ]
     said = console()
-    heads = ("setting", "step", "of fp32", "gradient off by", "")
-    said.print(table(f"{target}: what trains it fastest here", heads, rows, "step,of fp32,gradient off by"))
+    heads = ("setting", "step", "against fp32", "gradient error", "")
+    said.print(table(f"{target}: what trains it fastest here", heads, rows, ",".join(heads[1:4])))
     said.print(f"chosen: {settings.reason}", markup=False, highlight=False)
     for rule in found.plan.rules:
         said.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)

@@ -41,3 +41,7 @@ __all__ = [
     "resolve",
     "send_to_host",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

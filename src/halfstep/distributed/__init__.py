@@ -49,3 +49,7 @@ __all__ = [
     "whole_norms",
     "world_size",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,3 +5,7 @@ from halfstep.doctor.script import examine_script
 from halfstep.doctor.step import examine
 
 __all__ = ["CauseFound", "CureFound", "Document", "Fault", "examine", "examine_script"]
+
+
+def __dir__() -> list[str]:
+    return __all__

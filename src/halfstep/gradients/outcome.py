@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any, cast
 
 import torch
@@ -172,10 +173,18 @@ class Outcome:
         return self.__dict__ | {"_values": values, "_on_read": None, "_copy": None}
 
     def __repr__(self) -> str:
+        """One sentence: `step 2: taken, grad norm 1.5e-05, loss scale 65536`; reads nothing off a device."""
+        name = "step" if self._step is None else f"step {self._step}"
         tensors = [v for v in self._values.values() if isinstance(v, Tensor)]
         if self._record is None and not all(t.is_cpu for t in tensors):
-            return f"Outcome(step={self._step}, on the device, not read)"
-        return f"Outcome({', '.join(f'{k}={v!r}' for k, v in self.read().as_dict().items())})"
+            return f"{name}: on the device, not read"
+        seen = self.read()
+        norm = "" if seen.grad_norm is None else f", grad norm {seen.grad_norm:.3g}"
+        scale = "" if seen.scale == 1.0 else f", loss scale {seen.scale:.12g}"
+        return f"{name}: {seen.reason or 'taken'}{norm}{scale}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>"
 
 
 def _reason(taken: bool, finite: bool) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from typing import Any
 
 import torch
@@ -368,6 +369,16 @@ class Watch:
     def close(self) -> None:
         """Removes every hook; what was seen can still be read."""
         self._hooks.close()
+
+    def __repr__(self) -> str:
+        return f"{self.step} steps watched. " + ". ".join(self.summary())
+
+    def _repr_html_(self) -> str:
+        """The headroom of each tensor as a table, the least first."""
+        bits = sorted((left, kind, path) for (kind, path), left in self.headrooms().items())
+        rows = "".join(f"<tr><td>{escape(p)}</td><td>{k}</td><td>{left:.1f}</td></tr>" for left, k, p in bits)
+        head = "<tr><th>tensor</th><th>kind</th><th>bits left</th></tr>"
+        return f"<p>{escape(repr(self))}</p><table>{head}{rows}</table>"
 
     def __enter__(self) -> Watch:
         return self

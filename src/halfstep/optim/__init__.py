@@ -14,3 +14,7 @@ __all__ = [
     "lost_updates",
     "resolution",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

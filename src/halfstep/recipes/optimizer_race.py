@@ -143,14 +143,15 @@ class TimedContestant:
 def race(
     contestants: Sequence[Contestant], sizes: Sequence[int], rounds: int, device: torch.device
 ) -> Iterator[Result]:
-    """Time each contestant in turn with the first, two in memory at a time; yields one result each."""
+    """Time each contestant, its rounds interleaved with the first one's; yields one result each."""
     first = TimedContestant(contestants[0], sizes, device)
     for contestant in contestants:
         bench = first if contestant is contestants[0] else TimedContestant(contestant, sizes, device)
         times: dict[str, list[tuple[float, float]]] = {"update": [], "step": []}
         for turn in range(rounds + 1):
             for kind, found in times.items():
-                pair = (bench.seconds(kind), first.seconds(kind))
+                own = bench.seconds(kind)
+                pair = (own, own if bench is first else first.seconds(kind))
                 if turn:  # the first round builds states and compiles
                     found.append(pair)
         ms = {kind: statistics.median(own for own, _ in found) * 1e3 for kind, found in times.items()}

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -349,16 +349,22 @@ def run_recipe(
     """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step.
 
     Every training takes its share of `budget`; a setting whose training was stopped is not tried with further
-    seeds, and is not measured.
+    seeds, and is not measured. Ctrl-C ends the work: the result has the trainings that ended before.
     """
     task = recipe.task(folder)
     rows = [SettingRuns(setting, []) for setting in settings]
-    for row in rows:
-        for seed in range(seeds):
-            share = budget.start() if budget else NO_LIMIT
-            if not row.stopped:
-                row.runs.append(train_once(recipe, task, row.setting, seed, steps, device, on_step, share))
-    measure_rows(recipe, task, rows, device, rounds)
+    try:
+        for row in rows:
+            for seed in range(seeds):
+                share = budget.start() if budget else NO_LIMIT
+                if not row.stopped:
+                    row.runs.append(
+                        train_once(recipe, task, row.setting, seed, steps, device, on_step, share)
+                    )
+        measure_rows(recipe, task, rows, device, rounds)
+    except KeyboardInterrupt:
+        ended = [row for row in rows if row.runs]
+        return replace(summary(recipe, task.name, steps, seeds, ended), interrupted=True)
     return summary(recipe, task.name, steps, seeds, rows)
 
 

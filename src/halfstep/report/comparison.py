@@ -56,7 +56,7 @@ class SettingRow:
     """One setting's summary and raw runs; None for what was not measured.
 
     `mean` and `spread` are of the test metric over seeds, `difference` is of the mean from O0's; `seconds`
-    and `noise` are of a step, `profiled` the seconds of the step whose costliest `ops` are told.
+    and `noise` are of a step, `profiled` the seconds of the step whose costliest `ops` are listed.
     """
 
     label: str
@@ -95,7 +95,10 @@ class SettingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRows:
-    """A recipe at every setting; `data` says what it was trained on, `metric` is "accuracy" or "loss"."""
+    """A recipe at every setting; `data` says what it was trained on, `metric` is "accuracy" or "loss".
+
+    `interrupted`: Ctrl-C ended the work, so settings may be missing.
+    """
 
     name: str
     about: str
@@ -105,6 +108,7 @@ class RecipeRows:
     batch_size: int
     seeds: int
     rows: Sequence[SettingRow]
+    interrupted: bool = False
 
     @property
     def base(self) -> SettingRow | None:

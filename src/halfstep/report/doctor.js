@@ -170,7 +170,7 @@
       lost += s.lost * s.nonzero; over += s.over * s.nonzero; nonzero += s.nonzero;
     });
     const share = (v) => percent(nonzero ? v / nonzero : 0);
-    at("told").textContent = `${rows.length} tensors at scale ${power(k)} in ${format.value}: ` +
+    at("counted").textContent = `${rows.length} tensors at scale ${power(k)} in ${format.value}: ` +
       `${share(lost)} of the nonzero values become zero, ${share(over)} overflow. ` +
       "Values within one power of two of an edge may go either way.";
     detail();

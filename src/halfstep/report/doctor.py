@@ -25,6 +25,8 @@ _KINDS = {
     "update": "updates",
 }
 _SHOWN = 8
+#: Bits of headroom below which a tensor is at the edge of its format.
+_EDGE = 1.0
 
 
 def write_doctor(document: Any, path: str | Path) -> Path:
@@ -149,14 +151,15 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     lines = [Line(path, f"k{i}", points) for i, (path, points) in enumerate(bits)]
     chart = line_chart(
         lines, x_label="step", y_label="bits left", describe="headroom in bits over steps",
-        marked=_marked(document),
+        marked=_marked(document), danger=_EDGE,
     )  # fmt: skip
     return {
         "chart": chart,
-        "note": f"The {len(bits)} tightest of {len(series)} modules' outputs, in {document.get('format')}.",
+        "note": f"The {len(bits)} tightest of {len(series)} modules' outputs, in {document.get('format')}. "
+        "Red: less than one bit left.",
         "legend": [path for path, _ in bits],
         "ahead": document.get("forecasts", []),
-        "told": _way_out(series, bits),
+        "outlook": _way_out(series, bits),
         "lost": _lost(document),
     }
 
@@ -171,9 +174,9 @@ def _way_out(series: Sequence[Mapping[str, Any]], bits: Sequence[tuple[str, Any]
     left = [_label(s) for s in series if any(not _positive(y) and y != 0 for y in s["amax"])]
     if left:
         return f"Left the format, so that the curve ends: {_few(left)}."
-    low = [path for path, points in bits if points[-1][1] < 1.0 or points[-1][1] < points[0][1] - 4.0]
+    low = [path for path, points in bits if points[-1][1] < _EDGE]
     if low:
-        return f"Falling, or at the edge: {_few(low)}."
+        return f"At the edge: {_few(low)}."
     return "No tensor is on its way out of the format."
 
 

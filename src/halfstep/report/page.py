@@ -12,9 +12,11 @@ from typing import Any
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
 from halfstep.report.template import fill, text_of, write_page
-from halfstep.report.words import bounds, busy, cells, columns, sentence, verdict
+from halfstep.report.words import bounds, cells, columns, recommended, sentence, verdict
 
 _MACHINE = {
+    "command": "",
+    "date": "",
     "halfstep": "halfstep",
     "torch": "torch",
     "device": "on",
@@ -61,14 +63,14 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
     """What the page shows of one recipe."""
     rows, metric = recipe.rows, recipe.metric
     scales, constant = _scale_figure(rows)
+    best = recommended(recipe)
     found = [(row.label, bounds(row)) for row in rows]
     return {
         "name": recipe.name,
         "verdict": verdict(recipe),
-        "busy": busy(recipe),
         "about": f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
         "columns": columns(metric),
-        "cells": [cells(row, metric, slow) for row in rows],
+        "cells": [(cells(row, metric, slow), row is best) for row in rows],
         "rows": [
             {
                 "label": row.label,

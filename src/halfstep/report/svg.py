@@ -16,6 +16,8 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 _RIGHT, _TOP, _BOTTOM = 14, 14, 40
+#: Points of a curve that show their value under the pointer.
+_DOTS = 40
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,12 @@ def line_chart(
     describe: str = "",
     band: Sequence[tuple[float, float, float]] = (),
     marked: Sequence[float] = (),
+    danger: float | None = None,
 ) -> str:
     """Curves over steps; `powers_of_two` gives a logarithmic axis. Points not finite break a curve.
 
-    `band`: (x, low, high) of a grey area behind them; `marked`: steps with a line across the chart.
+    `band`: (x, low, high) of a grey area behind them; `marked`: steps with a line across the chart;
+    `danger`: the axis starts at 0 or below, and the part below this is red.
     """
     kept = [(x, y) for line in lines for x, y in line.points if _drawable(y, powers_of_two)]
     kept += [(x, y) for x, low, high in band for y in (low, high) if kept]
@@ -120,7 +124,9 @@ def line_chart(
         return "<p class='quiet'>no finite values to draw</p>"
     x_low, x_high = min(x for x, _ in kept), max(x for x, _ in kept)
     y_low, y_high = min(y for _, y in kept), max(y for _, y in kept)
-    if powers_of_two:
+    if danger is not None:
+        y_low, y_high = min(0.0, y_low), max(y_high, 2 * danger)
+    elif powers_of_two:
         y_low, y_high = y_low / 2, y_high * 2
     else:
         y_low, y_high = y_low - 0.04 * (y_high - y_low), y_high + 0.04 * ((y_high - y_low) or 1.0)
@@ -138,6 +144,8 @@ def line_chart(
             _frame(on, across, up, nice_ticks(x_low, x_high, on.ticks[0]), ticks, powers_of_two),
             _axis_names(on, x_label, y_label),
         ]
+        if danger is not None:
+            parts.append(_area([(x, y_low, danger) for x in (x_low, x_high)], across, up, "danger"))
         if band:
             parts.append(_area(band, across, up))
         parts += [_mark(on, across(x), x) for x in marked if x_low <= x <= x_high]
@@ -148,11 +156,14 @@ def line_chart(
 
 
 def _area(
-    band: Sequence[tuple[float, float, float]], across: Callable[[float], float], up: Callable[[float], float]
+    band: Sequence[tuple[float, float, float]],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+    name: str = "band",
 ) -> str:
     there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in band]
     back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(band)]
-    return f"<path class='band' d='M{'L'.join([*there, *back])}Z'/>"
+    return f"<path class='{name}' d='M{'L'.join([*there, *back])}Z'/>"
 
 
 def _mark(on: _Canvas, x: float, step: float) -> str:
@@ -227,14 +238,25 @@ def _curve(
             path.append(f"{aside}L{across(x):.1f} {up(y):.1f}")
         pen_up, before = False, y
     heights = dict(line.points)
+    stride = max(1, len(line.points) // _DOTS)
+    dots = "".join(
+        f"<circle class='dot {line.classes}' cx='{across(x):.1f}' cy='{up(y):.1f}' r='4'>"
+        f"<title>{escape(line.name)}, step {x:g}: {y:.4g}</title></circle>"
+        for x, y in line.points[::stride]
+        if _drawable(y, logarithmic)
+    )
     title = f"<title>{escape(line.name)}</title>"
     drawn = f"<path class='curve {line.classes}' d='{''.join(path)}'>{title}</path>"
-    return drawn + "".join(
-        f"<path class='skip {line.classes}' "
-        f"d='M{across(x) - 3.5:.1f} {up(heights[x]) - 3.5:.1f}l7 7m0 -7l-7 7'>"
-        f"<title>{escape(line.name)}: step {x:g} skipped</title></path>"
-        for x in line.marks
-        if x in heights and _drawable(heights[x], logarithmic)
+    return (
+        drawn
+        + dots
+        + "".join(
+            f"<path class='skip {line.classes}' "
+            f"d='M{across(x) - 3.5:.1f} {up(heights[x]) - 3.5:.1f}l7 7m0 -7l-7 7'>"
+            f"<title>{escape(line.name)}: step {x:g} skipped</title></path>"
+            for x in line.marks
+            if x in heights and _drawable(heights[x], logarithmic)
+        )
     )
 
 

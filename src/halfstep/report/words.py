@@ -171,22 +171,40 @@ _WORTH_NO_MASTERS = 0.9
 BUSY = 0.25
 
 
-def verdict(recipe: RecipeRows) -> str:
-    """`Recommended: O2 bf16. 1.4x faster, 15 % less memory, test loss within 0.012 of O0's (...): hs...`."""
-    rows, base, metric = recipe.rows, recipe.base, recipe.metric
-    if base is None or not base.seconds:
-        return "No verdict: compare with O0 (--level O0,...)"
-    good = [row for row in rows if row is not base and _as_good(row, base, metric)]
+def recommended(recipe: RecipeRows) -> Row | None:
+    """The row that trains as well as O0's and pays; None where O0 stays, or where nothing can be said."""
+    base = recipe.base
+    if base is None or not base.seconds or busy(recipe):
+        return None
+    good = _good(recipe, base)
     if not good:
-        return f"Keep fp32 (O0): no other setting trains as well ({len(rows) - 1} compared)"
-    if busy(recipe):
-        return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
+        return None
     best = min(good, key=_seconds)
     with_masters = [row for row in good if row.level != "O3"]
     if best.level == "O3" and with_masters:
         second = min(with_masters, key=_seconds)
         best = best if _seconds(best) <= _WORTH_NO_MASTERS * _seconds(second) else second
-    if _ratio(best.seconds, base.seconds) <= _FASTER:
+    return best if _ratio(best.seconds, base.seconds) <= _FASTER else None
+
+
+def _good(recipe: RecipeRows, base: Row) -> list[Row]:
+    return [row for row in recipe.rows if row is not base and _as_good(row, base, recipe.metric)]
+
+
+def verdict(recipe: RecipeRows) -> str:
+    """`Recommended: O2 bf16. 1.4x faster, 15 % less memory, test loss within 0.012 of O0's (...): hs...`."""
+    rows, base = recipe.rows, recipe.base
+    if recipe.interrupted:
+        return f"Interrupted: no verdict; {len(rows)} setting{'s' if len(rows) > 1 else ''} trained"
+    if base is None or not base.seconds:
+        return "No verdict: compare with O0 (--level O0,...)"
+    good = _good(recipe, base)
+    if not good:
+        return f"Keep fp32 (O0): no other setting trains as well ({len(rows) - 1} compared)"
+    if busy(recipe):
+        return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
+    best = recommended(recipe)
+    if best is not None:
         return f"Recommended: {best.label}. {_gains(best, base, recipe)}: {code(best)}"
     small = min(good, key=lambda row: row.peak_bytes or float("inf"))
     if _ratio(small.peak_bytes, base.peak_bytes) <= _SMALLER:
@@ -200,9 +218,9 @@ def code(row: Row) -> str:
 
 
 def busy(recipe: RecipeRows) -> str:
-    """A warning where the rounds that were timed in turns differ too much; empty where they do not."""
+    """A warning where the times of interleaved rounds differ too much; empty where they do not."""
     found = [row.noise for row in recipe.rows if row.noise is not None]
-    noise = median(found) if found else 0.0  # other work slows every setting that is timed in turns
+    noise = median(found) if found else 0.0  # other work slows every setting of a round
     if noise <= BUSY:
         return ""
     return f"this machine is busy: times differ by {100 * noise:.0f} % from round to round"

@@ -21,7 +21,7 @@ class SkipCount:
     limit: int = 50
 
     def __post_init__(self) -> None:
-        check_count("SkipCount", "limit", self.limit)
+        check_count("skips in a row", "max_skips", self.limit)
 
     def after(self, taken: bool, *, scale: float | None = None, first_bad_op: str = "") -> SkipCount:
         """Return the count after one more step.
@@ -46,5 +46,5 @@ class SkipCount:
             raise LossScaleCollapsed(
                 f"{self.in_row} steps in a row were skipped because the gradients held inf or NaN.{at}"
                 f"{where} The cause is not the scale: look for NaN in the data, a division by zero or an op "
-                "that overflows in the forward pass, or train in bf16."
+                "that overflows in the forward pass (`halfstep doctor` names it), or train in bf16."
             )

@@ -51,8 +51,8 @@ SKIPPING = (
 )
 
 UNSCALED = (
-    "{}.step() was called on gradients that did not come through the session, whose loss scale they lack: "
-    "small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); "
+    "{}.step() was called on gradients that did not come through the session and do not carry its loss "
+    "scale: small ones are lost in fp16. Write amp.backward(loss); amp.step() for loss.backward(); "
     "optimizer.step(), or give prepare loss_scale='none' where a GradScaler has one (said once)"
 )
 
@@ -118,9 +118,9 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.opt
         if strangers:
             raise ConfigError(
                 f"{len(strangers)} of {len(held)} parameters of this {kind} are not the model's, the first "
-                f"of shape {list(strangers[0].shape)}: shard a model first (fully_shard and tensor parallel "
-                "replace its parameters), then build the optimizer from it, then prepare both. To add a "
-                "layer amp.revert(), add it to the model and to the optimizer, and prepare again"
+                f"of shape {list(strangers[0].shape)}: build the optimizer from the model that is prepared, "
+                "after sharding it (fully_shard and tensor parallel replace parameters). To add a layer "
+                "amp.revert(), add it to the model and to the optimizer, and prepare again"
             )
 
 

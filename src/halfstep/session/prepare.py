@@ -87,8 +87,10 @@ def as_models(model: Any) -> list[nn.Module]:
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     for one in models:
         if not isinstance(one, nn.Module):
+            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
             raise ConfigError(
-                f"prepare got {type(one).__name__} as a model: pass a torch.nn.Module or a list"
+                f"prepare got {what} as a model: expected prepare(model, optimizer), where the model is a "
+                "torch.nn.Module or a list of them"
             )
         if isinstance(one, torch.jit.ScriptModule):
             raise ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from html import escape
 from typing import Any, Never
 
 import torch
@@ -153,6 +154,9 @@ class Session(Setup):
             slow = does_not_pay(measurements.known(), dtype_name(dtype), torch.get_num_threads())
             lines.append(slow or "")
         return "\n".join(filter(None, lines))
+
+    def _repr_html_(self) -> str:
+        return "<br>".join(map(escape, repr(self).splitlines()))
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
