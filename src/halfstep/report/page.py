@@ -68,6 +68,7 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "verdict": verdict(recipe),
+        "best": "" if best is None else f": {best.label}",
         "about": f"{recipe.about}; {recipe.data}, batches of {recipe.batch_size}, {recipe.trained}",
         "columns": columns(metric),
         "cells": [(cells(row, metric, slow), row is best) for row in rows],
