@@ -326,3 +326,10 @@ def test_the_baseline_of_bench_step_is_1(halfstep):
     code, out, _ = halfstep(*given, "--json")
     baseline = json.loads(out)["results"][0]
     assert (code, baseline["update_share"], baseline["step_share"]) == (0, 1.0, 1.0)
+
+
+def test_words_stay_whole_where_a_long_text_stands_beside_them(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [["linear", "2d narrow-pointwise", "because " * 30]]
+    console().print(table("", ("op", "kind", "why"), rows))
+    assert "narrow-pointwise" in capsys.readouterr().out

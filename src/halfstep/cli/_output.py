@@ -51,7 +51,7 @@ def table(
         if parts[-1] and sum(widths[p] for p in (*named, *parts[-1], place)) > console().width:
             parts.append([])
         parts[-1].append(place)
-    made = [_table([*named, *part], columns, shown, numeric) for part in parts]
+    made = [_table([*named, *part], columns, shown, numeric, widths) for part in parts]
     return Group(*([Text(title)] if title else []), *made)
 
 
@@ -60,14 +60,22 @@ def _table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
     numeric: Sequence[str],
+    widths: Sequence[int],
 ) -> Table:
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    fits = sum(widths[place] for place in places) <= console().width
     for place in places:
         whole = columns[place] in numeric
-        made.add_column(columns[place], justify="right" if whole else "left", overflow="fold", no_wrap=whole)
+        made.add_column(
+            columns[place],
+            justify="right" if whole else "left",
+            overflow="fold",
+            no_wrap=whole,
+            min_width=widths[place] - 3 if fits else None,
+        )
     for row in rows:
         made.add_row(*(row[place] for place in places))
     return made
