@@ -34,7 +34,8 @@ def note_names(app: Any, doctree: nodes.document) -> None:
         if name in python.objects:  # a module stands among the names of the package, and below with its own
             return
         node["ids"].insert(0, name)
-        python.note_object(name, kind, name, location=node)
+        # Methods would stand before the pages in every search: they are in objects.inv alone.
+        python.note_object(name, kind, name, aliased=kind == "method", location=node)
 
     for section in doctree.findall(nodes.section):
         title = section.next_node(nodes.title)
