@@ -322,6 +322,7 @@ class Watch:
         self._names: dict[Tensor, str] = {p: fqn(n) for n, p in model.named_parameters()}
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
+        self._classes: dict[str, str] = {}
         self._sampling = every > 0
         self._ends: dict[str, Ends] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
@@ -351,6 +352,7 @@ class Watch:
         if self.every > 0:
             for name, module in self._model.named_modules():
                 if name and fqn(name) and not isinstance(module, _CONTAINERS):
+                    self._classes[fqn(name)] = type(module).__name__
                     hook = partial(self._on_output, fqn(name))
                     self._hold(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
@@ -652,7 +654,7 @@ class Watch:
             bits, (_, path) = min(tight)
             name = self._format_for(self.series["activation", path]).name
             left = f"has {bits:.1f} bits left in {name}" if bits > -math.inf else "is not finite any more"
-            lines.append(f"least headroom: {path} {left}")
+            lines.append(f"least headroom: '{path}' ({self._classes[path]}) {left}")
         lines += [str(f) for f in self.forecasts()[:3]]
         if self.lost and self.lost[-1].share > 0.01:
             last = self.lost[-1]
