@@ -20,6 +20,8 @@ COMMANDS: Mapping[str, str] = {
     "tune": "measure what trains a recipe or script fastest here, and write the plan",
 }
 
+#: Commands that take a recipe or a script.
+SCRIPTED = ("doctor", "train", "tune")
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -57,7 +59,7 @@ def answer(given: Sequence[str]) -> int | None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         return refuse(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{hint}")
-    own = itertools.takewhile(lambda word: word != "--", rest)
+    own = itertools.takewhile(lambda word: word != "--", rest if name in SCRIPTED else ())
     missing = next((word for word in own if word.endswith(".py") and not os.path.exists(word)), None)
     if missing is not None:
         return refuse(f"no script {missing}; expected a recipe or the path of a .py file")
