@@ -396,7 +396,7 @@ def test_a_layer_added_to_the_optimizer_alone_and_one_that_was_replaced_are_refu
     model, amp = prepared(kind, "O1")
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(
-        ConfigError, match=r"1 of 6 parameters of this AdamW are not the model's.*replace its parameters"
+        ConfigError, match=r"1 of 6 parameters of this AdamW are not the model's.*replace parameters"
     ):
         train(model, amp)
 

@@ -216,6 +216,7 @@ def test_largest_is_the_same_by_kernel(dtype):
     assert amaxes([*tensors, torch.empty(0, dtype=dtype)])[-1] == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*too coarse for a step:halfstep.errors.HalfstepWarning")
 @pytest.mark.parametrize("level", ["O2", None])
 @pytest.mark.parametrize(
     ("master", "lost"), [(None, 1.0), ("exact", 0.0), ("fp32", 0.0), ("stochastic", 0.0)]
