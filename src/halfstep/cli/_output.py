@@ -41,8 +41,11 @@ def table(
 
     numeric = right.split(",")
     shown = [[clean(cell) for cell in row] for row in rows]
+    cells = [[row[place] for row in shown] for place in range(len(columns))]
+    # The keys stay on one line where they leave half of the terminal to the rest.
+    keyed = sum(_width(*one, whole=True) for one in zip(columns[:keys], cells)) * 2 <= console().width
     widths = [
-        _width(column, [row[place] for row in shown], column in numeric)
+        _width(column, cells[place], whole=column in numeric or (keyed and place < keys))
         for place, column in enumerate(columns)
     ]
     named = list(range(keys))
