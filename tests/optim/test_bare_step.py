@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -235,7 +236,8 @@ def test_released_gradients_are_skipped_by_tensor_and_clipped_by_the_norm_before
     last = None
     for seed in range(3):
         backward(model, seed)
-        optimizer.step()
+        with pytest.warns(HalfstepWarning, match="not clipped") if last is None else nullcontext():
+            optimizer.step()
         backward(plain, seed)
         now = reference.measure().norm
         reference.step(clip_coef=None if last is None else torch.clamp(0.01 / (last + 1e-6), max=1.0))

@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import ConfigError
+import halfstep as hs
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.optim import SGD, AdamW
 
 BF16 = torch.bfloat16
@@ -107,7 +109,8 @@ def test_clipping_uses_the_norm_of_the_step_before():
     for x in batches(3):
         loss_of(model, x).backward()
         seen = optimizer.measure().norm
-        optimizer.step()
+        with pytest.warns(HalfstepWarning, match="not clipped") if last is None else nullcontext():
+            optimizer.step()
         loss_of(plain, x).backward()
         now = reference.measure().norm
         coef = None if last is None else torch.clamp(0.01 / (last + 1e-6), max=1.0)
@@ -125,3 +128,36 @@ def test_hooks_do_not_keep_the_optimizer():
     kept = weakref.ref(SGD(model.parameters(), lr=0.1, release_gradients=True))
     gc.collect()
     assert kept() is None
+
+
+def test_the_first_clipped_step_says_that_it_was_not_clipped():
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, release_gradients=True)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    for index, x in enumerate(batches(2)):
+        with amp.autocast():
+            loss = loss_of(model, x)
+        amp.backward(loss)
+        with nullcontext() if index else pytest.warns(hs.HalfstepWarning, match="first step was not clipped"):
+            amp.step(clip_norm=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_released_gradients_cannot_be_unscaled(dtype):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, release_gradients=True)
+    amp = hs.prepare(model, optimizer, level="O2", dtype=dtype)
+    with amp.autocast():
+        loss = loss_of(model, batches(1)[0])
+    amp.backward(loss)
+    with pytest.raises(hs.UnsupportedError, match="released and applied"):
+        amp.unscale()
+
+
+def test_a_grad_scaler_names_released_gradients():
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1e-3, release_gradients=True)
+    scaler = hs.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    with pytest.raises(hs.ScalerStateError, match="release_gradients"):
+        scaler.step(optimizer)

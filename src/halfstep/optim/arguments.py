@@ -1,5 +1,7 @@
 """What a parameter group may hold: torch's keys, formats, and numbers as Python, numpy or torch has them."""
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,15 +87,32 @@ def check_parameter(p: Tensor, master: str | None) -> None:
     storage.check_dense(p)
 
 
+def check_options(kind: type, unknown: Mapping[str, Any], seed: int, release_gradients: bool) -> None:
+    """Refuse options that there are none of, and a seed or a switch that is none."""
+    for name in unknown:
+        known = [n for cls in kind.__mro__ for n in inspect.signature(cls.__init__).parameters]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else "; docs/api.md lists its options"
+        raise TypeError(f"hs.optim.{kind.__name__} has no option {name!r}{hint}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={show(seed)}: expected a whole number, 0 or more and below 2**63")
+    if not isinstance(release_gradients, bool):
+        raise ConfigError(f"release_gradients={show(release_gradients)}: expected True or False")
+
+
 def kind_of(dtype: torch.dtype, master: str | None) -> int:
     """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
     if dtype == torch.float32:
         return L.PLAIN
     kind = _KINDS.get((dtype, master))
     if kind is None:
+        if dtype == torch.float16:
+            raise UnsupportedError(
+                f"master={master!r} is for bf16 weights, and these are fp16: take master='exact' or "
+                "'fp32', or prepare with dtype='bf16'"
+            )
         raise UnsupportedError(
-            f"hs.optim updates bf16, fp16 and fp32 weights; {dtype} with master={master!r} is none of them "
-            "(stochastic rounding is for bf16; float64 and complex weights: use torch.optim)"
+            f"hs.optim updates bf16, fp16 and fp32 weights, and these are {dtype}: use torch.optim for them"
         )
     return kind
 

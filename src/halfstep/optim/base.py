@@ -94,7 +94,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        **unknown: Any,
     ) -> None:
+        arguments.check_options(type(self), unknown, seed, release_gradients)
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r}: choose one of {', '.join(map(repr, BACKENDS))}")
         if accumulate not in (None, "fp32"):
@@ -254,7 +256,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         with torch.no_grad():
             self._update(bundles.bundles_of(self.param_groups, self.algorithm), **options)
         if self.release is not None:
-            self.release.finish()
+            self.release.finish(any(arguments.limits_of(self.param_groups, self.release.clip_norm)))
         return loss
 
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:

@@ -5,6 +5,7 @@ the same backward stay updated; the next `measure` says `finite=False`, so that 
 clipping uses the norm of the previous step, since this step's is not known before backward ends.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.gradients.stats import GradStats, combine
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 PARTLY = (
     "skipped the tensors whose gradients hold inf or NaN; tensors whose gradients were released before them "
     "were updated"
+)
+#: Said once: the norm of all gradients is known only after backward has applied them.
+UNCLIPPED = (
+    "clip_norm with released gradients: this first step was not clipped, and each later step is clipped by "
+    "the norm of the step before it; leave release_gradients out where each step needs its own norm"
 )
 
 
@@ -97,9 +103,11 @@ class GradientRelease:
         parts = [*self._seen, *([rest] if rest is not None else [])]
         return combine(parts) if parts else None
 
-    def finish(self) -> None:
-        """End the step: remember its norm for the next one's clipping."""
+    def finish(self, clips: bool) -> None:
+        """End the step: remember its norm for the next one's clipping (`clips`: there is a limit)."""
         if (stats := self.stats(None)) is not None:
+            if clips and self._last_norm is None:
+                warnings.warn(UNCLIPPED, HalfstepWarning, stacklevel=4)
             known = torch.isfinite(stats.norm)
             last = stats.norm if self._last_norm is None else self._last_norm
             self._last_norm = torch.where(known, stats.norm, last)

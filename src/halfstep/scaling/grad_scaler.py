@@ -222,9 +222,15 @@ class GradScaler(torchs.GradScaler):
         if row["stage"] is torchs.OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
         if not (row["found_inf_per_device"] or gradients_of(optimizer) or self._shares_flag()):
+            cure = "Call scaler.scale(loss).backward() before step."
+            if getattr(optimizer, "release_gradients", False):
+                cure = (
+                    "release_gradients=True applied them during backward, with the loss scale in them: go "
+                    "back to the weights of before, and use Session.step, or no release_gradients."
+                )
             raise ScalerStateError(
                 "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
-                "Call scaler.scale(loss).backward() before step."
+                + cure
             )
         if getattr(optimizer, "one_pass", False) and not self._is_changed():
             result = self._one_pass_step(optimizer, args, kwargs)

@@ -104,8 +104,9 @@ def check_state(state: Any, level: Level, policy: Policy) -> None:
     for what, own in (("level", level.name), ("policy", str(policy))):
         if state.get(what) != own:
             raise CheckpointError(
-                f"this state was saved with {what} {state.get(what)}, the session has {own}: "
-                f"prepare with that {what} to resume"
+                f"this state was saved with {what} {state.get(what)}, the session has {own}: prepare with "
+                f"that {what} to resume. To go on in another, prepare as it was saved, load, revert(), and "
+                "prepare as you like"
             )
 
 

@@ -313,7 +313,7 @@ class Session(Setup):
         """
         index = index_of(self.optimizers, optimizer)
         losses_to_step(self.state, self._steppers[index], index)
-        if not isinstance(self.state.carried[index], NoLossScale):
+        if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
             self._unscale([index])
 
     @never_compiled
