@@ -22,7 +22,7 @@ LOOP = (
     HEAD
     + """
 net = nn.Linear(8, 8)
-opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+opt = torch.optim.SGD(net.parameters(), lr=1e-14)
 DEFINE
 for i in range(8):
     x = torch.randn(6, 8) * (900.0 if i == 4 else 1.0)

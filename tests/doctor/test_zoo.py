@@ -44,7 +44,7 @@ DAILY = {
     "learning_rate_spike", "outlier_batch", "start_up_skips", "missing_values_are_masked", "warm_up",
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
-    "squares_summed_in_half",
+    "squares_summed_in_half", "entropy_of_a_certain_half",
     *(script.name for script in (*zoo_named.SCRIPTS, *zoo_named.HEALTHY)),
 }  # fmt: skip
 

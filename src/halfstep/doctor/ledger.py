@@ -281,9 +281,18 @@ class Ledger:
         return kept[max(0, at - 1)][0], first, last
 
     def blew_up(self, at: int) -> bool:
-        """Whether the loss grew out of all proportion to what it was up to the step with this index."""
+        """Whether the loss grew out of all proportion to what it was before the step with this index.
+
+        Up to that step, where inputs have grown since.
+        """
         losses = [abs(n.loss) if n.loss is not None and math.isfinite(n.loss) else 0.0 for n in self.notes]
-        return len(losses) - at > 2 and min(losses[-2:]) > _BLOWN * max(*losses[: at + 1], 1e-3)
+        most = dict[str, float]()
+        for note in self.notes[:at]:
+            most |= {name: max(x, most.get(name, 0.0)) for name, x in note.inputs.items()}
+        inputs = [(name, x) for note in self.notes[-2:] for name, x in note.inputs.items()]
+        usual = bool(inputs) and all(x <= 10 * most.get(name, 0.0) for name, x in inputs)
+        before = losses[: at + (not usual)]
+        return len(losses) - at > 2 and min(losses[-2:]) > _BLOWN * max(1e-3, *before, 0.0)
 
     def grown(self) -> float:
         """By how many times the weights have grown since the first step, before they were not finite."""

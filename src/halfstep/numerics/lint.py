@@ -218,20 +218,19 @@ def _stuck(node: Node) -> _Found:
 def _equal_neighbours(node: Node) -> _Found:
     """Positions, or a cumulative sum, of which neighbours that differ are equal in 16 bits."""
     out, given = node.outs[0], node.tensors()
-    if node.base == "cumsum" and out.dim():
-        exact = rerun(node, torch.float32)
-        rows = (
-            x.movedim(node.args[1], -1).reshape(-1, x.shape[node.args[1]]) for x in (out, *(exact or [])[:1])
-        )
-        row = [x[0] for x in rows]
+    if out.numel() < 16:
+        return
+    if node.base == "cumsum":
+        dim, exact = node.args[1], rerun(node, torch.float32) or []
+        row = [x.movedim(dim, -1).reshape(-1, x.shape[dim])[0] for x in (out, *exact[:1])]
     elif node.base in ("arange", "linspace") and out.dim() == 1:
         row = [out, torch.arange(len(out))]
     elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and given:
-        whole = given[0].detach().flatten()
+        whole = given[0].detach().flatten().float()
         row = [out.flatten(), whole] if bool((whole == whole.round()).all()) else []
     else:
         return
-    if len(row) < 2 or row[0].numel() < 16 or not bool((row[1].diff() > 0).all()):
+    if len(row) < 2 or not bool((row[1].diff() > 0).all()):
         return
     lost = int((row[0].diff() == 0).sum())
     if lost:
