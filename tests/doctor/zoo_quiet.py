@@ -211,7 +211,7 @@ for i in range(14):
         phase="optimizer",
         module="",
         op=(),
-        cause=("divergence",),
+        cause=("divergence", "learning rate"),
         says=("learning rate",),
     ),
     Script(
