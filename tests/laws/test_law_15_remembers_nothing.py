@@ -93,7 +93,7 @@ def copied(optimizer):
         twin.data, twin.grad_dtype = copy.deepcopy(p.detach()), None  # with its strides
         grad = copy.deepcopy(p.grad)
         if grad is not None and grad.shape != twin.shape:  # which only `.data` allows
-            twin.grad = torch.zeros_like(twin, dtype=grad.dtype)
+            twin.grad = torch.zeros_like(twin, dtype=grad.dtype, layout=grad.layout)
             twin.grad.data = grad
         else:
             twin.grad = grad

@@ -51,7 +51,8 @@ def settle_group(group: dict[str, Any]) -> None:
         if name not in ("params", "param_names"):
             group[name] = _without_numpy(value)
     check_storage(group)
-    check_clip(group.setdefault("clip_norm", None))
+    group.setdefault("clip_norm", None)
+    limits_of([group], None)
     if not isinstance(group.setdefault("skip_nonfinite", False), bool):
         raise ConfigError(f"skip_nonfinite={show(group['skip_nonfinite'])}: expected True or False")
     if group["differentiable"]:
@@ -144,7 +145,8 @@ def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> l
         return [clip_norm] * len(groups)
     limits = [group.get("clip_norm") for group in groups]
     for limit in limits:
-        check_clip(limit)
+        if limit is not None:
+            check_clip(limit)
     return limits
 
 
