@@ -96,7 +96,8 @@ class Side:
         """A state entry and the names of its tensors of the parameter's shape."""
         p = self.pick(rng)
         entry = self.optimizer.state.get(p, {})
-        names = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if isinstance(entry.get(k), Tensor)]
+        known = [k + end for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") for end in ("", "_codes")]
+        names = [k for k in known if isinstance(entry.get(k), Tensor)]
         return entry, names
 
 

@@ -212,6 +212,8 @@ class Bundle:
         """Look at the states; false where one is missing or does not fit."""
         if self.extra_key is None and any("lacking" in entry or "master" in entry for entry in held):
             return False
+        if self.widths and any(key in entry for entry in held for key in self.algorithm.states):
+            return False
         count, wanted = len(held), self._wanted()
         try:
             shown = [list(map(itemgetter(key), held)) for key in wanted]
@@ -234,7 +236,7 @@ class Bundle:
     def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
         """What the state of each parameter holds: line of the table and dtype by name."""
         states, stored = self.algorithm.states, storage.STORED[self.state_kind]
-        wanted = {key: (STATES + i, stored) for i, key in enumerate(states)}
+        wanted = {storage.held_as(key, self.state_kind): (STATES + i, stored) for i, key in enumerate(states)}
         if self.extra_key is not None:
             wanted[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
         if self.widths:
@@ -287,7 +289,7 @@ class Bundle:
 
     def slots(self) -> list[storage.Slot]:
         """Each parameter by itself, for plain torch."""
-        states = [self.states[key] for key in self.algorithm.states]
+        states = [self.states[storage.held_as(key, self.state_kind)] for key in self.algorithm.states]
         exponents = [self.states[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
         extra = None if self.extra_key is None else self.states[self.extra_key]
         return [

@@ -20,7 +20,7 @@ from halfstep.kernels import codes as L
 from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.hand_edits import UNSUMMED, describe_weight, is_described, of_shards
-from halfstep.optim.storage import EXPONENTS
+from halfstep.optim.storage import CODES, EXPONENTS
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -32,8 +32,6 @@ MASTERS = "masters"
 """What `MasterWeights` saves: fp32 masters by name."""
 PLACES = "master_places"
 """Beside `masters`: which parameter of the optimizer each is of, counted over all groups."""
-CODES = "_codes"
-"""Ends the names of 8-bit moments in a file: whoever cannot read codes must not find moments there."""
 WIDE = torch.int32
 """What lacking bits of shards are saved as: no backend gathers 16-bit integers."""
 _OF_ENTRIES = ("step", "master", "lacking", "weight")
@@ -43,8 +41,7 @@ _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
-    codes = {key for key in entry if key + EXPONENTS in entry}
-    packed = {key + CODES if key in codes else key: value for key, value in entry.items()}
+    packed = dict(entry)
     if "lacking" not in entry:
         return packed
     weight, awaited = local_of(p), packed.pop("weight", None)
@@ -89,11 +86,6 @@ def restore(
     optimizer that loads knows more of it than its 16 bits.
     """
     algorithm, kind, state_kind = formats
-    if any(isinstance(saved.get(key), Mapping) for key in algorithm.states):
-        raise CheckpointError(
-            f"the saved 8-bit states of {name} lost their codes: torch's flattened form cannot carry them; "
-            "save with flatten_optimizer_state_dict=False, or with Session.save"
-        )
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     state: dict[str, Any] = {}

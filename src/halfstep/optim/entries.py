@@ -37,7 +37,7 @@ def settle(
 
 def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
     """A number of fp32 on p's device; the first step of a buffer that does not exist yet is step 1."""
-    missing = [key for key in algorithm.states if entry.get(key) is None]
+    missing = [key for key in algorithm.states if _held(entry, key) is None]
     if algorithm.starts_with_buffer:
         if missing:
             entry["step"] = 0.0
@@ -62,10 +62,16 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
     entry["step"] = torch.full((), count, dtype=torch.float32, device=p.device)
 
 
-def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: int, name: str) -> None:
+def _held(entry: Entry, key: str) -> Any:
+    """A moment as numbers, which go before its codes."""
     given = entry.get(key)
+    return entry.get(key + storage.CODES) if given is None else given
+
+
+def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: int, name: str) -> None:
+    given, held = _held(entry, key), storage.held_as(key, state_kind)
     if given is None:
-        entry[key] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
+        entry[held] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
         if state_kind == L.STATE_8BIT:
             shape = storage.exponents_shape(p)
             entry[key + "_exponents"] = torch.full(
@@ -76,13 +82,17 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
     exponents = entry.get(key + "_exponents")
     if given.dtype == torch.uint8:
         _check_exponents(key, exponents, given, name)
-    elif exponents is not None:
-        del entry[key + "_exponents"]
+    else:
         exponents = None
     there = _placed(given, p) and given.dtype == storage.STORED[state_kind]
-    if there and (exponents is None or exponents.device == p.device):
+    for old in (key, key + storage.CODES, key + "_exponents"):
+        entry.pop(old, None)
+    if not there or (exponents is not None and exponents.device != p.device):
+        entry.update(moment(key, index, given, exponents, p, state_kind))
         return
-    entry.update(moment(key, index, given, exponents, p, state_kind))
+    entry[held] = given
+    if exponents is not None:
+        entry[key + "_exponents"] = exponents
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:
@@ -129,7 +139,7 @@ def moment(
     """The moment `given`, in any format and layout, as state of `p` in the format `state_kind`."""
     target = torch.empty_like(p, dtype=storage.STORED[state_kind])
     if given.dtype == target.dtype and (exponents is None or given.stride() == target.stride()):
-        found: Entry = {key: target.copy_(given)}
+        found: Entry = {storage.held_as(key, state_kind): target.copy_(given)}
         if exponents is not None:
             found[key + "_exponents"] = exponents.to(p.device, copy=True)
         return found
@@ -146,7 +156,7 @@ def moment(
     width = storage.width_of(p)
     exponents = rounding.exponents_for(rounding.peaks(values, width))
     storage.flat(target).copy_(rounding.encode(values, exponents, half, signed=index == 0, width=width))
-    return {key: target, key + "_exponents": exponents.to(torch.uint8)}
+    return {key + storage.CODES: target, key + "_exponents": exponents.to(torch.uint8)}
 
 
 def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:

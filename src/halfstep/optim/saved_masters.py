@@ -82,7 +82,7 @@ class SavedMasters:
 
 def _is_own(entry: Any) -> bool:
     return isinstance(entry, Mapping) and any(
-        key in _OWN or str(key).endswith(checkpoints.CODES) for key in cast("Mapping[Any, Any]", entry)
+        key in _OWN or str(key).endswith(storage.CODES) for key in cast("Mapping[Any, Any]", entry)
     )
 
 
@@ -110,8 +110,8 @@ def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
 def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """The entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
     plain = {key: value for key, value in entry.items() if key not in _OWN}
-    for coded in [key for key in plain if str(key).endswith(checkpoints.CODES)]:
-        key = coded.removesuffix(checkpoints.CODES)
+    for coded in [key for key in plain if str(key).endswith(storage.CODES)]:
+        key = coded.removesuffix(storage.CODES)
         codes, exponents = plain.pop(coded), plain.pop(key + storage.EXPONENTS, None)
         if isinstance(codes, Tensor) and codes.dtype == torch.uint8 and codes.shape == p.shape:
             index = 0 if key in _SIGNED else 1

@@ -20,8 +20,15 @@ WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
 EXPONENTS = "_exponents"
 """Ends the names of what belongs to 8-bit moments: an exponent a block, rows first."""
+CODES = "_codes"
+"""Ends the names of 8-bit moments themselves: whoever cannot read codes must not find moments there."""
 MASTER_KEYS = ("master", "lacking")
 """Under which an entry of the state holds what a weight has besides its 16 bits."""
+
+
+def held_as(key: str, state_kind: int) -> str:
+    """The name of a moment in an entry of the state, the same in files."""
+    return key + CODES if state_kind == L.STATE_8BIT else key
 
 
 def local_tensor(t: Tensor) -> Tensor:
