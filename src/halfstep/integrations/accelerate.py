@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.integrations import prepare
 
 try:
     import accelerate
@@ -27,9 +28,6 @@ try:
     from accelerate.utils import DistributedType, convert_to_fp32
 except ImportError as error:
     raise ImportError(f"{error}: this module needs accelerate, pip install 'accelerate>=1.10'") from error
-
-FIRST_SCALE = 1024.0
-"""Where a dynamic loss scale starts: 65,536 skips three or four of the first steps of a short run."""
 
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -75,9 +73,6 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate runs {self.distributed_type}, for which this Accelerator prepares no models: "
                 "use accelerate.Accelerator with an optimizer of halfstep.optim, which needs no preparation"
             )
-        starts = how["loss_scale"] in (None, "dynamic") and how["level"] in ("O1", "O2")
-        if starts and how["dtype"] in ("fp16", torch.float16):
-            how = {**how, "loss_scale": hs.DynamicLossScale(init=FIRST_SCALE)}
         self._how, self._clip = how, None
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -102,7 +97,7 @@ class Accelerator(accelerate.Accelerator):
     def _adopt(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         for model in models if self.device_placement else ():
             model.to(self.device)
-        self.session = hs.prepare(models, optimizers, **self._how)
+        self.session = prepare(models, optimizers, self._how)
         for model in models:
             run_within(model, self.session)
 
