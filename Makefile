@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 PAGES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile docs README.md  # a page runs in order
 
-.PHONY: demo test suite pages test-long test-all check docs screens machines torches package bench gpu paper soak clean
+.PHONY: demo test suite pages test-long test-all check docs screens machines torches hosts package bench gpu paper soak clean
 
 .venv/demo.stamp: pyproject.toml pins.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
@@ -53,6 +53,9 @@ machines: .venv/dev.stamp  ## both commands under every instruction set that thi
 
 torches: .venv/dev.stamp  ## tests and README under the oldest, the pinned and the newest torch; before a release
 	$(BIN)/python .ci/torches.py
+
+hosts:  ## training loops that others own, pinned, in an environment of their own; before a release
+	$(PY) .ci/hosts.py $(CASES)
 
 package: .venv/dev.stamp  ## build the source archive and the wheel, install it elsewhere and try it
 	$(BIN)/python .ci/package.py

@@ -1,0 +1,1 @@
+"""Training loops that others own, with and without the adapters; `make hosts` runs each case in a process."""

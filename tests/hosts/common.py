@@ -1,0 +1,97 @@
+"""What the cases of all hosts share: a small Llama, its text, and what counts as near fp32."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = ["optimizer", "O1", "O2"]
+DTYPES = ["bf16", "fp16"]
+SEEDS = range(3)
+STEPS, LENGTH, BATCH = 60, 32, 8
+ACCUMULATE, RATE, CLIP = 2, 3e-3, 1.0
+"""Every step is of two batches, and most are clipped."""
+LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def rows(seed: int) -> list[dict[str, torch.Tensor]]:
+    """As many rows of the standard library's own source as the steps need, in an order of the seed."""
+    with open(logging.__file__, "rb") as file:
+        whole = torch.tensor([byte % 128 for byte in file.read()])
+    parts = whole[: len(whole) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))
+    picked = parts[order[: STEPS * BATCH * ACCUMULATE]]
+    return [{"input_ids": row, "labels": row} for row in picked]
+
+
+def llama(seed: int, dtype: torch.dtype = torch.float32):
+    """About 30,000 parameters."""
+    import transformers
+
+    transformers.set_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def spoil(model: torch.nn.Module, call: int) -> None:
+    """Make the loss of the training call with this number infinite."""
+    calls = iter(range(10**6))
+
+    def enlarge(module, args, output):
+        if module.training and next(calls) == call:
+            output.loss = output.loss * float("inf")
+        return output
+
+    model.register_forward_hook(enlarge)
+
+
+def near(ours: list[float], plain: list[float]) -> None:
+    """Each seed's last loss lies nearer to fp32's than fp32's own seeds lie apart."""
+    spread = max(plain) - min(plain)
+    assert all(abs(a - b) <= spread for a, b in zip(ours, plain)), f"{ours} is not near {plain}"
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two models are equal bit for bit."""
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def digest(model: torch.nn.Module) -> float:
+    """A number that differs where any weight does."""
+    values = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    return float((values * torch.arange(1, len(values) + 1)).sum())
+
+
+def launched(script: str, *arguments: str) -> list[dict]:
+    """What each of two processes of torchrun wrote by `write`; the last argument is the folder."""
+    folder = Path(arguments[-1])
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *launcher, script, *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+
+
+def write(folder: str, **found: object) -> None:
+    """Leave what this process found for the one that launched it."""
+    rank = torch.distributed.get_rank()
+    (Path(folder) / f"rank{rank}.json").write_text(
+        json.dumps({"world": torch.distributed.get_world_size(), **found})
+    )
+
+
+def quiet() -> None:
+    """Leave the hosts' own warnings and progress out."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
