@@ -1,0 +1,62 @@
+"""The recipes of docs/hosts.md for hosts that need no adapter: the optimizer alone."""
+
+import pytest
+import torch
+import transformers
+
+import halfstep as hs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def llama():
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+def test_peft():
+    peft = pytest.importorskip("peft", reason="peft is in the environment of `make hosts`")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model = model.bfloat16()
+    optimizer = hs.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.randint(1, 64, (8, 16))
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.05
+    assert hs.audit(model, optimizer) == []
+
+
+def test_trl(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is in the environment of `make hosts`")
+    import datasets
+    import tokenizers
+
+    words = {"[PAD]": 0, "[EOS]": 1, **{word: i + 2 for i, word in enumerate("abcdefgh")}}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]"
+    )
+    rows = datasets.Dataset.from_dict({"text": ["a b c d e f g h"] * 64})
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=20, per_device_train_batch_size=4, bf16=False, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", logging_steps=1, max_length=16, lr_scheduler_type="constant",
+        learning_rate=1e-2, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model=llama(), args=arguments, train_dataset=rows, processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(hs.optim.AdamW, {"lr": 1e-2, "state_dtype": "8bit"}),
+    )  # fmt: skip
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+    assert next(trainer.model.parameters()).dtype == torch.bfloat16
