@@ -269,6 +269,7 @@ def test_ctrl_c_in_the_middle_tells_and_reports_what_was_seen(tmp_path):
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for i in range(10**6):\n"
+        "    optimizer.zero_grad()\n"
         "    model(torch.ones(2)).sum().backward()\n"
         "    optimizer.step()\n"
         "    if i == 3:\n"
