@@ -236,7 +236,8 @@ class Bundle:
     def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
         """What the state of each parameter holds: line of the table and dtype by name."""
         states, stored = self.algorithm.states, storage.STORED[self.state_kind]
-        wanted = {storage.held_as(key, self.state_kind): (STATES + i, stored) for i, key in enumerate(states)}
+        codes = storage.CODES if self.widths else ""
+        wanted = {key + codes: (STATES + i, stored) for i, key in enumerate(states)}
         if self.extra_key is not None:
             wanted[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
         if self.widths:
