@@ -357,7 +357,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
                 f"a step of {type(self).__name__} had gradients that hold inf or NaN, {how}; "
                 "optimizer.outcome says so after each step",
                 HalfstepWarning,
-                stacklevel=2,
+                stacklevel=5,
             )
 
     @torch.no_grad()

@@ -373,7 +373,7 @@ class Session(Setup):
             if index in self.state.mixed and LEFT not in self.state.told:
                 self.state = self.state.said(LEFT)
                 text = LEFT.format(type(stepper.optimizer).__name__, index)
-                warnings.warn(text, HalfstepWarning, stacklevel=3)
+                warnings.warn(text, HalfstepWarning, stacklevel=2)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
