@@ -84,11 +84,13 @@ def launched(script: str, *arguments: str) -> list[dict]:
 
 
 def write(folder: str, **found: object) -> None:
-    """Leave what this process found for the one that launched it."""
+    """Leave what this process found for the one that launched it, and end the process group."""
     rank = torch.distributed.get_rank()
     (Path(folder) / f"rank{rank}.json").write_text(
         json.dumps({"world": torch.distributed.get_world_size(), **found})
     )
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def quiet() -> None:
