@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep import doctor
+from tests.silence import silent
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 NO_OP = "no op ran in bf16: the step computed in fp32: compute model and loss inside `with amp.autocast"
@@ -128,19 +129,22 @@ def explicitly_off(amp: hs.Session) -> None:
     "loop", [in_region, checkpointed, compiled, penalty_first, elementwise, by_own_backward, explicitly_off]
 )
 def test_nothing_is_said_of_a_loop_that_casts(loop):
-    loop(prepared(small()))
+    with silent():
+        loop(prepared(small()))
 
 
 @pytest.mark.parametrize("region", [of_torch, lambda: hs.autocast("cpu", "bf16")])
 def test_nothing_is_said_of_a_region_inside_the_model(region):
-    plain(prepared(OwnRegion(region)))
+    with silent():
+        plain(prepared(OwnRegion(region)))
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O0", None), ("O2", "bf16"), ("O3", "bf16")])
 def test_nothing_is_said_at_other_levels(level, dtype):
     model = small()
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, dtype=dtype)
-    plain(amp)
+    with silent():
+        plain(amp)
 
 
 def test_weights_made_16_bit_after_prepare_are_told_once():
@@ -183,9 +187,10 @@ def test_a_backward_without_an_optimizer_is_told_once(level, dtype, said):
 def test_a_backward_without_an_optimizer_that_loses_nothing_is_not_told():
     model = small()
     amp = hs.prepare(model, level="O1", dtype="bf16")
-    with amp.autocast():
-        loss = model(X).square().mean()
-    amp.backward(loss)
+    with silent():
+        with amp.autocast():
+            loss = model(X).square().mean()
+        amp.backward(loss)
 
 
 def loop_of(amp: hs.Session, region: bool):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep as hs
+from tests.silence import silent
 
 LEFT = r"gradients of this SGD \(optimizer 0\) are the sum of its own loss's and of another optimizer's"
 KINDS = ("one session", "two sessions")
@@ -85,23 +86,25 @@ def test_one_loss_of_two_optimizers_is_no_leftover():
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
     a, b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
     amp = hs.prepare([body, head], [a, b], dtype="bf16")
-    for _ in range(4):
-        for _ in range(2):  # accumulated
-            with amp.autocast():
-                loss = head(body(torch.randn(5, 4))).float().square().mean()
-            amp.backward(loss)
-        amp.step(a)
-        amp.step(b)
+    with silent():
+        for _ in range(4):
+            for _ in range(2):  # accumulated
+                with amp.autocast():
+                    loss = head(body(torch.randn(5, 4))).float().square().mean()
+                amp.backward(loss)
+            amp.step(a)
+            amp.step(b)
 
 
 def test_gradients_that_a_named_backward_adds_up_over_others_steps_are_meant():
     gan = Gan("one session")
-    for turn in range(6):
-        gan.amp_d.backward(gan.loss_of_d(), gan.of_d)
-        gan.amp_g.backward(gan.loss_of_g(), gan.of_g)
-        gan.amp_g.step(gan.of_g)
-        if turn % 2:
-            gan.amp_d.step(gan.of_d)
+    with silent():
+        for turn in range(6):
+            gan.amp_d.backward(gan.loss_of_d(), gan.of_d)
+            gan.amp_g.backward(gan.loss_of_g(), gan.of_g)
+            gan.amp_g.step(gan.of_g)
+            if turn % 2:
+                gan.amp_d.step(gan.of_d)
 
 
 def test_two_sessions_with_nothing_in_common_are_silent():
@@ -109,23 +112,25 @@ def test_two_sessions_with_nothing_in_common_are_silent():
     for _ in range(2):
         model = nn.Linear(4, 1)
         pairs.append((model, hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")))
-    for turn in range(6):
-        for number, (model, amp) in enumerate(pairs):
-            with amp.autocast():
-                loss = model(torch.randn(5, 4)).float().square().mean()
-            amp.backward(loss)
-            if number or turn % 2:  # the first adds up over two turns
-                amp.step()
+    with silent():
+        for turn in range(6):
+            for number, (model, amp) in enumerate(pairs):
+                with amp.autocast():
+                    loss = model(torch.randn(5, 4)).float().square().mean()
+                amp.backward(loss)
+                if number or turn % 2:  # the first adds up over two turns
+                    amp.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_kept_by_the_step_are_meant(kind):
     gan = Gan(kind)
-    for _ in range(3):
-        gan.amp_d.backward(gan.loss_of_d(), gan.of_d)
-        gan.amp_d.step(gan.of_d, zero_grad=False)
-        gan.of_g.zero_grad()
-        with gan.amp_g.autocast():
-            loss = gan.g(gan.noise).float().square().mean()
-        gan.amp_g.backward(loss, gan.of_g)
-        gan.amp_g.step(gan.of_g)
+    with silent():
+        for _ in range(3):
+            gan.amp_d.backward(gan.loss_of_d(), gan.of_d)
+            gan.amp_d.step(gan.of_d, zero_grad=False)
+            gan.of_g.zero_grad()
+            with gan.amp_g.autocast():
+                loss = gan.g(gan.noise).float().square().mean()
+            gan.amp_g.backward(loss, gan.of_g)
+            gan.amp_g.step(gan.of_g)

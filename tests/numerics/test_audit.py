@@ -7,6 +7,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.errors import ConfigError
 from halfstep.recipes.registry import RECIPES
+from tests.silence import silent
 
 
 def net(dtype=torch.bfloat16):
@@ -122,4 +123,5 @@ def test_prepare_is_silent_where_updates_are_kept():
     for make, level, rate in [(torch.optim.AdamW, "O2", 1e-6), (hs.optim.AdamW, "O3", 1e-6),
                               (torch.optim.AdamW, "O3", 0.01)]:  # fmt: skip
         model = net()
-        hs.prepare(model, make(model.parameters(), lr=rate), level=level)
+        with silent():
+            hs.prepare(model, make(model.parameters(), lr=rate), level=level)
