@@ -491,6 +491,39 @@ def test_halfsteps_own_optimizer_in_one_pass():
     assert taken == [True, False, True]
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_host_sees_a_skip_by_step_not_being_called(unscale_first):
+    """accelerate puts a `step` there that notes its call, and moves its scheduler where it was called."""
+    from halfstep.optim import AdamW
+
+    net, rates, called, said = nn.Linear(8, 4).bfloat16(), [], [], []
+    optimizer, scaler = AdamW(net.parameters(), lr=0.01), GradScaler(init_scale=256.0)
+    schedule, own = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer.step
+
+    def noting(*args, **kwargs):
+        called.append(True)
+        return own(*args, **kwargs)
+
+    for step in range(3):
+        scaler.scale(net(torch.ones(3, 8).bfloat16()).float().square().mean()).backward()
+        if step == 1:
+            net.weight.grad[0, 0] = math.inf
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        called.clear()
+        optimizer.step = noting
+        said.append(scaler.step(optimizer) is optimizer.outcome)
+        optimizer.step = own
+        scaler.update()
+        if called:
+            schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.zero_grad()
+    assert rates == [0.005, 0.005, 0.0025]
+    assert all(said)
+    assert optimizer.state[net.weight]["step"] == 2
+
+
 def test_masters_around_torchs_optimizer():
     from halfstep.optim import MasterWeights
 

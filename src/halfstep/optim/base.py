@@ -110,7 +110,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self.outcome: Outcome | None = None
-        """What the last step did, where it was asked to clip or to skip; else None."""
+        """What the last step did, where it clips or skips by itself or by a GradScaler; else None."""
         self._outcomes, self._late = OutcomeQueue(), backends.LateErrors()
         self._plans = cuda.Plans()
         self.release = GradientRelease(self) if self.release_gradients else None

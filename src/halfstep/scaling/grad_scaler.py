@@ -202,11 +202,13 @@ class GradScaler(torchs.GradScaler):
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Outcome:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale unless done, then call `optimizer.step(*args, **kwargs)` if every gradient is finite.
 
-        Returns the Outcome; what the optimizer's own step returned is `outcome.result`. An optimizer with
-        `one_pass` (halfstep.optim) or torch's fused kernels gets the flag as a device scalar and nothing is
-        read back; for any other the flag is read, as torch does. Closures are refused: they would run
-        backward unscaled. Raises ScalerStateError for a second step before `update` and for one without
-        gradients, ConfigError where ranks of `fully_shard` have gradients of different parameters.
+        Returns the Outcome; what the optimizer's own step returned is `outcome.result`. On an accelerator an
+        optimizer with `one_pass` (halfstep.optim) or torch's fused kernels gets the flag as a device scalar
+        and nothing is read back: `optimizer.step` is called on skips too, and the `outcome` of an optimizer
+        of halfstep.optim says whether it was one. For any other the flag is read, as torch does. Closures
+        are refused: they would run backward unscaled. Raises ScalerStateError for a second step before
+        `update` and for one without gradients, ConfigError where ranks of `fully_shard` have gradients of
+        different parameters.
         """
         if self._shares_flag():
             self._same_gradients.check(parameters_of(optimizer), partial(name_in, optimizer))
@@ -232,14 +234,18 @@ class GradScaler(torchs.GradScaler):
                 "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
                 + cure
             )
-        if getattr(optimizer, "one_pass", False) and not self._is_changed():
+        one_pass = getattr(optimizer, "one_pass", False) and not self._is_changed()
+        if one_pass:
             result = self._one_pass_step(optimizer, args, kwargs)
         else:
             with _attributes_kept(optimizer):
                 result = super().step(optimizer, *args, **kwargs)
         row = self._row(optimizer)
         taken, stats = ~found_in(row), {"grad_norm": row.get("norm"), "amax": row.get("amax")}
-        return Outcome(taken=taken, finite=taken, scale=scale.clone(), result=result, **stats)
+        outcome = Outcome(taken=taken, finite=taken, scale=scale.clone(), result=result, **stats)
+        if one_pass:
+            optimizer.outcome = outcome
+        return outcome
 
     def _is_changed(self) -> bool:
         """Whether a subclass, or somebody on this instance, unscales or steps in a way of their own."""
@@ -334,7 +340,9 @@ class GradScaler(torchs.GradScaler):
             stats = optimizer.measure(inv_scale=inv_scale) if alone else self._look(grads, inv_scale)
             row["found_inf_per_device"] = {stats.finite.device: (~stats.finite).float()}
             self._note(row, stats)
-        result = optimizer.step(*args, inv_scale=inv_scale, found_inf=found_in(row), **kwargs)
+        found = found_in(row)
+        skip = found.is_cpu and bool(found)  # hosts see a skip by `step` not being called
+        result = None if skip else optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)
         row["stage"] = torchs.OptState.STEPPED
         return result
 
