@@ -1,8 +1,6 @@
 """A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -168,7 +166,7 @@ def test_what_cannot_be_prepared_is_refused():
     with pytest.raises(ConfigError, match="without its model"):
         accelerator.prepare(OPTIMIZERS["ours"](model.parameters()))
     accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
-    with pytest.raises(ConfigError, match="prepared an optimizer already"):
+    with pytest.raises(ConfigError, match="or after another"):
         accelerator.prepare(net(), OPTIMIZERS["ours"](net().parameters()))
 
 
@@ -180,9 +178,3 @@ def test_a_model_alone_stays_the_host_s():
     loss = model(torch.ones(1, 6)).sum()
     accelerator.backward(loss)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
-
-
-def test_halfstep_imports_no_host():
-    code = "import sys, halfstep; print({'accelerate', 'transformers', 'lightning'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 
 import halfstep as hs
-from halfstep.integrations.lightning import Fabric, Precision
+from halfstep.integrations.fabric import Fabric
+from halfstep.integrations.lightning import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RATE, BATCH = 3e-3, 16
@@ -137,6 +138,11 @@ def test_what_the_plugin_cannot_do_is_refused():
 
     with pytest.raises(hs.UnsupportedError, match="has a backward"):
         fit(Own(), 2, plugin=Precision(dtype="bf16"))
+
+
+def test_a_misspelled_option_is_named():
+    with pytest.raises(hs.ConfigError, match="levl"):
+        fit(Digits(), 2, plugin=Precision(levl="O2"))
 
 
 def test_ddp_of_the_trainer_s_own_is_refused_with_the_strategy_to_write():

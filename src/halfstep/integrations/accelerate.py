@@ -12,24 +12,20 @@ schedulers, `accumulate`, `save_state` and `load_state`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import prepare
+from halfstep.integrations import Options, options, prepare, run_within
 
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, convert_to_fp32
+    from accelerate.utils import convert_to_fp32
 except ImportError as error:
     raise ImportError(f"{error}: this module needs accelerate, pip install 'accelerate>=1.10'") from error
-
-_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -43,131 +39,100 @@ class Accelerator(accelerate.Accelerator):
     `session` is the `halfstep.Session` that `prepare(model, optimizer)` makes; before that it is None.
 
     Raises:
-        ConfigError: `mixed_precision="fp8"`; a second pair of model and optimizer.
+        ConfigError: `mixed_precision="fp8"`; an optimizer without its model, or a second pair of them.
         UnsupportedError: DeepSpeed, FSDP or Megatron: use `halfstep.optim` and the host's own precision.
     """
 
     session: hs.Session | None = None
-    _clip: float | None
+    clip_norm: float | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        level: str = "O1",
-        dtype: str | torch.dtype | None = None,
-        policy: Any = None,
-        plan: Any = None,
-        loss_scale: Any = None,
-        on_nonfinite: str | None = None,
-        mixed_precision: str | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, mixed_precision: str | None = None, **kwargs: Any) -> None:
+        how = options(kwargs)
         super().__init__(*args, mixed_precision="no", **kwargs)
-        how = {"level": level, "dtype": dtype_of(dtype, mixed_precision), "policy": policy, "plan": plan}
-        self.begin({**how, "loss_scale": loss_scale, "on_nonfinite": on_nonfinite})
+        self.begin(how, mixed_precision)
 
-    def begin(self, how: dict[str, Any]) -> None:
+    def begin(self, how: Options, mixed_precision: str | None) -> None:
         """Keep the arguments of `halfstep.prepare` for the first model that comes with its optimizer."""
-        if self.distributed_type not in _KNOWN:
+        if self.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise hs.UnsupportedError(
                 f"accelerate runs {self.distributed_type}, for which this Accelerator prepares no models: "
                 "use accelerate.Accelerator with an optimizer of halfstep.optim, which needs no preparation"
             )
-        self._how, self._clip = how, None
+        if mixed_precision not in (None, "no", "fp16", "bf16"):
+            raise hs.ConfigError(f"mixed_precision={mixed_precision!r}: expected 'no', 'fp16' or 'bf16'")
+        self._how: Options = {"dtype": None if mixed_precision == "no" else mixed_precision, **how}
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As the base does, after `halfstep.prepare` where a model and its optimizer are among them."""
         models = [x for x in args if isinstance(x, nn.Module)]
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer)]
-        fresh = [x for x in optimizers if not isinstance(x, AcceleratedOptimizer)]
-        if fresh and self.session is not None:
-            raise hs.ConfigError(
-                "this Accelerator has prepared an optimizer already: give all models that are trained, and "
-                "their optimizers, to one accelerator.prepare(...)"
-            )
-        if fresh and not models:
-            raise hs.ConfigError(
-                "accelerator.prepare() was given an optimizer without its model: give both to one call, "
-                "model, optimizer = accelerator.prepare(model, optimizer)"
-            )
-        if fresh:
-            self._adopt(models, fresh)
+        if fresh := [x for x in optimizers if not isinstance(x, AcceleratedOptimizer)]:
+            if self.session is not None or not models:
+                raise hs.ConfigError(
+                    "accelerator.prepare() was given an optimizer without its model, or after another: give "
+                    "all models that are trained, and their optimizers, to one accelerator.prepare(...)"
+                )
+            for model in models if self.device_placement else ():
+                model.to(self.device)
+            self.session = prepare(models, fresh, self._how)
+            for model in models:
+                run_within(self.session, model, convert_to_fp32)
         return super().prepare(*args, device_placement=device_placement)
-
-    def _adopt(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        for model in models if self.device_placement else ():
-            model.to(self.device)
-        self.session = prepare(models, optimizers, self._how)
-        for model in models:
-            run_within(model, self.session)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """An optimizer whose `step()` is the session's; as the base does where there is no session."""
         if self.session is None or optimizer not in self.session.optimizers:
             return super().prepare_optimizer(optimizer, device_placement)
-        ours = Optimizer(optimizer, self)
-        self._optimizers.append(ours)
-        return ours
+        self._optimizers.append(Optimizer(optimizer, self, self.session))
+        return self._optimizers[-1]
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Generator[None]:
+    def autocast(self, autocast_handler: Any = None) -> Any:
         """The session's region; before `prepare` nothing."""
-        with nullcontext() if self.session is None else self.session.autocast():
-            yield
+        return super().autocast(autocast_handler) if self.session is None else self.session.autocast()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run backward, divided by the number of accumulated batches."""
         if self.session is None:
             super().backward(loss, **kwargs)
-            return
-        self.session.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        else:
+            self.session.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the loss scale out of the gradients, of all optimizers where none is given."""
-        if self.session is None:
-            return
-        chosen = self._optimizers if optimizer is None else listed(optimizer)
-        for one in chosen:
-            self.session.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for one in self._optimizers if optimizer is None else given:
+            one.session.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """Clip in the coming step, in its one pass over the gradients; returns their unscaled 2-norm now.
-
-        Of several optimizers the gradients are clipped here, as the base does.
-        """
+        """Clip in the coming step, of several optimizers now as the base does; returns the unscaled norm."""
         session = self.session
         if session is None or len(session.optimizers) > 1 or norm_type != 2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if not self.sync_gradients:
             return None
-        self._clip = float(max_norm) if math.isfinite(max_norm) else None
+        self.clip_norm = float(max_norm) if math.isfinite(max_norm) else None
         return torch.as_tensor(session.measure().norm)
 
 
 class Optimizer(AcceleratedOptimizer):
     """What `Accelerator.prepare` returns for an optimizer: its `step()` is a step of the session.
 
-    `outcome` is the latest `halfstep.Outcome`. `state_dict()` holds the session's state too (loss scale,
-    counts), so that whatever saves the optimizer saves it.
+    `outcome` is the latest `halfstep.Outcome`; whatever saves the optimizer saves the session's state too.
     """
 
     outcome: hs.Outcome | None = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, session: hs.Session
+    ) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._accelerator = accelerator
-
-    @property
-    def _session(self) -> hs.Session:
-        assert self._accelerator.session is not None
-        return self._accelerator.session
+        self.accelerator, self.session = accelerator, session
 
     def step(self, closure: None = None) -> None:
         """A step of the session where this batch ends an accumulation; gradients stay until `zero_grad`."""
-        if not self.gradient_state.sync_gradients:
-            return
-        clip, self._accelerator._clip = self._accelerator._clip, None
-        self.outcome = self._session.step(self.optimizer, clip_norm=clip, zero_grad=False)
+        if self.gradient_state.sync_gradients:
+            clip, self.accelerator.clip_norm = self.accelerator.clip_norm, None
+            self.outcome = self.session.step(self.optimizer, clip_norm=clip, zero_grad=False)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -176,40 +141,10 @@ class Optimizer(AcceleratedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the session's under "halfstep"."""
-        return {**self.optimizer.state_dict(), "halfstep": self._session.state_dict()}
+        return {**self.optimizer.state_dict(), "halfstep": self.session.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or an optimizer's own."""
-        own = dict(state_dict)
-        session = own.pop("halfstep", None)
-        self.optimizer.load_state_dict(own)
-        if session is not None:
-            self._session.load_state_dict(session)
-
-
-def run_within(model: nn.Module, session: hs.Session) -> None:
-    """From now on calls of the model run in the session's region, around its hooks; outputs are fp32."""
-    opened = list[Any]()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        opened.append(session.autocast())
-        opened[-1].__enter__()
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        opened.pop().__exit__(None, None, None)
-        return convert_to_fp32(output)
-
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
-
-
-def dtype_of(dtype: Any, mixed_precision: str | None) -> Any:
-    """The dtype that was given, or the one that the host's word means; ConfigError for "fp8"."""
-    if mixed_precision not in (None, "no", "fp16", "bf16"):
-        raise hs.ConfigError(f"mixed_precision={mixed_precision!r}: expected 'no', 'fp16' or 'bf16'")
-    return dtype if dtype is not None or mixed_precision == "no" else mixed_precision
-
-
-def listed(value: Any) -> Iterable[Any]:
-    """One thing or several, as several."""
-    return value if isinstance(value, list | tuple) else (value,)
+        self.optimizer.load_state_dict(state_dict)
+        if "halfstep" in state_dict:
+            self.session.load_state_dict(state_dict["halfstep"])

@@ -1,13 +1,8 @@
-"""Lightning: a precision plugin for Trainer, and a Fabric whose models train in halfstep's precision.
+"""Lightning: a precision plugin for Trainer; `halfstep.integrations.fabric` has a Fabric.
 
     from halfstep.integrations.lightning import Precision
 
     Trainer(plugins=Precision(level="O2", dtype="bf16"), ...).fit(module)
-
-    from halfstep.integrations.lightning import Fabric
-
-    fabric = Fabric(level="O2", dtype="bf16")
-    model, optimizer = fabric.setup(model, optimizer)
 
 The rest of the script stays as it is: steps, clipping, accumulation, checkpoints.
 """
@@ -18,48 +13,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import prepare
+from halfstep.integrations import Options, prepare
 
 try:
-    from lightning.fabric import Fabric as HostFabric
-    from lightning.fabric.plugins import Precision as HostPrecision
     from lightning.pytorch import LightningModule
     from lightning.pytorch.plugins import Precision as TrainerPrecision
     from lightning.pytorch.strategies import DDPStrategy as HostDDPStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
-    from lightning_utilities import apply_to_collection
 except ImportError as error:
     raise ImportError(f"{error}: this module needs lightning, pip install 'lightning>=2.5'") from error
 
 
-class _Driven:
-    """What both plugins do: region and backward are those of `session`, which is None before training."""
+class Driven:
+    """What the plugins of Trainer and Fabric do: region, backward and state are those of `session`.
+
+    Args:
+        level, dtype, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. A dynamic loss
+            scale starts at 1,024.
+
+    `session` is the `halfstep.Session` once training has begun, `outcome` the latest `halfstep.Outcome`.
+    """
 
     session: hs.Session | None = None
+    outcome: hs.Outcome | None = None
+    clip_norm: float | None = None
+    """What the coming step clips to."""
 
-    def __init__(
-        self,
-        *,
-        level: str = "O1",
-        dtype: str | torch.dtype | None = None,
-        policy: Any = None,
-        plan: Any = None,
-        loss_scale: Any = None,
-        on_nonfinite: str | None = None,
-    ) -> None:
-        how = {"level": level, "dtype": dtype, "policy": policy, "plan": plan}
-        self._how: dict[str, Any] = {**how, "loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
+    def __init__(self, **how: Unpack[Options]) -> None:
+        self._how = how
 
     def prepare(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Prepare a module with its optimizers; without any it keeps its weights and only casts its ops."""
-        level = self._how["level"] if optimizers or self._how["level"] == "O0" else "O1"
-        self.session = prepare(module, optimizers, {**self._how, "level": level})
+        level = self._how.get("level", "O1")
+        how: Options = {**self._how, "level": level if optimizers or level == "O0" else "O1"}
+        self.session = prepare(module, optimizers, how)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The session's region."""
@@ -69,6 +62,13 @@ class _Driven:
         """Scale the loss and run backward."""
         assert self.session is not None
         self.session.backward(tensor, **kwargs)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> hs.Outcome:
+        """A step of the session; gradients stay until `zero_grad`."""
+        assert self.session is not None
+        clip, self.clip_norm = self.clip_norm, None
+        self.outcome = self.session.step(optimizer, clip_norm=clip, zero_grad=False)
+        return self.outcome
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state: loss scale and counts."""
@@ -80,21 +80,12 @@ class _Driven:
             self.session.load_state_dict(state_dict)
 
 
-class Precision(_Driven, TrainerPrecision):
-    """A plugin for `lightning.Trainer(plugins=...)`.
-
-    Args:
-        level, dtype, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. A dynamic loss
-            scale starts at 1,024.
-
-    `session` is the `halfstep.Session` once training has begun, `outcome` the latest `halfstep.Outcome`.
+class Precision(Driven, TrainerPrecision):
+    """A plugin for `lightning.Trainer(plugins=...)`, with the arguments of `Driven`.
 
     Raises:
         UnsupportedError: a LightningModule with a `backward` of its own, a strategy that shards.
     """
-
-    outcome: hs.Outcome | None = None
-    _clip: float | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Before optimizers are made: undo what an earlier `fit` prepared."""
@@ -124,9 +115,8 @@ class Precision(_Driven, TrainerPrecision):
         if result is None and model.automatic_optimization:  # training_step left this batch out
             return None
         session.unscale(optimizer)
-        self._clip = None
         self._after_closure(model, optimizer)
-        self.outcome = session.step(optimizer, clip_norm=self._clip, zero_grad=False)
+        self.step(optimizer)
         return result
 
     def clip_gradients(
@@ -134,7 +124,7 @@ class Precision(_Driven, TrainerPrecision):
     ) -> None:
         """Clip by the norm in the coming step, in its one pass over the gradients; by value here."""
         if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            self._clip = float(clip_val) if clip_val > 0 else None
+            self.clip_norm = float(clip_val) if clip_val > 0 else None
         else:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
@@ -154,61 +144,3 @@ class DDPStrategy(HostDDPStrategy):
         if self._wraps:
             self._wraps = False
             super().configure_ddp()
-
-
-class _FabricPrecision(_Driven, HostPrecision):
-    outcome: hs.Outcome | None = None
-    clip: float | None = None
-
-    def convert_output(self, data: Any) -> Any:
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.float() if tensor.is_floating_point() else tensor
-
-        return apply_to_collection(data, Tensor, wide)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        assert self.session is not None
-        clip, self.clip = self.clip, None
-        self.outcome = self.session.step(optimizer, clip_norm=clip, zero_grad=False)
-
-    def unscale_gradients(self, optimizer: Any) -> None:
-        assert self.session is not None
-        self.session.unscale(optimizer)
-
-
-class Fabric(HostFabric):
-    """`lightning.Fabric` with the arguments of `Precision`; takes all of its base but `precision`.
-
-    `session` is the `halfstep.Session` that `setup(model, optimizer)` makes; save it with the model, as
-    `fabric.save(path, {"model": model, "optimizer": optimizer, "session": fabric.session})`.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        names = ("level", "dtype", "policy", "plan", "loss_scale", "on_nonfinite")
-        how = {name: kwargs.pop(name) for name in names if name in kwargs}
-        self._ours = _FabricPrecision(**how)
-        super().__init__(*args, plugins=[self._ours, *kwargs.pop("plugins", [])], **kwargs)
-
-    @property
-    def session(self) -> hs.Session | None:
-        """The session of the module that was set up with its optimizers."""
-        return self._ours.session
-
-    def setup(self, module: nn.Module, *optimizers: Any, **kwargs: Any) -> Any:
-        """As the base does, after `halfstep.prepare` where optimizers are given."""
-        if optimizers:
-            if self.session is not None:
-                raise hs.ConfigError(
-                    "this Fabric has set up a module with its optimizers already: one is all"
-                )
-            module = self.to_device(module) if kwargs.get("move_to_device", True) else module
-            self._ours.prepare(module, list(optimizers))
-        return super().setup(module, *optimizers, **kwargs)
-
-    def clip_gradients(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """With `max_norm` clip in the coming step, in its one pass, and return the unscaled 2-norm now."""
-        max_norm = kwargs.get("max_norm")
-        if self.session is None or max_norm is None or args or kwargs.get("norm_type", 2.0) != 2.0:
-            return super().clip_gradients(module, optimizer, *args, **kwargs)
-        self._ours.clip = float(max_norm)
-        return torch.as_tensor(self.session.measure(optimizer.optimizer).norm)

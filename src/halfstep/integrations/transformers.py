@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from halfstep.integrations import options
 from halfstep.integrations.accelerate import Accelerator
 
 
@@ -29,18 +30,8 @@ class Precision:
     accelerator: Any
     args: Any
 
-    def __init__(
-        self,
-        *args: Any,
-        level: str = "O1",
-        policy: Any = None,
-        plan: Any = None,
-        loss_scale: Any = None,
-        on_nonfinite: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._precision = {"level": level, "policy": policy, "plan": plan}
-        self._precision |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._precision = options(kwargs)
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -52,4 +43,4 @@ class Precision:
         finally:
             arguments.mixed_precision = word
         self.accelerator.__class__ = Accelerator  # the Trainer offers no way to give it another
-        self.accelerator.begin({**self._precision, "dtype": None if word == "no" else word})
+        self.accelerator.begin(self._precision, word)
