@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = Path(os.environ.get("HALFSTEP_HOSTS") or CACHE / "halfstep" / "hosts")
 PINS = ROOT / ".ci" / "hosts.txt"
+TIMM = "timm==1.0.31"
+"""Installed without what it asks for: a torchvision must be built for the very torch, and none is needed here."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
@@ -28,6 +30,7 @@ def environment() -> Path:
         subprocess.run([sys.executable, "-m", "venv", FOLDER], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--requirement", PINS], cwd=ROOT, check=True)
+        subprocess.run([*pip, "--no-deps", TIMM], check=True)
         stamp.write_text(PINS.read_text())
     return python
 

@@ -1,4 +1,4 @@
-"""What the cases of all hosts share: a small Llama, its text, and what counts as near fp32."""
+"""What the cases of all hosts share: a small Llama with text, a CNN with digits, what counts as near fp32."""
 
 import json
 import logging
@@ -8,7 +8,9 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ["optimizer", "O1", "O2"]
@@ -42,6 +44,25 @@ def llama(seed: int, dtype: torch.dtype = torch.float32):
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
+def digits(seed: int, n: int) -> torch.utils.data.TensorDataset:
+    """`n` of scikit-learn's digits, in an order of the seed."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(seed))[:n]
+    x = torch.tensor(found.images, dtype=torch.float32)[order, None] / 16
+    return torch.utils.data.TensorDataset(x, torch.tensor(found.target)[order])
+
+
+def cnn(seed: int) -> nn.Sequential:
+    """About 2,000 parameters."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 def spoil(model: torch.nn.Module, call: int) -> None:
     """Make the loss of the training call with this number infinite."""
     calls = iter(range(10**6))
@@ -60,6 +81,20 @@ def near(ours: list[float], plain: list[float]) -> None:
     assert all(abs(a - b) <= spread for a, b in zip(ours, plain)), f"{ours} is not near {plain}"
 
 
+def like_fp32(ours: list, plain: list, rel: float) -> None:
+    """Runs of ours end as near to fp32's as these to each other, and begin with the same norms."""
+    near([run.last for run in ours], [run.last for run in plain])
+    for run, other in zip(ours, plain):
+        assert run.norms[:5] == pytest.approx(other.norms[:5], rel=rel)
+
+
+def sees_the_skip(run) -> None:
+    """Of six steps the fourth was skipped: the weights stayed, and the rate did."""
+    assert run.skipped == [False, False, False, True, False, False]
+    assert run.rates[2] == run.rates[3] > run.rates[4]
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())
+
+
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Whether two models are equal bit for bit."""
     a, b = one.state_dict(), other.state_dict()
@@ -73,14 +108,20 @@ def digest(model: torch.nn.Module) -> float:
 
 
 def launched(script: str, *arguments: str) -> list[dict]:
-    """What each of two processes of torchrun wrote by `write`; the last argument is the folder."""
+    """What each of two processes of torchrun wrote by `write`; the last argument is the folder.
+
+    Both end with the same weights.
+    """
     folder = Path(arguments[-1])
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, "-m", *launcher, script, *arguments]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+    ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+    assert [rank["world"] for rank in ranks] == [2, 2]
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    return ranks
 
 
 def write(folder: str, **found: object) -> None:
