@@ -18,7 +18,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = Path(os.environ.get("HALFSTEP_HOSTS") or CACHE / "halfstep" / "hosts")
 PINS = ROOT / ".ci" / "hosts.txt"
 TIMM = "timm==1.0.31"
-"""Installed without what it asks for: a torchvision must be built for the very torch, and none is needed here."""
+"""Installed without what it asks for: a torchvision would have to be built for this very torch."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
