@@ -22,6 +22,7 @@ from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import FAILS, WORKS, Again
 from tests.doctor import (
     zoo,
+    zoo_fields,
     zoo_habits,
     zoo_healthy,
     zoo_more,
@@ -33,9 +34,13 @@ from tests.doctor import (
 )
 from tests.doctor.stepwise import first_in_place, training_loops
 
-ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits, zoo_named)
+ROOMS = (zoo_taken, zoo_range, zoo_quiet, zoo_more, zoo_strange, zoo_habits, zoo_named, zoo_fields)
 FAULTS = [script for room in ROOMS for script in room.SCRIPTS]
-HEALTHY = [*zoo_healthy.SCRIPTS, *zoo_strange.HEALTHY, *zoo_habits.HEALTHY, *zoo_named.HEALTHY]
+HEALTHY = [
+    *zoo_healthy.SCRIPTS,
+    *(s for room in (zoo_strange, zoo_habits, zoo_named, zoo_fields) for s in room.HEALTHY),
+]
+QUIET = [*zoo_named.QUIET, *zoo_fields.QUIET]
 #: Enough of each kind for every day; the rest belongs to the exhaustive runs.
 DAILY = {
     "distance_of_equal_points", "adam_in_half", "no_valid_token", "own_optimizer", "where_trap_of_a_norm",
@@ -45,7 +50,7 @@ DAILY = {
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
     "squares_summed_in_half", "entropy_of_a_certain_half",
-    *(script.name for script in (*zoo_named.SCRIPTS, *zoo_named.HEALTHY)),
+    *(script.name for room in (zoo_named, zoo_fields) for script in (*room.SCRIPTS, *room.HEALTHY)),
 }  # fmt: skip
 
 
@@ -119,7 +124,7 @@ def test_a_healthy_script_is_called_healthy(script, way, tmp_path, monkeypatch):
     ("script", "way"),
     [
         pytest.param(s, way, id=f"{s.name}-{way}", marks=() if way == "copies" else pytest.mark.exhaustive)
-        for s in zoo_named.QUIET
+        for s in QUIET
         for way in ("copies", "anew")
     ],
 )
@@ -266,8 +271,8 @@ def test_a_policy_is_cured_before_the_region_reads_it_at_the_first_step_too(step
 
 
 def test_there_are_enough_scripts():
-    assert len(FAULTS) >= 90
-    assert len(HEALTHY) >= 36
+    assert len(FAULTS) >= 110
+    assert len(HEALTHY) >= 55
     assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
 
 
