@@ -1,11 +1,20 @@
-"""A run in a copy of the first process: the same answer as a fresh one's, and nothing done twice."""
+"""A run in a copy of the first process: the same answer as a fresh one's, and nothing done twice.
+
+Also a run where processes can neither fork nor take signals, as on Windows.
+"""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
+
+from halfstep.doctor.in_script import run_order
+from halfstep.doctor.process import Interrupted, Order, run_in_process
 
 SCRIPT = """
 import atexit, sys, torch
@@ -58,3 +67,53 @@ def test_a_copy_answers_as_a_fresh_process_does(tmp_path):
     assert dead == [None, "gone\n"]
     assert told.read_text() == "ended ended "
     assert own.read_text() == "once "
+
+
+class Plain(subprocess.Popen):
+    """Knows what Windows knows."""
+
+    def __init__(self, command, *, stdout, stderr, env):
+        super().__init__(command, stdout=stdout, stderr=stderr, env=env)
+
+    def send_signal(self, number):
+        raise ValueError(f"Unsupported signal: {number}")
+
+    def kill(self):
+        super().send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """No process can fork."""
+    monkeypatch.delattr(os, "fork")
+    monkeypatch.setattr(subprocess, "Popen", Plain)
+
+
+@pytest.mark.long
+def test_where_nothing_forks_a_run_is_a_plain_process(plain, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    order = Order(str(script), (str(tmp_path / "told"),), 3, 0)
+    found, said = run_in_process(partial(run_order, order), os.environ)
+    assert (found.document.steps, found.first_bad, said) == (3, 2, "")
+
+
+@pytest.mark.long
+def test_where_nothing_forks_ctrl_c_reaches_the_run_by_itself(plain, tmp_path):
+    script, began = tmp_path / "train.py", tmp_path / "began"
+    script.write_text(
+        SCRIPT
+        + f"    if i == 1:\n        import time\n        open({str(began)!r}, 'w')\n        time.sleep(60)\n"
+    )
+
+    def wait(child):
+        while not began.exists():
+            time.sleep(0.1)
+        os.kill(child.pid, signal.SIGINT)  # as a console does with all its processes
+        raise KeyboardInterrupt
+
+    order = Order(str(script), (str(tmp_path / "told"),), 4, 0)
+    with pytest.raises(Interrupted) as ended:
+        run_in_process(partial(run_order, order), os.environ, wait=wait, patient=True)
+    document = ended.value.args[0].document
+    assert (document.ended_by, document.steps) == ("interrupt", 2)

@@ -194,7 +194,7 @@ def _wait_for_orders(end: Connection) -> Again:
     return order
 
 
-_START = "import sys; from halfstep.doctor.process import carry_out; carry_out(sys.argv[1], int(sys.argv[2]))"
+_START = "import sys; from halfstep.doctor.process import carry_out; carry_out(*sys.argv[1:])"
 
 
 class Enough(BaseException):
@@ -233,9 +233,13 @@ def in_words(error: BaseException, steps: int) -> str:
     return f"{type(error).__name__} after {steps} steps: {said}{where}"
 
 
-def carry_out(folder: str, pipe: int) -> None:
-    """Calls what lies in a folder and leaves there what it gives: what a fresh process does."""
-    _end_with(pipe)
+def carry_out(folder: str, pipe: str = "") -> None:
+    """Calls what lies in a folder and leaves there what it gives: what a fresh process does.
+
+    `pipe`: the number of one whose other end is held by the process that asked for it.
+    """
+    if pipe:
+        _end_with(int(pipe))
     run = pickle.loads((Path(folder) / "run").read_bytes())
     (Path(folder) / "found").write_bytes(pickle.dumps(run()))
 
@@ -263,13 +267,14 @@ def run_in_process(
     """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
 
     `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
-    The process has a session of its own, so that Ctrl-C reaches this one alone, and ends when this one does.
+    It has a session of its own, so that Ctrl-C reaches this one alone, and ends when this one does; but not
+    on Windows, where Ctrl-C reaches both.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, or a second one where the run is `patient`, which the first one ends as it
             would a script. That raises `Interrupted` afterwards, where the run gave something.
     """
-    interrupted = False
+    interrupted, posix = False, hasattr(os, "fork")
     ours, theirs = os.pipe()[::-1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -279,10 +284,10 @@ def run_in_process(
             if forked:
                 child = _Copy(name, errors.fileno(), ours, theirs)
             else:
+                own: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
                 child = subprocess.Popen(
-                    [sys.executable, "-c", _START, name, str(theirs)],
-                    stdout=subprocess.DEVNULL, stderr=errors, env=environment, pass_fds=[theirs],
-                    start_new_session=True,
+                    [sys.executable, "-c", _START, name, *([str(theirs)] if posix else [])],
+                    stdout=subprocess.DEVNULL, stderr=errors, env=environment, **own,
                 )  # fmt: skip
             try:
                 (_Copy.wait if forked else wait)(child)
@@ -290,7 +295,8 @@ def run_in_process(
                 if not patient:
                     raise
                 interrupted = True
-                child.send_signal(signal.SIGINT)
+                if posix:
+                    child.send_signal(signal.SIGINT)
                 child.wait()
             finally:
                 child.kill()
@@ -316,7 +322,7 @@ class _Copy:
         if self._process == 0:
             os.setsid()
             os.close(ours)
-            _run_here(folder, errors, theirs)
+            _run_here(folder, errors, str(theirs))
 
     def wait(self) -> None:
         """Until it has ended."""
@@ -346,7 +352,7 @@ def _end_with(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _run_here(folder: str, errors: int, pipe: int) -> None:
+def _run_here(folder: str, errors: int, pipe: str) -> None:
     """In the copy: do what lies in the folder, and end without what this process would do."""
     code = 1
     try:
