@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -90,6 +91,67 @@ def test_a_script_runs_in_a_process_of_its_own(tmp_path):
     document = examine_script(write(tmp_path, SCRIPT), ["0.01"], 2, 0)
     assert document.healthy
     assert document.steps == 2
+
+
+@pytest.mark.long
+def test_the_command_gives_the_same_verdict_where_no_process_is_copied(tmp_path, capsys, monkeypatch):
+    """As with an accelerator, where each look is a fresh process."""
+    path = write(tmp_path, SCRIPT, 2)
+    command = ["doctor", str(path), "--steps", "6", "--", "0.01"]
+    by_copies = main(command), capsys.readouterr().out
+
+    def fork():
+        raise AssertionError("a process was copied")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr("halfstep.doctor.process.can_copy", lambda: False)
+    monkeypatch.setattr(_script, "examine_script", partial(examine_script, copies=False))
+    assert (main(command), capsys.readouterr().out) == by_copies
+    assert by_copies[0] == 1
+
+
+ROUNDED = """
+import torch, halfstep as hs
+from torch import nn
+
+model = nn.Linear(64, 64).to(torch.bfloat16)
+optimizer = OPTIMIZER.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+for i in range(4):
+    loss = (model(torch.randn(8, 64, dtype=torch.bfloat16)).float() - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("report", ["", "--json"])
+def test_the_first_page_shows_what_weights_and_optimizer_hold_with_cures(report, tmp_path, here, capsys):
+    page = tmp_path / "report.html"
+    path = write(tmp_path, ROUNDED.replace("OPTIMIZER", "torch.optim"))
+    assert main(["doctor", str(path), "--report", str(page), *([report] if report else [])]) == 0
+    out = capsys.readouterr().out
+    cure = "write hs.optim.AdamW(model.parameters(), lr=0.01) for torch's, or prepare at level O2"
+    if report:
+        (row,) = json.loads(out)["audit"]
+        assert (row["rule"], row["where"], row["cure"]) == ("low weights", "AdamW group 0", cure)
+    else:
+        before, shown, after = out.partition(
+            "audit:\nlow weights  AdamW group 0  AdamW keeps no fp32 copy of 4,160"
+        )
+        assert shown
+        assert cure in after.splitlines()[1]
+        assert before.startswith("train.py: healthy over 4 steps\n")
+    html = page.read_text()
+    assert "<td>AdamW keeps no fp32 copy of 4,160 bf16 weights" in html
+    assert html.index("id='audit'") < html.index("id='dtypes'")
+
+
+def test_an_audit_without_a_row_is_not_shown(tmp_path, here, capsys):
+    page = tmp_path / "report.html"
+    path = write(tmp_path, ROUNDED.replace("OPTIMIZER", "hs.optim"))
+    assert main(["doctor", str(path), "--report", str(page)]) == 0
+    assert "audit:" not in capsys.readouterr().out
+    assert "id='audit'" not in page.read_text()
 
 
 def test_a_healthy_script(tmp_path, here):

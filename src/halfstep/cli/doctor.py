@@ -135,6 +135,8 @@ def _examine_recipe(
 def _print(document: Document, report: Path | None, out: Any) -> None:
     for line in document.verdict:
         out.print(clean(line), markup=False, highlight=False, soft_wrap=True)
+    if document.audit:
+        out.print(clean(f"audit:\n{document.audit}"), markup=False, highlight=False, soft_wrap=True)
     rows = _dtypes(document.counts)
     if rows:
         out.print(table("", ("dtype", "ops that ran in it, most frequent first"), rows))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS, Format
+from halfstep.numerics.audit import Audit
 from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.lint import Finding
 from halfstep.numerics.tape import within
@@ -35,7 +36,9 @@ CauseFound, CureFound = Cause, Cure
 class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
-    `beside`: the largest values at the first fault's step beside those of the last good step before it.
+    `audit`: what weights, buffers and optimizers held before the first step that may lose numbers, each with
+    its cure; what came of it is told by the faults. `beside`: the largest values at the first fault's step
+    beside those of the last good step before it.
     `diff`, `plan`: what to change in the script, and a plan as TOML, where asked for. `ended_by`: what ended
     the look: "script" (it was over), "steps" (as many as were asked for), "interrupt"; else empty.
     """
@@ -49,6 +52,7 @@ class Document:
     bad: list[Fault] = field(default_factory=list[Fault])
     counts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     lint: list[Finding] = field(default_factory=list[Finding])
+    audit: Audit = field(default_factory=Audit)
     beside: dict[str, Any] = field(default_factory=dict[str, Any])
     format: str = "fp32"
     series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -114,6 +118,7 @@ class Document:
         return plain | {
             "bad": [fault.as_dict() for fault in self.bad],
             "lint": [dataclasses.asdict(finding) for finding in self.lint],
+            "audit": [dataclasses.asdict(row) for row in self.audit],
             "healthy": self.healthy,
             "headline": self.headline,
             "verdict": self.verdict,

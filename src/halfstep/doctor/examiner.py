@@ -35,6 +35,7 @@ from halfstep.doctor.ledger import (
 )
 from halfstep.doctor.process import Copies, Enough, Order, answer
 from halfstep.names import fqn
+from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
     LOOPS,
     Terms,
@@ -276,6 +277,7 @@ class Examiner:
         self.taping: Taping | None = None
         self.halves = False
         self.ended_by = "script"
+        self.audit = Audit()
         self._steps = order.steps or _TO_THE_END
         self._lint = LintProbe()
         self._copied = 0.0
@@ -350,6 +352,7 @@ class Examiner:
             every = max(1, (self.order.steps or 480) // 12)
             self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
             self.seen.step = self.done
+            self.audit = audit(roster.models, roster.optimizers)
 
     def _watches(self) -> bool:
         """Whether the notes of the whole run are wanted, not those of some steps of it."""

@@ -249,6 +249,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     ledger = examiner.ledger
     losses = [note.loss for note in ledger.notes if note.loss is not None]
     document = Document(Path(order.script).name, ledger.iterations, losses, error, ended_by=examiner.ended_by)
+    document.audit = examiner.audit
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
         for row in document.history:  # the watch counts the steps of all optimizers

@@ -41,6 +41,7 @@ def examine(
         ConfigError: `step` is not a function, a batch is not a tuple, or what takes part is of another kind.
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
+    from halfstep.numerics.audit import Audit, audit
     from halfstep.numerics.lint import LintProbe, findings_at_rest
     from halfstep.numerics.trace import trace_step
 
@@ -49,6 +50,7 @@ def examine(
     models, optimizers = listed(model), listed(optimizer)
     parts = StepParticipants(step, [*models, *optimizers, *listed(session), *others])
     at_rest = findings_at_rest(parts, step)
+    document.audit = Audit(row for row in audit(parts.models, parts.optimizers) if row not in at_rest)
     todo = [batch] if batch else []
     probe = LintProbe(parts.session)
     for number, one in enumerate([*todo, *batches] or [()]):
