@@ -54,20 +54,17 @@ DAILY = {
 }  # fmt: skip
 
 
-#: Those that are run anew for each look every day: what only a look at a good step shows, a fault behind
-#: another, one that is cured from the start of the run, one without a value that is not finite.
-ANEW = {
-    "second_behind_the_first", "overflow_that_is_swallowed", "adam_in_half", "learning_rate_spike",
-    "start_up_skips", "warm_up", "nan_in_the_target",
+#: Those that are run in every way every day: what only a look at a good step shows, a fault behind another,
+#: one that is cured from the start of the run, ones without a value that is not finite.
+EVERY_WAY = {
+    "second_behind_the_first", "overflow_that_is_swallowed", "adam_in_half", "start_up_skips",
+    "learning_rate_spike",
 }  # fmt: skip
 
 
-def cases(scripts):
-    """Each script by each way: in copies of the running process, and anew from its start."""
+def cases(scripts, daily=frozenset(DAILY)):
     return [
-        pytest.param(s, way, id=f"{s.name}-{way}", marks=() if s.name in often else pytest.mark.exhaustive)
-        for way, often in (("copies", DAILY), ("anew", ANEW))
-        for s in scripts
+        pytest.param(s, id=s.name, marks=() if s.name in daily else pytest.mark.exhaustive) for s in scripts
     ]
 
 
@@ -108,28 +105,21 @@ def check(script, document):
     assert not script.cure or script.cure in helping
 
 
-@pytest.mark.parametrize(("script", "way"), cases(FAULTS))
-def test_a_planted_fault_is_named(script, way, tmp_path, monkeypatch):
-    check(script, examine(script, tmp_path, monkeypatch, way))
+@pytest.mark.parametrize("script", cases(FAULTS))
+def test_a_planted_fault_is_named(script, tmp_path, monkeypatch):
+    check(script, examine(script, tmp_path, monkeypatch))
 
 
-@pytest.mark.parametrize(("script", "way"), cases(HEALTHY))
-def test_a_healthy_script_is_called_healthy(script, way, tmp_path, monkeypatch):
-    document = examine(script, tmp_path, monkeypatch, way)
+@pytest.mark.parametrize("script", cases(HEALTHY))
+def test_a_healthy_script_is_called_healthy(script, tmp_path, monkeypatch):
+    document = examine(script, tmp_path, monkeypatch)
     assert document.healthy, document.verdict
     assert document.counts
 
 
-@pytest.mark.parametrize(
-    ("script", "way"),
-    [
-        pytest.param(s, way, id=f"{s.name}-{way}", marks=() if way == "copies" else pytest.mark.exhaustive)
-        for s in QUIET
-        for way in ("copies", "anew")
-    ],
-)
-def test_what_rounding_swallows_outside_of_parameters_is_named(script, way, tmp_path, monkeypatch):
-    document = examine(script, tmp_path, monkeypatch, way)
+@pytest.mark.parametrize("script", QUIET, ids=lambda s: s.name)
+def test_what_rounding_swallows_outside_of_parameters_is_named(script, tmp_path, monkeypatch):
+    document = examine(script, tmp_path, monkeypatch)
     assert not document.healthy
     assert not document.faults
     told = "\n".join(document.verdict)
@@ -138,8 +128,12 @@ def test_what_rounding_swallows_outside_of_parameters_is_named(script, way, tmp_
 
 
 def told(document):
-    """The verdict as data: each fault with its place, its cause, and what became of its cures."""
-    return [
+    """The verdict, as data (each fault with its place, its cause, and what became of its cures) and in words.
+
+    Without the script's own warnings, which this process swallows.
+    """
+    words = [line for line in document.verdict if not line.startswith("the script warned: ")]
+    return words, [
         (f.step, f.phase, f.module, f.op, f.where, f.cause.kind, f.harmless, f.behind,
          [(c.kind, c.status, c.code) for c in f.cures])
         for f in document.bad
@@ -148,14 +142,6 @@ def told(document):
 
 def named(name):
     return next(s for s in (*FAULTS, *HEALTHY) if s.name == name)
-
-
-SAME = sorted(s.name for s in (*FAULTS, *HEALTHY))
-SAME_DAILY = {"second_behind_the_first", "overflow_that_is_swallowed", "start_up_skips"}
-
-
-def some_daily(names, often=frozenset(SAME_DAILY)):
-    return [pytest.param(n, marks=() if n in often else pytest.mark.exhaustive) for n in names]
 
 
 def of_two_ranks(monkeypatch):
@@ -167,49 +153,45 @@ def of_two_ranks(monkeypatch):
     monkeypatch.setattr(_script, "meeting_place", lambda: dict(os.environ))
 
 
-@pytest.mark.parametrize("name", some_daily(SAME))
-def test_every_way_to_run_again_gives_the_same_verdict(name, tmp_path, monkeypatch):
-    script = named(name)
+def in_processes(script, folder, forked):
+    """The verdict where each run has a process of its own, a copy of this one or a fresh one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # as in a process that pytest did not start
+        return examine_script(folder / f"{script.name}.py", [], script.steps, 0, copies=False, forked=forked)
+
+
+@pytest.mark.parametrize("script", cases((*FAULTS, *HEALTHY, *QUIET), EVERY_WAY))
+def test_every_way_to_run_again_gives_the_same_verdict(script, tmp_path, monkeypatch):
     by_copies = examine(script, tmp_path, monkeypatch, "copies")
     anew = examine(script, tmp_path, monkeypatch, "anew")
-    of_two_ranks(monkeypatch)
-    ranks = examine(script, tmp_path, monkeypatch, "ranks")
-    assert told(anew) == told(by_copies)
-    assert anew.verdict == by_copies.verdict
-    assert told(ranks) == told(by_copies)
-    assert ranks.verdict == by_copies.verdict
+    with monkeypatch.context() as patch:
+        of_two_ranks(patch)
+        ranks = examine(script, tmp_path, patch, "ranks")
+    monkeypatch.undo()
+    for other in (anew, ranks, in_processes(script, tmp_path, forked=True)):
+        assert told(other) == told(by_copies)
 
 
-@pytest.mark.parametrize(
-    ("name", "forked"),
-    [
-        *(pytest.param(n, True, marks=pytest.mark.exhaustive) for n in SAME),
-        *(pytest.param(n, False, marks=pytest.mark.long) for n in ("gradients_that_vanish", "warm_up")),
-    ],
-)
-def test_a_process_of_its_own_for_each_run_gives_the_same_verdict(name, forked, tmp_path, monkeypatch):
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gradients_that_vanish", "warm_up"])
+def test_a_fresh_process_for_each_run_gives_the_same_verdict(name, tmp_path, monkeypatch):
     script = named(name)
     by_copies = examine(script, tmp_path, monkeypatch)
     monkeypatch.undo()
-    path = tmp_path / f"{name}.py"
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # as in a process that pytest did not start
-        found = examine_script(path, [], script.steps, 0, copies=False, forked=forked)
-    assert told(found) == told(by_copies)
-    assert found.verdict == by_copies.verdict
+    assert told(in_processes(script, tmp_path, forked=False)) == told(by_copies)
 
 
 BEFORE_THE_STEP = {"standardised_by_its_own_spread"}  # the loader makes what is not finite
-IN_PLACE = sorted({s.name for s in FAULTS if len(training_loops(s.text)) == 1} - BEFORE_THE_STEP)
+IN_PLACE = [s for s in FAULTS if len(training_loops(s.text)) == 1 and s.name not in BEFORE_THE_STEP]
 IN_PLACE_DAILY = {"overflow_that_is_swallowed", "polynomial_schedule_past_its_end", "squares_summed_in_half"}
 
 
-@pytest.mark.parametrize("name", some_daily(IN_PLACE, IN_PLACE_DAILY))
+@pytest.mark.parametrize("script", cases(IN_PLACE, IN_PLACE_DAILY))
 def test_a_step_traced_in_place_shows_the_same_fault_and_no_other_verdict_on_a_cure(
-    name, tmp_path, monkeypatch
+    script, tmp_path, monkeypatch
 ):
     """In place one step alone is judged: of what only a run from the start tells, it says nothing."""
-    document = examine(named(name), tmp_path, monkeypatch)
+    document = examine(script, tmp_path, monkeypatch)
     fault = document.faults[0]
     if not fault.taped:
         pytest.skip("this is told by the notes of a run")
@@ -217,7 +199,7 @@ def test_a_step_traced_in_place_shows_the_same_fault_and_no_other_verdict_on_a_c
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            bad = first_in_place(tmp_path / f"{name}.py", fault.step)
+            bad = first_in_place(tmp_path / f"{script.name}.py", fault.step)
     finally:
         amp.shutdown()
     assert (bad.phase, bad.op, bad.where, bad.cause.kind) == (
@@ -273,7 +255,7 @@ def test_a_policy_is_cured_before_the_region_reads_it_at_the_first_step_too(step
 def test_there_are_enough_scripts():
     assert len(FAULTS) >= 110
     assert len(HEALTHY) >= 55
-    assert {s.name for s in (*FAULTS, *HEALTHY)} >= DAILY
+    assert {s.name for s in (*FAULTS, *HEALTHY)} >= {*DAILY, *EVERY_WAY, *IN_PLACE_DAILY}
 
 
 class Edited:

@@ -36,6 +36,9 @@ class Hooks:
         self._depth = 0
         self._updated = False
         self._by_hand = False
+        self._backward = False
+        self._within: torch.optim.Optimizer | None = None
+        """What was stepped within the backward that runs: the step ends with that."""
         self._stepped: torch.optim.Optimizer | None = None
         self._root: nn.Module | None = None
 
@@ -113,8 +116,15 @@ class Hooks:
             if loss.numel() == 1:
                 with disable_current_modes():
                     self._examiner.on_loss(loss)
-            backward(loss, *args, **kwargs)
+            inner, self._backward = self._backward, True  # a tape calls it once more
+            try:
+                backward(loss, *args, **kwargs)
+            finally:
+                self._backward = inner
             self._by_hand = self._examiner.roster.by_hand
+            if self._within is not None and not inner:
+                stepped, self._within = self._within, None
+                self._examiner.on_step(stepped, skipped=False, finite=True)
 
         return noted
 
@@ -201,7 +211,9 @@ class Hooks:
         self._updated = True
         with disable_current_modes():
             self._examiner.on_updated(optimizer)
-        if self._depth == 0:
+        if _in_backward():
+            self._within = optimizer
+        elif self._depth == 0:
             self._examiner.on_step(optimizer, skipped=False, finite=True)
 
 

@@ -240,7 +240,7 @@ def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     if op == "div":
         last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
         args[last] = torch.where(args[last].abs() < value, value, args[last])
-    else:
+    elif op != "pow" or not all(isinstance(x, int) and x > 0 for x in args[1:]):
         args[0] = args[0].clamp_max(value) if op == "exp" else args[0].clamp_min(value)
     return func(*args, **kwargs)
 
@@ -729,7 +729,7 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
         return [_smaller_exponent(node, cause, later)]
-    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "log2", "log10"):
+    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "pow", "log2", "log10"):
         return [Cure("advice", text)]
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
     code = f"{name or 'x'}.clamp_min(1e-4)"

@@ -201,7 +201,8 @@ _STUCK = 0.9
 def _stuck(node: Node) -> _Found:
     """A running average or count in 16 bits that a change, too small for its spacing, leaves as it is."""
     base = node.base.removeprefix("_foreach_")
-    if torch.is_grad_enabled() or base not in ("add_", "sub_", "mul_", "lerp_", "addcmul_"):
+    learning = torch.is_grad_enabled() and any(t.requires_grad for t in node.tensors())
+    if learning or base not in ("add_", "sub_", "mul_", "lerp_", "addcmul_"):
         return
     wide = rerun(node, torch.float32) or []
     outs = node.outs if base != node.base else node.outs[:1]

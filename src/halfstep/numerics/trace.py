@@ -427,11 +427,11 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
         return _unseen(spoiled, ends)
     node = tape.candidates[real[0]]
     culprit = node
-    taker = _takes_in(tape, node) if node.intended else None
-    if taker is not None:
-        text = f"mathematics: {taker.op} takes in terms that are -inf; {node.op} masked them"
-        cause = Cause("mathematics", text + (f" at {node.location.where}" if node.location.file else ""))
-        return _bad_op(taker, cause, unmask(taker, node), spoiled, ends)
+    mask, taker = _takes_in(tape, node)
+    if taker is not None and mask is not None:
+        text = f"mathematics: {taker.op} takes in terms that are -inf; {mask.op} masked them"
+        cause = Cause("mathematics", text + (f" at {mask.location.where}" if mask.location.file else ""))
+        return _bad_op(taker, cause, unmask(taker, mask), spoiled, ends)
     if node.outside:
         cause = _outside(node, tape, parts, batch)
     else:
@@ -450,10 +450,13 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
 _TAKE_IN = ("sum", "mean", "neg", "abs", "pow", "nll_loss_forward", "nll_loss2d_forward")
 
 
-def _takes_in(tape: Tape, mask: Node) -> Node | None:
-    """The first op that makes a loss of the -inf of a mask."""
-    passed = (n for n in tape.passed if mask.index in n.origins and n.phase == "forward")
-    return next((n for n in passed if n.base in _TAKE_IN), None)
+def _takes_in(tape: Tape, node: Node) -> tuple[Node | None, Node | None]:
+    """A mask, and the first op that makes a loss or, as 0 times -inf is, NaN of its -inf."""
+    if node.intended:
+        passed = (n for n in tape.passed if node.index in n.origins and n.phase == "forward")
+        return node, next((n for n in passed if n.base in _TAKE_IN), None)
+    masks = (tape.candidates[i] for i in sorted(node.origins - {node.index}))
+    return next(masks, None), node if node.base in ("mul", "sub") and node.phase == "forward" else None
 
 
 def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
