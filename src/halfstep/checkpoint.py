@@ -23,7 +23,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -326,11 +326,7 @@ def write_folder(
     """
     pieces, manifest = contents.pieces, contents.manifest
     begun: list[tuple[Path, str]] = gather((_beside(path), manifest["model"]), group)
-    if len({model for _, model in begun}) > 1:
-        raise CheckpointError(
-            f"cannot write {path}: ranks hold different parameters (stages of a pipeline?), and each would "
-            "write a part of its own: save state_dict() of model, optimizer and session for each stage"
-        )
+    check_same_model(path, [model for _, model in begun])
     temporary, first = begun[0][0], rank(group) == 0
     file = temporary / f"rank-{rank(group):05d}-of-{world_size(group):05d}.safetensors"
 
@@ -359,6 +355,15 @@ def write_folder(
         raise CheckpointError(wrong if stands in wrong else f"{wrong}; {stands}")
     if keep_last is not None and first:
         _prune(path, keep_last)
+
+
+def check_same_model(path: str | Path, models: Sequence[str]) -> None:
+    """CheckpointError where the ranks' checksums of what their models hold differ."""
+    if len(set(models)) > 1:
+        raise CheckpointError(
+            f"cannot write {path}: ranks hold different parameters (stages of a pipeline?), and each would "
+            "write a part of its own: save state_dict() of model, optimizer and session for each stage"
+        )
 
 
 def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
@@ -441,7 +446,10 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
             damaged=True,
         ) from None
     except FileNotFoundError:
-        raise CheckpointError(f"no checkpoint at {folder}: it has no {MANIFEST}", damaged=True) from None
+        hint = "; storage='dcp' reads what was saved with it" if (folder / ".metadata").exists() else ""
+        raise CheckpointError(
+            f"no checkpoint at {folder}: it has no {MANIFEST}{hint}", damaged=True
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or not a manifest: {error}", damaged=True) from error
     return manifest
@@ -461,8 +469,8 @@ class Background:
         self._made_for: tuple[Any, ...] = ()
         atexit.register(self._at_exit)
 
-    def start(self, path: Path, contents: Contents, keep_last: int | None, group: Group | None) -> None:
-        """Copy every value and begin to write; raises what the writing before this one raised."""
+    def start(self, write: Callable[..., None], contents: Contents, group: Group | None) -> None:
+        """Copy every value and `write(contents=, group=)`; raises what the writing before this one raised."""
         self.wait()
         if world_size(group) > 1 and self._made_for != (group, dist.group.WORLD):
             ranks = None if group is None else dist.get_process_group_ranks(group)
@@ -473,7 +481,7 @@ class Background:
         own = self._group if world_size(group) > 1 else group
         pool = ThreadPoolExecutor(1, "halfstep saves")
         copied = replace(contents, pieces=copies)
-        self._saving = pool.submit(write_folder, path, copied, keep_last, own)
+        self._saving = pool.submit(write, contents=copied, group=own)
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -568,6 +576,15 @@ def _remove(folder: Path, successor: Path | None = None) -> None:
         folder.rmdir()  # fails where something is left
 
 
+def local(path: str | Path) -> Path:
+    """A path on a disk; CheckpointError for a URL."""
+    if "://" in str(path):
+        raise CheckpointError(
+            f"{path} is a URL: give storage='dcp' to save() and load(), or a path on a disk"
+        )
+    return Path(path)
+
+
 def check_keep(path: Path, keep: int | None) -> None:
     """CheckpointError for no name, and for a number to keep that cannot be or a name without a number."""
     if not path.name:
@@ -588,16 +605,18 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 def _prune(path: Path, keep: int) -> None:
     """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
-    found = _NUMBERED.fullmatch(path.name)
+    ours = [other.name for other in path.parent.iterdir() if _is_ours(other)]
+    for name in older(path.name, ours)[:-keep]:
+        _remove(path.with_name(name))
+
+
+def older(name: str, others: Iterable[str]) -> list[str]:
+    """Those of `others` that differ from `name` in its last number only and have none larger, in order."""
+    found = _NUMBERED.fullmatch(name)
     assert found is not None
     pattern = re.compile(re.escape(found[1]) + r"(\d+)")
-    older: list[tuple[int, Path]] = []
-    for other in path.parent.iterdir():
-        match = pattern.fullmatch(other.name)
-        if match and int(match[1]) <= int(found[2]) and _is_ours(other):
-            older.append((int(match[1]), other))
-    for _, other in sorted(older)[:-keep]:
-        _remove(other)
+    numbers = {other: int(match[1]) for other in others if (match := pattern.fullmatch(other))}
+    return sorted((o for o, n in numbers.items() if n <= int(found[2])), key=lambda o: (numbers[o], o))
 
 
 class CheckpointFolder:

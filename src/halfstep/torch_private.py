@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -315,6 +316,24 @@ def place_of_shard(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, .
 def is_strided_shard(placement: Any) -> bool:
     """Return whether a placement cuts a dimension twice, whose pieces are not contiguous."""
     return type(placement).__name__ == "_StridedShard"
+
+
+def is_one_box(t: Any) -> bool:
+    """Return whether what a rank holds of a DTensor is one contiguous box of the whole.
+
+    A strided shard is where shards of the same dimension after it make as many pieces as it skips over, which
+    is how fully_shard over tensor parallelism cuts.
+    """
+    for number, placement in enumerate(t.placements):
+        after = [
+            d
+            for d, p in enumerate(t.placements)
+            if d > number and p.is_shard(getattr(placement, "dim", None))
+        ]
+        pieces = math.prod(t.device_mesh.size(d) for d in after)
+        if placement.is_partial() or (is_strided_shard(placement) and placement.split_factor != pieces):
+            return False
+    return True
 
 
 def device_types(group: Any) -> set[str]:

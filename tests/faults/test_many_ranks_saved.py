@@ -115,15 +115,24 @@ STEPS = 40
 
 
 def newest(folder):
-    found = [p for p in Path(folder).iterdir() if p.name.startswith("step-")] if Path(folder).is_dir() else []
-    return max(found, key=lambda p: int(p.name[5:]), default=None)
+    done = (*Path(folder).glob("step-*/manifest.json"), *Path(folder).glob("step-*/.metadata"))
+    return max((p.parent for p in done), key=lambda p: int(p.name[5:]), default=None)
+
+
+def unfinished(folder):
+    begun = [p for p in folder.glob("step-*") if not any((p / name).exists() for name in DONE)]
+    return begun + list(folder.glob(".step-*.tmp"))
+
+
+DONE = ("manifest.json", ".metadata")
 
 
 def resume(rank, folder, way, steps, every):
-    way, _, background = way.partition(" ")
+    way, *options = way.split()
+    storage = "dcp" if "dcp" in options else None
     model, optimizer, amp = build(way)
     latest = newest(folder)
-    begin = 0 if latest is None else amp.load(latest).position["next"]
+    begin = 0 if latest is None else amp.load(latest, storage=storage).position["next"]
     wrapped = DDP(model) if way == "ddp" else model
     for step in range(begin, steps):
         x = torch.randn(4, 6) + torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -133,7 +142,8 @@ def resume(rank, folder, way, steps, every):
         amp.step(clip_norm=1.0)
         if every:
             path = Path(folder) / f"step-{step + 1}"
-            amp.save(path, position={"next": step + 1}, keep_last=2, background=bool(background))
+            background = "background" in options
+            amp.save(path, position={"next": step + 1}, keep_last=2, background=background, storage=storage)
     amp.wait_until_saved()
     return values(model, optimizer)
 
@@ -151,13 +161,13 @@ def killed(folder, way, chosen, inside, patience):
         assert time.monotonic() < until, [p.exitcode for p in processes]
         time.sleep(0.002)
     if inside:
-        while not list((folder / "run").glob(".step-*.tmp")):
+        while not unfinished(folder / "run"):
             assert time.monotonic() < until
             time.sleep(0.001)
     else:
         time.sleep(chosen.random() * 0.02)
     os.kill(processes[chosen.randrange(2)].pid, signal.SIGKILL)
-    left = bool(list((folder / "run").glob(".step-*.tmp")))
+    left = bool(unfinished(folder / "run"))
     for process in processes:
         process.join(timeout=patience)  # the other rank ends by itself
         assert process.exitcode not in (None, 0)
@@ -179,15 +189,18 @@ def kills(folder, way, count):
     return inside
 
 
-@pytest.mark.parametrize("way", ["shards", pytest.param("ddp background", marks=pytest.mark.long)])
+LONG = [pytest.param(way, marks=pytest.mark.long) for way in ("ddp background", "shards dcp")]
+
+
+@pytest.mark.parametrize("way", ["shards", *LONG])
 def test_a_rank_killed_anywhere_costs_nothing(tmp_path, way):
     kills(tmp_path, way, 1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["ddp", "shards", "shards background"])
+@pytest.mark.parametrize("way", ["ddp", "shards", "shards background", "shards dcp"])
 def test_many_kills(tmp_path, way):
-    """HALFSTEP_KILLS=25 makes seventy-five of the three; four of ten at least fall inside a save."""
+    """HALFSTEP_KILLS=25 makes a hundred of the four; four of ten at least fall inside a save."""
     count = int(os.environ.get("HALFSTEP_KILLS", "6"))
     inside = kills(tmp_path, way, count)
     print(f"{way}: {count} kills, {inside} inside a save, the resumed run bit-identical")

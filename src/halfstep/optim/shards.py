@@ -21,6 +21,7 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, hand_edits, storage
+from halfstep.torch_private import place_of_shard
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Of tensors whose memory is their own; asking for the type is faster than for parts."""
@@ -41,7 +42,9 @@ def check_blocks(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         if local is p or kind == arguments.state_kind_of(local, "8bit") != L.STATE_8BIT:
             continue
         placements = getattr(p, "placements", ())
-        by_rows = all(one.is_replicate() or one.is_shard(0) for one in placements)
+        by_rows = all(
+            getattr(one, "dim", 0) == 0 for one in placements
+        )  # a strided shard says no to is_shard
         if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
             raise UnsupportedError(
                 f"state_dtype='8bit' over shards wants tensors cut between rows, so that every block of "
@@ -152,6 +155,5 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
             f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "
             f"{list(local_of(p).shape)}): save and load with Session.save and Session.load"
         )
-    from torch.distributed.tensor import distribute_tensor
-
-    return local_of(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))
+    shape, offsets = place_of_shard(value.shape, own.device_mesh, own.placements)
+    return value[tuple(slice(o, o + n) for o, n in zip(offsets, shape))].to(local_of(p).device).contiguous()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +30,14 @@ from halfstep.optim.masters import holder_of, holders_of
 from halfstep.optim.shards import as_shard
 from halfstep.session.steppers import weights_of
 from halfstep.shardfiles import Piece
-from halfstep.torch_private import is_strided_shard, place_of_shard
+from halfstep.torch_private import is_one_box, place_of_shard
 from halfstep.trees import parameters_of
 
 if TYPE_CHECKING:
+    from halfstep.session import dcp
     from halfstep.session.session import Session
+
+    Found = shardfiles.Index | dcp.Found
 
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
@@ -92,17 +95,26 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
         owner = number % world_size(group) if t.dim() else 0  # a rank finds all counts of steps in one file
         return Piece.of(t) if owner == rank(group) else None
     placements, mesh = placed.placements, placed.device_mesh
-    if any(is_strided_shard(p) or p.is_partial() for p in placements):
-        raise UnsupportedError(
-            f"a tensor placed {placements} has no plain pieces to save: fully_shard over tensor parallelism "
-            "of the same dimension is saved with torch.distributed.checkpoint"
-        )
     copies = [mesh.get_local_rank(d) for d, p in enumerate(placements) if p.is_replicate()]
     if any(copies):
         return None
-    _, offsets = place_of_shard(t.shape, mesh, placements)
+    offsets, _ = _box_of(t, t.shape)
     local = local_of(t).detach()
     return Piece(local, tuple(offsets), tuple(t.shape)) if local.numel() else None
+
+
+def _box_of(like: Tensor, whole: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Where this rank's part of a tensor cut as `like` begins, and its shape; all of one of another shape."""
+    if local_of(like) is like or tuple(whole) != tuple(like.shape):
+        return [0] * len(whole), whole
+    placed: Any = like
+    shape, offsets = place_of_shard(like.shape, placed.device_mesh, placed.placements)
+    if shape != tuple(local_of(like).shape) or not is_one_box(placed):
+        raise UnsupportedError(
+            f"a tensor of shape {list(like.shape)} placed {placed.placements} has more than one piece on a "
+            "rank, or sizes that its placement does not say: shard dimensions that the ranks divide evenly"
+        )
+    return offsets, shape
 
 
 # ---- save -----------------------------------------------------------------------------------------------
@@ -117,12 +129,13 @@ def save(
     extra: Any = None,
     keep_last: int | None = None,
     background: bool = False,
-) -> Path:
+    storage: Any = None,
+) -> str | Path:
     """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
 
     One safetensors file a rank: fp32 masters under the weights' names, optimizer states as they are,
     random generators; and a manifest with the SHA-256 of each file. No pickle. Any number of ranks reads
-    it, into any master or state format.
+    it, into any master or state format. Returns `path`.
 
     Args:
         path: a folder on a disk that all ranks see; a checkpoint there is replaced, nothing else.
@@ -131,6 +144,9 @@ def save(
         extra: the same on all ranks.
         keep_last: delete older checkpoints beside it beyond this many, by the number its name ends in.
         background: copy everything now and write in a thread while training goes on.
+        storage: "dcp" writes through torch.distributed.checkpoint, where `path` may be a URL that fsspec
+            knows ("s3://..."), or a StorageWriter of it. A name is then used once, and reading its
+            `.metadata` unpickles.
 
     Raises:
         CheckpointError: a full disk, raised on every rank, a value that cannot be saved, or a folder in
@@ -139,8 +155,8 @@ def save(
     """
     if self.state.losses:
         raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
-    path = Path(path)
-    checkpoint.check_keep(path, keep_last)
+    checkpoint.check_keep(Path(path), keep_last)
+    write = _writer_of(path, storage, keep_last)
     _make_ready(self)
     pieces, group = dict[str, Piece](), self.group
     held: dict[str, Any] = {"": rank(group) if self.stages else 0}
@@ -159,10 +175,19 @@ def save(
     contents = checkpoint.Contents(pieces, {**about, "ranks": world_size(group)}, manifest)
     if background:
         self.writer = self.writer or checkpoint.Background()
-        self.writer.start(path, contents, keep_last, group)
+        self.writer.start(write, contents, group)
     else:
-        checkpoint.write_folder(path, contents, keep_last, group)
+        write(contents=contents, group=group)
     return path
+
+
+def _writer_of(path: str | Path, storage: Any, keep_last: int | None) -> Callable[..., None]:
+    if storage is None:
+        return partial(checkpoint.write_folder, checkpoint.local(path), keep_last=keep_last)
+    from halfstep.session import dcp
+
+    dcp.check(storage, dcp.StorageWriter, keep_last)
+    return partial(dcp.write, str(path), keep_last=keep_last, storage=storage)
 
 
 def _make_ready(session: Session) -> None:
@@ -242,22 +267,40 @@ def _manifest(
 # ---- load -----------------------------------------------------------------------------------------------
 
 
-def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = ()) -> Loaded:
+def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), storage: Any = None) -> Loaded:
     """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.
 
     Model, optimizers, level and policy must be those that were saved; master and state formats may
-    differ. Returns `extra` and this rank's `position` (None where the number of ranks changed, which is
-    said). Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint.
+    differ. `storage` is "dcp" for what was saved with it, or a StorageReader of
+    torch.distributed.checkpoint. Returns `extra` and this rank's `position` (None where the number of
+    ranks changed, which is said). Raises CheckpointError on every rank, with nothing changed, for a damaged
+    or other checkpoint.
     """
     _make_ready(self)
-    path, manifest = checkpoint.read_manifest(Path(path), self.group)
+    if storage is not None:
+        from halfstep.session import dcp
+
+        dcp.check(storage, dcp.StorageReader)
+        read = dcp.read(str(path), partial(_boxes, self), self.group, storage)
+        return _load(self, read.manifest, read, schedulers)
+    path, manifest = checkpoint.read_manifest(checkpoint.local(path), self.group)
     with closing(shardfiles.Index(path, manifest["files"], manifest.get("index"))) as found:
         return _load(self, manifest, found, schedulers)
 
 
-def _load(
-    self: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
-) -> Loaded:
+def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, Any]]:
+    """This rank's part of every saved tensor."""
+    likes = {name: t for name, t, _ in _tensors(session)}
+    names = _names(session)
+    for index, optimizer in enumerate(session.optimizers):
+        held, own = weights_of(optimizer), _optimizer(session, index, names)[1]
+        likes |= {f".optimizer.{index}.{name}": p for name, p in zip(own, held)}
+    plain = torch.empty(0)
+    cut = {name: likes.get(name, likes.get(name.rpartition(".")[0], plain)) for name in wholes}
+    return {name: _box_of(cut[name], whole) for name, whole in wholes.items()}
+
+
+def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
     _check(self, manifest, found, schedulers)
     rest = shardfiles.unpacked(manifest["rest"], found.read)
     self.load_state_dict(rest["session"])
@@ -270,9 +313,7 @@ def _load(
     return Loaded(rest["extra"], _own_part(manifest, found, self.group))
 
 
-def _check(
-    session: Session, manifest: Mapping[str, Any], found: shardfiles.Index, schedulers: Sequence[Any]
-) -> None:
+def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> None:
     """Raise CheckpointError before anything is changed."""
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
@@ -289,21 +330,17 @@ def _check(
         raise CheckpointError(f"the checkpoint holds {count} schedulers, load() was given {len(schedulers)}")
 
 
-def _box(found: shardfiles.Index, name: str, like: Tensor) -> Tensor:
+def _box(found: Found, name: str, like: Tensor) -> Tensor:
     """This rank's part of a saved tensor, cut as `like` is."""
-    if local_of(like) is like or found.wholes[name] != tuple(like.shape):
-        return found.read(name)
-    placed: Any = like
-    shape, offsets = place_of_shard(like.shape, placed.device_mesh, placed.placements)
-    return found.read(name, offsets, shape)
+    return found.read(name, *_box_of(like, found.wholes[name]))
 
 
-def _state_of(found: shardfiles.Index, p: Tensor, name: str) -> Any:
+def _state_of(found: Found, p: Tensor, name: str) -> Any:
     """A saved state of a parameter, cut as the parameter is."""
     return as_shard("", _box(found, name, p), p)
 
 
-def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], found: shardfiles.Index) -> None:
+def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], found: Found) -> None:
     optimizer = session.optimizers[index]
     present, names = _optimizer(session, index, _names(session))
     if set(names) != set(saved["names"]):
@@ -326,7 +363,7 @@ def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], foun
 
 
 @torch.no_grad()
-def _load_weights(session: Session, found: shardfiles.Index) -> None:
+def _load_weights(session: Session, found: Found) -> None:
     names = _names(session)
     for optimizer in session.optimizers:
         held = [p for p in weights_of(optimizer) if id(p) in names]
@@ -338,7 +375,7 @@ def _load_weights(session: Session, found: shardfiles.Index) -> None:
             local_of(value).copy_(_box(found, name, value))
 
 
-def _own_part(manifest: Mapping[str, Any], found: shardfiles.Index, group: Group | None) -> Any:
+def _own_part(manifest: Mapping[str, Any], found: Found, group: Group | None) -> Any:
     """Set this rank's random generators; returns its position."""
     here = world_size(group)
     if manifest["ranks"] != here:

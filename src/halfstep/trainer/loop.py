@@ -526,7 +526,8 @@ class Trainer:
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
-        return self.folder.wrote(self.amp.save(path, schedulers=self._schedulers, position=place, **options))
+        self.amp.save(path, schedulers=self._schedulers, position=place, **options)
+        return self.folder.wrote(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""

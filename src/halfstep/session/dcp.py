@@ -1,0 +1,333 @@
+"""torch.distributed.checkpoint (DCP) as the storage of `Session.save` and `Session.load`.
+
+What `checkpoint` writes into files of its own goes through torch's writers and readers here, to any store
+that they know. The manifest and what a rank says of itself travel as JSON in tensors of bytes, so that no
+value is unpickled; DCP's own `.metadata`, written last, is a pickle. A name is used once, since DCP replaces
+files in place.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import fsspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from halfstep import checkpoint, shardfiles
+from halfstep.distributed import gather, gather_on_first, rank
+from halfstep.distributed.reduce import Group
+from halfstep.errors import CheckpointError, show
+from halfstep.shardfiles import Piece
+
+Box = tuple[Sequence[int], Sequence[int]]  #: Where a part of a tensor begins, and its shape.
+Part = tuple[str, tuple[int, ...]]  #: A tensor's name and where a piece of it begins.
+Choice = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, Box]]
+"""Given the shapes of all tensors by name, the boxes that this rank reads."""
+
+WORD = "dcp"  #: `storage=` where torch chooses the writer and the reader by the path or URL.
+_MANIFEST = ".manifest"
+_DONE, _MARK = ".metadata", "halfstep.json"
+
+
+class _Writing(DefaultSavePlanner):
+    """Hands this rank's pieces to a StorageWriter."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, piece) for name, piece in self._pieces.items()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._pieces[write_item.index.fqn].value
+
+
+def _item(name: str, piece: Piece) -> WriteItem:
+    offsets, whole = torch.Size(piece.offsets), torch.Size(piece.whole)
+    chunk = ChunkStorageMetadata(offsets, piece.value.shape)
+    data = TensorWriteData(chunk, TensorProperties(piece.value.dtype), whole)
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Reading(LoadPlanner):
+    """Reads the boxes that were chosen from a StorageReader into new tensors."""
+
+    def __init__(self, choose: Choice) -> None:
+        self._choose = choose
+        self.wholes: dict[str, tuple[int, ...]] = {}
+        self.boxes: Mapping[str, Box] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        stored: Any = metadata.state_dict_metadata if metadata is not None else {}
+        self._stored = {n: one for n, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+
+    def create_local_plan(self) -> LoadPlan:
+        self.wholes = {name: tuple(one.size) for name, one in self._stored.items()}
+        self.boxes = self._choose(self.wholes)
+        items: list[ReadItem] = []
+        for name, (offsets, shape) in self.boxes.items():
+            stored = self._stored[name]
+            self.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+            items += create_read_items_for_chunk_list(name, stored, [chunk])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise CheckpointError("a checkpoint of halfstep holds tensors alone")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        ends = [o + n for o, n in zip(read_item.dest_offsets, read_item.lengths)]
+        return self.values[read_item.dest_index.fqn][tuple(map(slice, read_item.dest_offsets, ends))]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank read of a checkpoint, as `shardfiles.Index` offers it."""
+
+    wholes: Mapping[str, tuple[int, ...]]
+    values: Mapping[str, Tensor]
+    manifest: dict[str, Any]
+
+    def read(self, name: str, *box: Sequence[int]) -> Tensor:
+        """The box of a tensor that was chosen."""
+        return self.values[name]
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What a rank said of itself."""
+        return _parsed(self.values[_about(number)])
+
+    def private(self, number: int, name: str) -> Tensor:
+        """A tensor that belongs to one rank."""
+        return self.values[name]
+
+
+def _about(number: int) -> str:
+    return f"{shardfiles.PRIVATE}{number}.about"
+
+
+def _packed(value: Any) -> Piece:
+    return Piece.of(torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
+
+
+def _parsed(value: Tensor) -> Any:
+    return json.loads(bytes(value.tolist()))
+
+
+# ---- save and load ----------------------------------------------------------------------------------------
+
+
+def write(
+    path: str, contents: checkpoint.Contents, keep_last: int | None, group: Group | None, storage: Any
+) -> None:
+    """Write this rank's pieces through DCP; all ranks of the group call.
+
+    Raises CheckpointError on every rank where one of them could not, or the name is taken.
+    """
+    manifest, first = contents.manifest, rank(group) == 0
+    begun = gather((_begin(path, storage, manifest) if first else None, manifest["model"]), group)
+    checkpoint.check_same_model(path, [model for _, model in begun])
+    if begun[0][0]:
+        raise CheckpointError(begun[0][0])
+    pieces = {**contents.pieces, _about(rank(group)): _packed(contents.about)}
+    mine = {(name, piece.offsets): shardfiles.position_sum(piece) for name, piece in pieces.items()}
+    sums = gather_on_first(mine, group)
+    if first:
+        whole = {**manifest, "sums": _sums(sums)}
+        pieces[_MANIFEST] = _packed({**whole, "sha256": checkpoint.checksum_of(whole)})
+    writer = None if storage == WORD else storage
+    with _errors_of_dcp(f"cannot write {path}", "earlier checkpoints stand"):
+        state_dict_saver.save(
+            {}, checkpoint_id=path, storage_writer=writer, planner=_Writing(pieces), process_group=group
+        )
+    if keep_last is not None and first:
+        _prune(path, keep_last)
+
+
+def read(path: str, choose: Choice, group: Group | None, storage: Any) -> Found:
+    """The boxes that `choose` names, this rank's own part and the manifest; all ranks of the group call.
+
+    Raises CheckpointError on every rank where one finds something missing or altered.
+    """
+    own = f"{shardfiles.PRIVATE}{rank(group)}."
+
+    def chosen(wholes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
+        if _MANIFEST not in wholes:
+            raise CheckpointError("halfstep did not write it")
+        shared = {n: w for n, w in wholes.items() if not n.startswith((shardfiles.PRIVATE, _MANIFEST))}
+        more = {n: ([0] * len(w), w) for n, w in wholes.items() if n.startswith((own, _MANIFEST))}
+        return {**choose(shared), **more}
+
+    if wrong := gather(_missing(path) if storage == WORD and rank(group) == 0 else None, group)[0]:
+        raise CheckpointError(wrong, damaged=True)
+    planner = _Reading(chosen)
+    reader = None if storage == WORD else storage
+    with _errors_of_dcp(f"cannot read a checkpoint of halfstep at {path}", "nothing was changed"):
+        state_dict_loader.load(
+            {}, checkpoint_id=path, storage_reader=reader, planner=planner, process_group=group
+        )
+    manifest = _checked(path, planner, group)
+    wholes = {n: w for n, w in planner.wholes.items() if n != _MANIFEST}
+    return Found(wholes, planner.values, manifest)
+
+
+def _checked(path: str, planner: _Reading, group: Group | None) -> dict[str, Any]:
+    """The manifest, once all ranks found its checksum right and those of all that they read.
+
+    Where ranks read parts of a tensor, the first adds up their sums. Raises CheckpointError on all of them.
+    """
+    manifest, wrong, parts = dict[str, Any](), None, dict[Part, int]()
+    try:
+        manifest = _parsed(planner.values[_MANIFEST])
+        if manifest.pop("sha256") != checkpoint.checksum_of(manifest):
+            raise ValueError("the checksum of the manifest is not the one it states")
+        for name, (offsets, shape) in planner.boxes.items():
+            number = shardfiles.position_sum(Piece(planner.values[name], (*offsets,), planner.wholes[name]))
+            if tuple(shape) != planner.wholes[name]:
+                parts[name, (*offsets,)] = number
+            elif name != _MANIFEST and number != manifest["sums"][name]:
+                raise ValueError(f"the checksum of {name!r} is not the manifest's")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = str(error)
+    everyone = gather_on_first((wrong, parts), group)
+    wrong = next((one for one, _ in everyone if one), None)
+    if everyone and not wrong:
+        found = _sums([one for _, one in everyone])
+        other = [name for name, number in found.items() if number != manifest["sums"][name]]
+        wrong = f"the checksum of {other[0]!r} is not the manifest's" if other else None
+    wrong = gather(wrong, group)[0]
+    if wrong:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {wrong}", damaged=True)
+    return manifest
+
+
+def _sums(everyone: Sequence[Mapping[Part, int]]) -> dict[str, int]:
+    """The checksum of each whole tensor from ranks' parts; a part that several hold counts once."""
+    total = Counter[str]()
+    for (name, _), number in {part: n for one in everyone for part, n in one.items()}.items():
+        total[name] += number
+    return {name: number % (1 << 64) for name, number in total.items()}
+
+
+@contextmanager
+def _errors_of_dcp(what: str, so: str) -> Generator[None]:
+    """Raise what one of the ranks met as a CheckpointError; be quiet about running in one process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{what}: {_first_line(cause)}; {so}") from error
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{what}: {_first_line(error)}; {so}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- the folder around it ---------------------------------------------------------------------------------
+
+
+def check(storage: Any, kind: type[StorageReader | StorageWriter], keep_last: int | None = None) -> None:
+    """CheckpointError for a `storage=` that is neither the word nor of a kind, or deletes nothing."""
+    if storage != WORD and not isinstance(storage, kind):
+        raise CheckpointError(
+            f"storage={show(storage)}: expected '{WORD}' or a {kind.__name__} of torch.distributed.checkpoint"
+        )
+    if storage != WORD and keep_last is not None:
+        raise CheckpointError(
+            f"keep_last={keep_last} with a StorageWriter, whose checkpoints only you can delete: leave one "
+            f"of the two out, or give storage='{WORD}'"
+        )
+
+
+def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
+    """Put our mark where the checkpoint goes; returns why it cannot go there."""
+    if storage != WORD:
+        return None
+    try:
+        files, folder = _opened(path)
+        if files.exists(f"{folder}/{_DONE}"):
+            return f"{path} holds a checkpoint, which DCP would replace file by file: choose another name"
+        files.makedirs(folder, exist_ok=True)
+        files.pipe_file(f"{folder}/{_MARK}", json.dumps({"halfstep": manifest["halfstep"]}).encode())
+    except (ImportError, ValueError, OSError) as error:
+        return f"cannot write {path}: {_first_line(error)}; earlier checkpoints stand"
+    return None
+
+
+def _missing(path: str) -> str | None:
+    """Why there is nothing to read."""
+    try:
+        files, folder = _opened(path)
+        there = files.exists(f"{folder}/{_DONE}")
+    except (ImportError, ValueError, OSError) as error:
+        return f"cannot read {path}: {_first_line(error)}"
+    return None if there else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last"
+
+
+def _opened(path: str) -> tuple[Any, str]:
+    files, folder = cast(Any, fsspec).url_to_fs(path)
+    files.invalidate_cache()
+    return files, folder.rstrip("/")
+
+
+def _prune(path: str, keep: int) -> None:
+    """Delete older checkpoints beside `path` that have our mark, and what killed saves left of them."""
+    files, folder = _opened(path)
+    parent, _, name = folder.rpartition("/")
+    others = {
+        other.rstrip("/").rpartition("/")[2]: other.rstrip("/") for other in files.ls(parent, detail=False)
+    }
+    older = [others[one] for one in checkpoint.older(name, others) if files.exists(f"{others[one]}/{_MARK}")]
+    done = [one for one in older if files.exists(f"{one}/{_DONE}")]
+    for one in older:
+        if one not in done[-keep:]:
+            for file in (f"{one}/{_DONE}", *files.glob(f"{one}/*.distcp"), f"{one}/{_MARK}"):
+                with suppress(OSError):
+                    files.rm_file(file)
+            with suppress(OSError):  # something else is in it
+                files.rmdir(one)
