@@ -2,11 +2,12 @@
 
     python benchmarks/step_many_ranks.py [--ranks 64 1024 4096] [--rounds 200] [--out FILE]
 
-A process that believes itself rank 0 of so many; a collective returns at once. So what is measured is the
-work that grows with the number of ranks: making and reading what is exchanged. Steps take turns with those
-of plain tensors in a session of one rank, as large as this rank's shards (under DDP: as the whole model), and
-`added_ms` is the median of the differences. `pickles` counts collectives that pickle. Writes
-step_many_ranks.json; ends with 1 where a bound is passed.
+A process that believes itself rank 0 of so many: what is measured is the work on the host, making and reading
+what is exchanged. Steps take turns with those of a session of one rank, whose shards are as large (under DDP:
+of the model unwrapped). `added_ms` is the median of the differences, and what the look for gradients of other
+parameters takes, which both do; without the time inside collectives (`fake_ms`: the fake group copies for
+every rank, one after the other). `pickles` counts collectives that pickle. Writes step_many_ranks.json; ends
+with 1 where a bound is passed.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from _machine import save
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
@@ -31,70 +33,92 @@ BOUNDS = {64: 0.3, 1024: 0.6, 4096: 2.5}
 LAYERS, WIDTH = 12, 16
 WAYS = list(itertools.product(("FSDP2", "DDP"), (("O1", "fp16"), ("O2", "bf16")), (None, 1.0)))
 PICKLING = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+SENDING = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_gather", "broadcast")
 WARM = 30
 
 
 class Rank:
-    """A model and its session: `way` None is plain tensors of one process."""
+    """A model and its session, of all ranks or `alone`."""
 
-    def __init__(self, rows: int, level: str, dtype: str, way: str | None) -> None:
+    def __init__(self, way: str, level: str, dtype: str, alone: bool) -> None:
         torch.manual_seed(0)
+        rows = dist.get_world_size() if way == "FSDP2" and not alone else 1
         self.model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, rows) for _ in range(LAYERS)))
         if way == "FSDP2":
-            hs.distributed.shard(self.model)
+            hs.distributed.shard(self.model, mesh=DeviceMesh("cpu", [0]) if alone else None)
         self.parameters = list(self.model.parameters())
+        self.same = hs.distributed.SameGradients()
         optimizer = hs.optim.AdamW(self.parameters, lr=1e-3)
-        group = None if way else dist.new_group([0])
+        group = dist.new_group([0]) if alone else None
         self.amp = hs.prepare(self.model, optimizer, level=level, dtype=dtype, kernels="native", group=group)
-        if way == "DDP":
+        if way == "DDP" and not alone:
             self.model = nn.parallel.DistributedDataParallel(self.model)
 
-    def step(self, clip: float | None) -> float:
-        """Milliseconds of one step, its gradients given."""
+    def step(self, clip: float | None, seen: "Collectives") -> tuple[float, float]:
+        """Milliseconds of one step, its gradients given, outside and inside of collectives."""
         own = [getattr(p, "to_local", lambda p=p: p)() for p in self.parameters]
         self.amp.backward(torch.stack([p.float().mean() for p in own]).sum())
-        start = time.perf_counter()
+        before, start = seen.seconds, time.perf_counter()
         self.amp.step(clip_norm=clip)
+        whole, inside = time.perf_counter() - start, seen.seconds - before
+        return (whole - inside) * 1e3, inside * 1e3
+
+    def look(self) -> float:
+        """Milliseconds of the look whether all ranks have gradients of the same parameters."""
+        start = time.perf_counter()
+        self.same.check(self.parameters, str)
         return (time.perf_counter() - start) * 1e3
 
 
-class Pickles:
-    """Within, collectives that pickle are counted."""
+class Collectives:
+    """Within, the time of collectives is added up, and those that pickle are counted."""
 
-    def __enter__(self) -> "Pickles":
-        self.count, self._before = 0, {name: getattr(dist, name) for name in PICKLING}
-        for name, function in self._before.items():
-            setattr(dist, name, self._counted(function))
+    def __enter__(self) -> "Collectives":
+        self.seconds, self.pickles = 0.0, 0
+        names = [name for name in (*SENDING, *PICKLING) if hasattr(dist, name)]
+        self._before = {name: getattr(dist, name) for name in names}
+        for name in names:
+            setattr(dist, name, self._timed(name))
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, function in self._before.items():
             setattr(dist, name, function)
 
-    def _counted(self, function: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            self.count += 1
-            return function(*args, **options)
+    def _timed(self, name: str) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
+            self.pickles += name in PICKLING
+            start = time.perf_counter()
+            result = self._before[name](*args, **options)
+            self.seconds += time.perf_counter() - start
+            return result
 
-        return counted
+        return timed
 
 
 def row(way: str, level: str, dtype: str, clip: float | None, rounds: int) -> dict[str, Any]:
     """What one way to train adds to a step."""
-    ranks = dist.get_world_size()
-    rows = {"FSDP2": ranks, "DDP": 8}[way]
-    ours = Rank(rows, level, dtype, way)
-    plain = Rank(rows // ranks if way == "FSDP2" else rows, level, dtype, None)
-    for _ in range(WARM):
-        ours.step(clip), plain.step(clip)
-    times: list[tuple[float, float]] = []
-    with Pickles() as pickles:
-        for _ in range(rounds):
-            times.append((ours.step(clip), plain.step(clip)))
-    plain_ms = statistics.median(other for _, other in times)
-    added_ms = statistics.median(one - other for one, other in times)
-    kind = {"ranks": ranks, "way": way, "level": level, "dtype": dtype, "clip_norm": clip}
-    return {**kind, "plain_ms": plain_ms, "added_ms": added_ms, "pickles": pickles.count}
+    ours, alone = (Rank(way, level, dtype, one) for one in (False, True))
+    with Collectives() as warm:
+        for _ in range(WARM):
+            ours.step(clip, warm), alone.step(clip, warm)
+    with Collectives() as seen:
+        times = [(*ours.step(clip, seen), alone.step(clip, seen)[0], ours.look()) for _ in range(rounds)]
+    look_ms = statistics.median(look for *_, look in times) if way == "FSDP2" else 0.0
+    found = {
+        "alone_ms": statistics.median(other for _, _, other, _ in times),
+        "added_ms": statistics.median(own - other for own, _, other, _ in times) + look_ms,
+        "fake_ms": statistics.median(inside for _, inside, _, _ in times),
+        "pickles": seen.pickles,
+    }
+    return {
+        "ranks": dist.get_world_size(),
+        "way": way,
+        "level": level,
+        "dtype": dtype,
+        "clip_norm": clip,
+        **found,
+    }
 
 
 def rows_of(ranks: int, rounds: int) -> list[dict[str, Any]]:

@@ -140,6 +140,19 @@ def shard_groups(t: Tensor) -> tuple[Group, ...]:
     return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1)
 
 
+def groups_of_shards(tensors: Sequence[Tensor]) -> list[tuple[Group, ...]]:
+    """Return `shard_groups` of each tensor, asking a mesh once for all that are placed alike."""
+    found: dict[tuple[Any, ...], tuple[Group, ...]] = {(): ()}
+    keys: list[tuple[Any, ...]] = []
+    for t in tensors:
+        own: Any = t
+        placed = type(t) not in _PLAIN and hasattr(own, "placements")
+        keys.append((id(own.device_mesh), own.placements) if placed else ())
+        if keys[-1] not in found:
+            found[keys[-1]] = shard_groups(t)
+    return [found[key] for key in keys]
+
+
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from halfstep import distributed
+from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, show
 from halfstep.gradients.unscale import unscale_
 from halfstep.torch_private import foreach_norm
@@ -180,10 +181,9 @@ def measure_shards(
     (stages of a pipeline): the answer is that of all of them then.
     """
     sets: dict[tuple[Any, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
-    for grad in grads:
-        if grad is not None:
-            local = dense_values(distributed.local_of(grad))
-            sets.setdefault(distributed.shard_groups(grad), []).append(local)
+    held = [grad for grad in grads if grad is not None]
+    for grad, own in zip(held, groups_of_shards(held)):
+        sets.setdefault(own, []).append(dense_values(distributed.local_of(grad)))
     kept = [t for tensors in sets.values() for t in tensors]
     home = home_device(kept) if kept else torch.device("cpu")
     found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]

@@ -13,7 +13,8 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 
-from halfstep.distributed import local_of, shard_groups
+from halfstep.distributed import local_of
+from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
@@ -548,7 +549,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
 def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """The sets of process groups over which parameters are split, the same on every rank."""
-    return list(dict.fromkeys(map(shard_groups, params))) if shards.any_shard(params) else [()]
+    return list(dict.fromkeys(groups_of_shards(params))) if shards.any_shard(params) else [()]
 
 
 @disable_dynamo

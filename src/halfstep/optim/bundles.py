@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.distributed import first_element, local_of, shard_groups
+from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import codes as L
@@ -360,7 +361,7 @@ def _bundles(
         keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights.tensors])
     if not plain:
         shards.check_blocks(group, params)
-        keys.append(list(map(shard_groups, params)))
+        keys.append(groups_of_shards(params))
     if all(key.count(key[0]) == len(key) for key in keys):
         return [Bundle(group, number, places, params, weights, grads, algorithm)]
     own = list(zip(*keys))

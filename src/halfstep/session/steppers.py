@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.distributed import is_ordered, local_of, norms_of_stages, shard_groups, whole_norms
+from halfstep.distributed import is_ordered, local_of, norms_of_stages, whole_norms
+from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import (
     AnyStats,
@@ -91,7 +92,7 @@ class Stepper:
     def _of_all_stages(self, inv_scale: Tensor | None) -> AnyStats:
         """What the gradients of all ranks of `norm_group` are, each of which holds other parameters."""
         params = parameters_of(self.optimizer)
-        sets = dict.fromkeys(shard_groups(p) for p in params)
+        sets = dict.fromkeys(groups_of_shards(params))
         stats = measure_shards([p.grad for p in params], inv_scale, sets, stages=self.norm_group)
         return on_host_if_cpu(stats)
 
@@ -222,7 +223,7 @@ class TorchStepper(Stepper):
         if not placed and not sparse and self.norm_group is None:
             nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
             return
-        if not sparse and (self._ordered or not any(shard_groups(g) for g in gradients)):
+        if not sparse and (self._ordered or not any(groups_of_shards(gradients))):
             norm = self._norm_of_one_process(gradients)
         # else what was measured: torch's own has no norm of sparse gradients, and rounds that of each shard
         coefficient = clip_coefficient(norm, clip_norm)
