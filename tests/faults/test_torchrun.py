@@ -77,14 +77,18 @@ def test_all_ranks_together_give_the_verdict_of_one(tmp_path):
 
 
 PAGE = (ROOT / "docs" / "many-ranks.md").read_text()
-DDP, SHARDS, STEPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DDP, SHARDS, STEPS, STORE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", [DDP, SHARDS], ids=["ddp", "fully_shard"])
 def test_the_lines_of_the_page(tmp_path, way):
-    (tmp_path / "train.py").write_text(way + STEPS)
+    *steps, last = STEPS.splitlines(keepends=True)
+    store = STORE.replace("/tmp/halfstep-store", str(tmp_path / "store"))
+    (tmp_path / "train.py").write_text("".join([way, *steps, store, last]))
     done = torchrun("train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     names = sorted(p.name for p in (tmp_path / "runs/step-3").iterdir())
     assert names == ["manifest.json", *(f"rank-0000{r}-of-00002.safetensors" for r in (0, 1))]
+    kept = sorted(p.name for p in (tmp_path / "store/step-3").iterdir())
+    assert kept == [".metadata", "__0_0.distcp", "__1_0.distcp", "halfstep.json"]
