@@ -107,7 +107,7 @@ def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("import halfstep", "it never calls hs.prepare")],
+    [("import halfstep", "it neither calls hs.prepare nor steps a torch optimizer")],
 )
 def test_a_script_that_cannot_be_tuned_says_why(
     text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,8 +1,9 @@
 """`halfstep tune SCRIPT.py`: the script runs a few steps under each choice, in processes of its own.
 
 The script is not changed: inside such a process `prepare` takes the choice's level, dtype and layout instead
-of the script's, and everything ends after the last step that is timed. Runs take turns. Precision by module
-is not tried, since a script's step cannot be taken again.
+of the script's, and everything ends after the last step that is timed. A script that never calls `prepare` is
+tried at O1 (`_foreign_script.py`). Runs take turns. Precision by module is not tried, since a script's step
+cannot be taken again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +25,13 @@ import torch
 from torch import Tensor
 
 import halfstep
+from halfstep.cli._foreign_script import ForeignScript
 from halfstep.cli._progress import Tell
 from halfstep.convert.layout import convolution_weights
-from halfstep.doctor.process import Enough, in_words, run_in_process, run_main
+from halfstep.doctor.process import Enough, in_words, run_in_process, run_main, seed
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
+from halfstep.recipes.measure import memory_peak
 from halfstep.session.prepare import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
@@ -37,6 +41,9 @@ from halfstep.tuning.search import NEAR, Tuning
 
 #: Steps of one run: the first ones warm up and are compared, the others are timed.
 STEPS, WARM = 8, 3
+
+#: Steps of a script that does not use halfstep, whose losses are compared as well.
+FOREIGN_STEPS = 40
 
 #: Seconds that a script may take to its first step's end, and a step under way when the time is over; between
 #: two looks at it.
@@ -55,8 +62,10 @@ def tune_script(
 ) -> Tuning:
     """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; each run is told.
 
+    One that never calls `hs.prepare` runs as it is and at O1 in bf16 and fp16 (or `dtype`).
+
     Raises:
-        ConfigError: no such script, it never calls `hs.prepare`, takes too few steps, or fails in fp32.
+        ConfigError: no such script, it cannot be tried, takes too few steps, or fails in fp32.
     """
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
@@ -66,8 +75,12 @@ def tune_script(
     if base.failed is not None:
         raise ConfigError(f"{path} cannot be tuned: {base.failed}")
     low = runs.dtype if dtype is None else dtype_name(parse_dtype(dtype))
-    trials = [base, *(runs.trial(LevelChoice(level, low)) for level in ("O1", "O2"))]
-    if runs.has_convolutions:
+    if runs.foreign:
+        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (low,))]
+    else:
+        choices = [LevelChoice(level, low) for level in ("O1", "O2")]
+    trials = [base, *map(runs.trial, choices)]
+    if not runs.foreign and runs.has_convolutions:
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
             trials.append(runs.trial(replace(one.choice, layout="channels_last")))
     best = min(t.time for t in trials)
@@ -85,6 +98,7 @@ class _Runs:
     def __init__(self, path: Path, args: Sequence[str], seconds: float, tell: Tell = _untold) -> None:
         self.path, self.args, self.seconds, self.tell = path, list(args), seconds, tell
         self.dtype, self.has_convolutions = "bf16", False
+        self.foreign: bool | None = None  # whether it never calls hs.prepare; None before the first run
         self._base: dict[str, Any] | None = None
 
     def trial(self, choice: LevelChoice, turn: int = 1) -> Trial:
@@ -95,16 +109,18 @@ class _Runs:
             return Trial(choice, failed=found["failed"])
         if self._base is None:
             self._base = found
-            self.dtype, self.has_convolutions = found["dtype"], found["convolutions"]
+            self.foreign = found.get("losses") is not None
+            self.dtype, self.has_convolutions = found.get("dtype", "bf16"), found.get("convolutions", False)
         errors = distance(found["loss"], found["gradients"], self._base["loss"], self._base["gradients"])
-        return Trial(choice, (median(found["seconds"]),), *errors)
+        more = {key: found[key] for key in ("losses", "peak_bytes", "skipped") if key in found}
+        return Trial(choice, (median(found["seconds"]),), *errors, **more)
 
     def _child(self, choice: LevelChoice) -> dict[str, Any]:
         late: list[str | None] = []
         with tempfile.TemporaryDirectory() as folder:
             begun = Path(folder) / "begun"
             found, said = run_in_process(
-                partial(timed, str(self.path), self.args, choice, self.seconds, begun),
+                partial(timed, str(self.path), self.args, choice, self.seconds, begun, self.foreign),
                 os.environ,
                 wait=lambda child: late.append(_late(child, begun, self.seconds)),
             )
@@ -136,6 +152,7 @@ def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
 class _Timer:
     """Prepares what the script prepares, as the choice says, and times the steps of its session.
 
+    Before a session is made, and where none is, it tries what `foreign` tries and times the steps of that.
     After `seconds` from the end of its first step, which may compile, it ends with what it has; at that end
     it makes the file `begun`.
     """
@@ -152,12 +169,18 @@ class _Timer:
         self.seconds, self.begun = seconds, begun
         self.until = float("inf")
         self.session: Session | None = None
+        self.foreign: ForeignScript | None = None
+        self.memory, self.peak = ExitStack(), list[int]()
         self.ends: list[float] = []
         self.loss: float | None = None
         self.gradients: list[Tensor | None] = []
 
-    def install(self) -> None:
-        """Put `prepare` of this process in the place of halfstep's."""
+    def install(self, foreign: bool = False) -> None:
+        """Put `prepare` of this process in the place of halfstep's; `foreign`: it may never be called."""
+        if foreign:
+            dtype = None if self.choice.dtype is None else parse_dtype(self.choice.dtype)
+            self.foreign = ForeignScript(dtype, self._stepped)
+            self.foreign.install()
         own: Any = importlib.import_module("halfstep.session.prepare")
         original, backward = own.prepare, Session.backward
 
@@ -167,7 +190,9 @@ class _Timer:
             plan = given.get("plan") if getattr(given.get("plan"), "settings", None) is None else None
             session = original(model, optimizer, **arguments_of(self.choice, kept, plan))
             if self.session is None:
-                self.session = session
+                if self.foreign is not None:
+                    self.foreign.close()
+                self.session, self.foreign = session, None
                 session.early_listeners.append(self._look)
                 session.listeners.append(self._ended)
             return session
@@ -191,29 +216,57 @@ class _Timer:
             ]
 
     def _ended(self, session: Session, outcome: Any) -> None:
-        if len(session.history) % len(session.optimizers) == 0:
-            self.ends.append(clock_of(session.device)())
+        self._end(session.device, len(session.history) % len(session.optimizers) == 0)
+
+    def _stepped(self) -> None:
+        """A script without a session has stepped; memory is counted in the last step that is not timed."""
+        assert self.foreign is not None
+        self.memory.close()
+        resident = self.foreign.resident()
+        self._end(resident[0].device)
+        if len(self.ends) == self.warm - 1:
+            self.peak = self.memory.enter_context(memory_peak(resident, resident[0].device))
+
+    def _end(self, device: torch.device, whole: bool = True) -> None:
+        """An optimizer has stepped; `whole`: the last one of a step."""
+        if whole:
+            self.ends.append(clock_of(device)())
         if self.ends and self.until == float("inf"):
             self.until = time.perf_counter() + self.seconds
             if self.begun is not None:
                 self.begun.touch()
-        if len(self.ends) > self.steps or time.perf_counter() > self.until:
+        last = self.steps + 1 if self.foreign is None else FOREIGN_STEPS
+        if len(self.ends) >= last or time.perf_counter() > self.until:
             raise Enough
 
     def found(self, failed: str | None) -> dict[str, Any]:
         """What goes back to the command."""
+        self.memory.close()
         seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][self.warm - 1 :]
-        if failed is None and self.session is None:
-            failed = "it never calls hs.prepare"
+        if self.foreign is not None:
+            failed = self.foreign.refused or failed
+        if failed is None and self.session is None and not self.ends:
+            failed = "it neither calls hs.prepare nor steps a torch optimizer (weights updated by hand?)"
         if failed is None and not seconds and time.perf_counter() > self.until:
             failed = too_long(self.warm + 1, self.seconds)
         if failed is None and not seconds:
             failed = f"it took {len(self.ends)} steps, and {self.warm + 1} are needed"
-        if failed is not None or self.session is None:
+        if failed is not None:
             return {"failed": failed}
+        return {"failed": None, "seconds": seconds, **self._seen()}
+
+    def _seen(self) -> dict[str, Any]:
+        if self.foreign is not None:
+            losses = [float(loss) for loss in self.foreign.losses]
+            return {
+                "loss": next(iter(losses), None),
+                "gradients": self.foreign.gradients,
+                "losses": losses,
+                "peak_bytes": self.peak[0],
+                "skipped": self.foreign.skipped,
+            }
+        assert self.session is not None
         return {
-            "failed": None,
-            "seconds": seconds,
             "loss": self.loss,
             "gradients": self.gradients,
             "dtype": dtype_name(halfstep.devices.default_dtype(self.session.device)),
@@ -229,11 +282,19 @@ def too_long(steps: int, seconds: float) -> str:
 
 
 def timed(
-    script: str, args: Sequence[str], choice: LevelChoice, seconds: float, begun: Path
+    script: str,
+    args: Sequence[str],
+    choice: LevelChoice,
+    seconds: float,
+    begun: Path,
+    foreign: bool | None = None,
 ) -> dict[str, Any]:
-    """Runs a script in this process under a choice; what it raises is part of what was found."""
+    """Runs a script in this process under a choice; what it raises is part of what was found.
+
+    `foreign`: whether it never calls `hs.prepare`, where that is known.
+    """
     timer = _Timer(choice, STEPS, WARM, seconds, begun)
-    timer.install()
-    torch.manual_seed(0)
+    timer.install(foreign is not False)
+    seed(0)
     error = run_main(script, args)
     return timer.found(error and in_words(error, len(timer.ends)))

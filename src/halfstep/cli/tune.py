@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import tyro
@@ -12,6 +14,7 @@ from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
 from halfstep.ratios import speed_in_words
+from halfstep.tuning.choices import Trial
 from halfstep.tuning.search import Tuning
 
 
@@ -27,10 +30,14 @@ def run(
 ) -> None:
     """Measure which level, layout and plan by module train fastest on this machine.
 
+    A script that does not use halfstep is tried too, 40 steps as it is and in bf16 and fp16: loss, time
+    and memory are printed side by side, and the lines to write.
+
     Args:
-        target: A recipe (digits-mlp, text-gpt ...) or a training script ending in .py that calls hs.prepare.
+        target: A recipe (digits-mlp, text-gpt ...) or a training script ending in .py.
         args: The script's own arguments, after `--`.
-        dtype: 16-bit dtype to try: bf16 or fp16. Default: what the device prefers.
+        dtype: 16-bit dtype to try: bf16 or fp16. Default: what the device prefers, or both for a script
+            without halfstep.
         out: Write the plan to this TOML file, for hs.prepare(plan=...).
         seconds: Measure a recipe no longer than this; of a script, each run, from its first step on.
         device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
@@ -80,13 +87,25 @@ def _recipe(
 def _document(target: str, found: Tuning) -> dict[str, Any]:
     settings = found.plan.settings
     assert settings is not None
+    losses = last_losses(found.trials)
+    more = [
+        {"loss": loss, "peak_bytes": trial.peak_bytes, "skipped": trial.skipped} if losses else {}
+        for loss, trial in zip(losses or found.trials, found.trials)
+    ]
     return {
         "target": target,
         "chosen": settings.to_table(),
-        "measured": [vars(row) for row in settings.measured],
+        "measured": [vars(row) | seen for row, seen in zip(settings.measured, more)],
         "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in found.plan.rules],
         "seconds": found.seconds,
     }
+
+
+def last_losses(trials: Sequence[Trial]) -> list[float | None]:
+    """The mean of each trial's losses over the last quarter of those that all have; [] where none has any."""
+    count = min((len(trial.losses) for trial in trials if trial.losses), default=0)
+    last = slice(count - max(1, count // 4), count)
+    return [mean(trial.losses[last]) if trial.losses else None for trial in trials] if count else []
 
 
 def _print(target: str, found: Tuning, out: Path | None) -> None:
@@ -103,11 +122,43 @@ def _print(target: str, found: Tuning, out: Path | None) -> None:
         )
         for row in settings.measured
     ]
+    heads, right = ["setting", "step", "against fp32", "gradient error", ""], 4
+    losses = last_losses(found.trials)
+    if losses:
+        heads, right = ["setting", "loss", "peak memory", *heads[1:]], 6
+        rows = [
+            (row[0], *_loss_and_memory(loss, trial), *row[1:-1], row[-1] or _skips(trial))
+            for row, loss, trial in zip(rows, losses, found.trials)
+        ]
     said = console()
-    heads = ("setting", "step", "against fp32", "gradient error", "")
-    said.print(table(f"{target}: what trains it fastest here", heads, rows, ",".join(heads[1:4])))
+    said.print(table(f"{target}: what trains it fastest here", heads, rows, ",".join(heads[1:right])))
     said.print(f"chosen: {settings.reason}", markup=False, highlight=False)
     for rule in found.plan.rules:
         said.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
+    if losses:
+        said.print(_lines(found), markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         said.print(f"plan: {out}", markup=False, soft_wrap=True)
+
+
+def _loss_and_memory(loss: float | None, trial: Trial) -> tuple[str, str]:
+    memory = "" if trial.peak_bytes is None else f"{trial.peak_bytes / 1e6:,.4g} MB"
+    return "" if loss is None else f"{loss:.5g}", memory
+
+
+def _skips(trial: Trial) -> str:
+    return f"steps skipped on inf or NaN gradients: {trial.skipped}" if trial.skipped else ""
+
+
+def _lines(found: Tuning) -> str:
+    """What to write into the script for the fastest 16-bit setting."""
+    usable = [t for t in found.trials[1:] if t.failed is None and t.too_far is None]
+    if not usable:
+        return "loss: the mean of the last quarter of all losses"
+    dtype = min(usable, key=lambda trial: trial.time).choice.dtype
+    return f"""loss: the mean of the last quarter of {len(found.trials[0].losses)} losses
+to train in {dtype}, import halfstep as hs and write:
+  amp = hs.prepare(model, optimizer, level="O1", dtype="{dtype}")  # where both are made
+  with amp.autocast():                                           # around forward and loss
+  amp.backward(loss)                                             # for loss.backward()
+  amp.step()                                                     # for optimizer.step() and zero_grad()"""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
-from halfstep.doctor.process import Found, Order, in_words, run_main
+from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names
@@ -54,19 +52,14 @@ class Hooks:
         for listeners, listener in ((setup.made, self._on_session), (setup.opened, self._on_region)):
             listeners.append(listener)
             self._stack.callback(listeners.remove, listener)
-        self._replace(torch.amp.GradScaler, "step", self._bracketed)
+        replace(self._stack, torch.amp.GradScaler, "step", self._bracketed)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
-            self._replace(owner, "__init__", self._announced)
+            replace(self._stack, owner, "__init__", self._announced)
         for owner in (torch.optim.Optimizer, nn.Module):
-            self._replace(owner, "zero_grad", self._cleared)
-        self._replace(torch.autocast, "__enter__", self._entered)
-        self._replace(torch.Tensor, "backward", self._noted)
-        self._replace(torch.autograd, "grad", self._graded)
-
-    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        function = getattr(owner, name)
-        self._stack.callback(setattr, owner, name, function)
-        setattr(owner, name, around(function))
+            replace(self._stack, owner, "zero_grad", self._cleared)
+        replace(self._stack, torch.autocast, "__enter__", self._entered)
+        replace(self._stack, torch.Tensor, "backward", self._noted)
+        replace(self._stack, torch.autograd, "grad", self._graded)
 
     def _on_session(self, session: Any) -> None:
         session.early_listeners.append(self._before_session)
@@ -235,9 +228,7 @@ def run_order(order: Order) -> Found | Seen | None:
 
     None where the steps to run again were never reached.
     """
-    random.seed(order.seed)
-    torch.manual_seed(order.seed)
-    numpy.random.seed(order.seed)
+    seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
         examiner.conversions.install(stack)

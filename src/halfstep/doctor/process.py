@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from halfstep.doctor.document import Document
@@ -195,6 +197,20 @@ def _wait_for_orders(end: Connection) -> Again:
 
 
 _START = "import sys; from halfstep.doctor.process import carry_out; carry_out(*sys.argv[1:])"
+
+
+def seed(number: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put `around(function)` in the place of a function or method until the stack closes."""
+    function = getattr(owner, name)
+    stack.callback(setattr, owner, name, function)
+    setattr(owner, name, around(function))
 
 
 class Enough(BaseException):

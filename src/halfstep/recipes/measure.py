@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -89,29 +90,39 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
 
 
 def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
-    """Peak bytes of tensors during one `step`, allocator-exact.
+    """Peak bytes of tensors during one `step`, as `memory_peak` counts them."""
+    with memory_peak(resident, device) as peak:
+        step()
+    return peak[0]
+
+
+@contextmanager
+def memory_peak(resident: Iterable[Tensor], device: torch.device) -> Generator[list[int]]:
+    """Peak bytes of tensors inside the block, allocator-exact: the one entry of the list, once it has ended.
 
     CUDA: its allocator's own peak. CPU: the `resident` tensors (weights, masters, optimizer states, batch),
     each storage once, plus the highest running sum of the allocations and releases that the profiler
-    reports from torch's allocator during the step. Scratch space inside kernels and the process itself are
-    left out.
+    reports from torch's allocator meanwhile. Scratch space inside kernels and the process itself are left
+    out.
     """
+    peak: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return torch.cuda.max_memory_allocated(device)
+        yield peak
+        peak.append(torch.cuda.max_memory_allocated(device))
+        return
     before = sum(storage_bytes(resident).values())
     # acc_events: without it torch 2.11 warns in every process.
     watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with without_remarks(), watched as session:
-        step()
+        yield peak
     events: Any = session.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     live = highest = 0
     for _, change in changes:
         live += change
         highest = max(highest, live)
-    return before + highest
+    peak.append(before + highest)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Trial:
     """What was seen of a choice: seconds of its steps, and how far one step was from fp32's.
 
     loss_error, gradient_error: |x - x32| / |x32| over the first step from the same weights; None where there
-    was nothing to compare. failed: why it is out of the question, or None.
+    was nothing to compare. failed: why it is out of the question, or None. Of a script that does not use
+    halfstep also the losses of its steps, the peak bytes of tensors in one, and how many were skipped.
     """
 
     choice: LevelChoice
@@ -65,6 +66,9 @@ class Trial:
     loss_error: float | None = None
     gradient_error: float | None = None
     failed: str | None = None
+    losses: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    skipped: int = 0
 
     @property
     def time(self) -> float:
