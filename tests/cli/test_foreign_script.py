@@ -208,6 +208,34 @@ def test_a_step_on_gradients_that_overflow_changes_nothing_and_halves_the_scale(
     assert torch.equal(model.weight.grad, torch.full((1, 4), 2.0))
 
 
+class Careful(nn.Module):
+    """Keeps one of its layers in fp32, and notes the dtypes of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.full = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.low(x)
+        with torch.autocast("cpu", enabled=False):
+            out = self.full(x.float())
+        self.dtypes = [x.dtype, out.dtype]
+        return self.low(out)
+
+
+def test_a_region_inside_a_module_goes_first() -> None:
+    foreign = ForeignScript(torch.bfloat16, lambda: None)
+    foreign.install()
+    try:
+        model = Careful()
+        out = model(torch.ones(2, 4))
+    finally:
+        foreign.close()
+    assert model.dtypes == [torch.bfloat16, torch.float32]
+    assert out.dtype is torch.float32
+
+
 def test_everything_is_as_before_once_it_is_closed() -> None:
     before = nn.Module.__call__, torch.autograd.backward, torch.optim.Optimizer.add_param_group
     foreign = ForeignScript(torch.bfloat16, lambda: None)
