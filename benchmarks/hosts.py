@@ -25,6 +25,11 @@ ROWS = {
     "bf16 as loaded, torch AdamW": (torch.bfloat16, torch.optim.AdamW, {}),
     "bf16, hs.optim.AdamW": (torch.bfloat16, hs.optim.AdamW, {}),
     "bf16, hs.optim.AdamW, 8-bit states": (torch.bfloat16, hs.optim.AdamW, {"state_dtype": "8bit"}),
+    "the same, rounded at random": (
+        torch.bfloat16,
+        hs.optim.AdamW,
+        {"state_dtype": "8bit", "master": "stochastic"},
+    ),
 }
 LENGTH = 64
 
@@ -65,13 +70,15 @@ def train(model: torch.nn.Module, make: type, options: dict, rate: float, steps:
         )  # fmt: skip
         rows = [{"input_ids": row, "labels": row} for row in text()]
         chosen = (make, {"lr": rate, **options})
-        transformers.Trainer(
+        trainer = transformers.Trainer(
             model=model,
             args=arguments,
             train_dataset=rows,
             optimizer_cls_and_kwargs=chosen,
             callbacks=[Bytes()],
-        ).train()
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
     return sizes[0] / sum(p.numel() for p in model.parameters())
 
 
