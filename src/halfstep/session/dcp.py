@@ -252,10 +252,10 @@ def _sums(everyone: Sequence[Mapping[Part, int]]) -> dict[str, int]:
 
 @contextmanager
 def _errors_of_dcp(what: str, so: str) -> Generator[None]:
-    """Raise what one of the ranks met as a CheckpointError; be quiet about running in one process."""
+    """Raise what one of the ranks met as a CheckpointError; be quiet about what a process or store lacks."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled|fsync not supported")
             yield
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
