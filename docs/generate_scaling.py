@@ -130,8 +130,10 @@ gradients, lacking bits and AdamW's states (14, 10 or 8 bytes a parameter, torch
 divided by the number of shards; activations come on top. Bytes sent are those of one rank and step, each
 collective round a ring. At O2 the gradients of DDP are 16-bit, torch's fp32; gathered weights and reduced
 gradients of shards are 16-bit in both (torch with `MixedPrecisionPolicy(param_dtype=bf16)`). HSDP shards
-over 8 ranks and replicates over the rest. A step adds the norm and the finite flag: one message of 16
-bytes a rank for each group of shards, and one of 4 bytes.
+over 8 ranks and replicates over the rest. Over shards a step adds one message of 16 bytes a rank for each
+group of shards (the norm, and whether all is finite), whether it clips or not; at fp16 one of 4 bytes more,
+under DDP too. `benchmarks/step_many_ranks.py` measures what they cost on the host of one rank of up to 4,096,
+with torch's fake process group.
 """
 
 

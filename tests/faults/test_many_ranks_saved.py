@@ -241,6 +241,23 @@ def test_a_rank_opens_the_files_that_hold_its_part(tmp_path):
     assert run(opened, 2, str(tmp_path)) == [[first], [first, second]]
 
 
+def opened_in_ddp(rank, folder):
+    files = set()
+    sys.addaudithook(lambda event, args: files.add(Path(str(args[0])).name) if event == "open" else None)
+    model, _, amp = build("ddp")
+    ddp = DDP(model)
+    amp.save(Path(folder) / "a")
+    files.clear()
+    amp.load(Path(folder) / "a")
+    assert ddp.module is model
+    return len([name for name in files if name.endswith(".safetensors")])
+
+
+def test_under_ddp_few_ranks_write_so_that_loading_opens_few_files(tmp_path):
+    """Two of four write what all hold; a rank opens these, its own, and one whose checksum it looks at."""
+    assert max(run(opened_in_ddp, 4, str(tmp_path))) <= 3
+
+
 def with_old(rank, folder):
     model, optimizer, amp = build("shards")
     amp.save(Path(folder) / "a")

@@ -9,6 +9,7 @@ and reads it.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +93,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     """This rank's piece of a tensor, None where another rank writes it."""
     placed: Any = t
     if local_of(t) is t:
-        owner = number % world_size(group) if t.dim() else 0  # a rank finds all counts of steps in one file
+        owner = _owner(number, world_size(group)) if t.dim() else 0  # all counts of steps are in one file
         return Piece.of(t) if owner == rank(group) else None
     placements, mesh = placed.placements, placed.device_mesh
     copies = [mesh.get_local_rank(d) for d, p in enumerate(placements) if p.is_replicate()]
@@ -101,6 +102,12 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
     offsets, _ = _box_of(t, t.shape)
     local = local_of(t).detach()
     return Piece(local, tuple(offsets), tuple(t.shape)) if local.numel() else None
+
+
+def _owner(number: int, ranks: int) -> int:
+    """Which rank writes a tensor that all hold: about the root of all do, whose files a load opens."""
+    writers = math.isqrt(ranks - 1) + 1
+    return number % writers * (ranks // writers)
 
 
 def _box_of(like: Tensor, whole: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
