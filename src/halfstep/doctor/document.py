@@ -37,7 +37,7 @@ class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
     `audit`: what weights, buffers and optimizers held before the first step that may lose numbers, each with
-    its cure; what came of it is told by the faults. `beside`: the largest values at the first fault's step
+    its cure; what came of it, the faults say. `beside`: the largest values at the first fault's step
     beside those of the last good step before it.
     `diff`, `plan`: what to change in the script, and a plan as TOML, where asked for. `ended_by`: what ended
     the look: "script" (it was over), "steps" (as many as were asked for), "interrupt"; else empty.
