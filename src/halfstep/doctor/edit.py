@@ -65,6 +65,11 @@ class Script:
         begin, end = self.span(node)
         self._edits.append((begin, 2, 0, end - begin, text))
 
+    def rename(self, node: ast.Attribute, name: str) -> None:
+        """Another attribute of the same owner."""
+        length = len(node.attr.encode())
+        self._edits.append((self.span(node)[1] - length, 2, 0, length, name))
+
     def above(self, statement: ast.stmt, *lines: str, indent: bool = False) -> None:
         """Writes lines above a statement; with `indent` it becomes the body of the last."""
         begin = self._starts[statement.lineno - 1]
@@ -325,8 +330,7 @@ def _in_bf16(text: str, code: str) -> Iterator[str]:
         if isinstance(node, ast.Constant) and node.value in _BF16:
             script.swap(node, f'"{_BF16[node.value]}"')
         elif isinstance(node, ast.Attribute) and node.attr in ("float16", "half"):
-            owner = script.of(node.value)
-            script.swap(node, f"{owner}.bfloat16")
+            script.rename(node, "bfloat16")
     yield script.text()
     yield from with_keywords(text, code)
 

@@ -40,8 +40,8 @@ from halfstep.numerics.cures import (
     LOOPS,
     Terms,
     bf16_regions,
-    lowest_scale,
     placed,
+    scale_falls,
     terms_of,
     with_attributes,
 )
@@ -347,9 +347,11 @@ class Examiner:
     def _watch(self) -> None:
         """Begins to watch the model: at the first backward, when all that takes part is there, as a rule."""
         roster = self.roster
+        if self.seen is not None and self.done == 24 * self.seen.every:
+            self.seen.every *= 2  # of a long run fewer steps are enough
         if self.seen is None and self._watches() and roster.models:
             what = roster.session if roster.session is not None else roster.optimizers
-            every = max(1, (self.order.steps or 480) // 12)
+            every = max(1, self.order.steps // 12)
             self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
             self.seen.step = self.done
             self.audit = audit(roster.models, roster.optimizers)
@@ -524,6 +526,7 @@ class Examiner:
             if note.bad and (index >= again.at or (again.from_start and not self.ledger.settled(index)))
         ]  # fmt: skip
         bad += [] if again.taped is None or not showed.faults else [again.taped]
+        showed.settles = bool(bad) and not showed.faults and self.ledger.only_skipped(min(bad))
         bad += [again.at] if again.cure is not None and self.ledger.blew_up(again.at) else []
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
@@ -569,7 +572,7 @@ class Examiner:
             self.seen.close()
             self.seen = None
         parts = self.roster.parts()
-        self.showed.falls = lowest_scale(parts) is not None
+        self.showed.falls = scale_falls(parts)
         if again.cure is not None and not (again.from_start and again.cure[0] == "bf16"):
             self._took_effect = put_in_place(again.cure, parts, self.around)
             self.halves = False

@@ -283,16 +283,24 @@ class Ledger:
     def blew_up(self, at: int) -> bool:
         """Whether the loss grew out of all proportion to what it was before the step with this index.
 
-        Up to that step, where inputs have grown since.
+        Up to that step, where inputs have grown since. A loss that is not finite ends what counts.
         """
-        losses = [abs(n.loss) if n.loss is not None and math.isfinite(n.loss) else 0.0 for n in self.notes]
+        wrong = (i for i, n in enumerate(self.notes) if i > at and n.loss and not math.isfinite(n.loss))
+        end = next(wrong, len(self.notes))
+        losses = [abs(n.loss) if n.loss and math.isfinite(n.loss) else 0.0 for n in self.notes[:end]]
         most = dict[str, float]()
         for note in self.notes[:at]:
             most |= {name: max(x, most.get(name, 0.0)) for name, x in note.inputs.items()}
-        inputs = [(name, x) for note in self.notes[-2:] for name, x in note.inputs.items()]
+        inputs = [(name, x) for note in self.notes[:end][-2:] for name, x in note.inputs.items()]
         usual = bool(inputs) and all(x <= 10 * most.get(name, 0.0) for name, x in inputs)
         before = losses[: at + (not usual)]
-        return len(losses) - at > 2 and min(losses[-2:]) > _BLOWN * max(1e-3, *before, 0.0)
+        after = losses[at + 1 :][-2:]
+        return len(after) > (end == len(self.notes)) and min(after) > _BLOWN * max(1e-3, *before, 0.0)
+
+    def only_skipped(self, index: int) -> bool:
+        """Whether a step was bad in that its update was skipped, and no more, and later ones were made."""
+        note = self.notes[index]
+        return note.skipped and note.bad != "loss" and not note.spoiled and self.settled(index)
 
     def grown(self) -> float:
         """By how many times the weights have grown since the first step, before they were not finite."""

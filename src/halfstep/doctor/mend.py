@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from halfstep.doctor.document import Document
 from halfstep.doctor.edit import with_plan, written
-from halfstep.numerics.fault import FAILS, WORKS, Fault, alike
+from halfstep.numerics.fault import FAILS, UNTRIED, WORKS, Cure, Fault, alike
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 
 Attempt = Callable[[str], Document | None]
 """Examines another text of the script; None where it does not run as far as the script itself."""
 
-#: Faults, one behind the other, that are mended in one script.
-_MENDED = 3
+#: Faults, one behind the other, that are mended in one script's text, and by one plan.
+_MENDED, _PLANNED = 3, 8
 
 
 def mended(text: str, document: Document, attempt: Attempt) -> str:
@@ -37,14 +38,29 @@ def mended(text: str, document: Document, attempt: Attempt) -> str:
 
 
 def _first_that_holds(text: str, document: Document, attempt: Attempt) -> tuple[str, Document] | None:
-    """The script with a cure of its first fault of which that is gone, and what is found in it then."""
-    fault = document.faults[0]
-    for cure in (c for c in fault.cures if c.status == WORKS and c.specs):
+    """The script with a cure of its first fault of which that is gone, and what is found in it then.
+
+    The first with which nothing is left to do; else with which every loss is finite; else the first.
+    """
+    fault, holding = document.faults[0], list[tuple[bool, bool, str, Document]]()
+    for cure in sorted((c for c in fault.cures if c.status != FAILS and c.specs), key=_untried):
+        if holding and _untried(cure):
+            break
         for new in written(text, cure.specs[0], fault, cure.code):
             found = attempt(new)
             if found is not None and is_gone(fault, found):
-                return new, found
-    return None
+                holding.append((bool(found.faults), not all(map(math.isfinite, found.losses)), new, found))
+                if _untried(cure):
+                    cure.settle(cure.specs[0], found.steps)
+                break
+        if holding and not holding[-1][0]:
+            break
+    best = min(holding, key=lambda held: held[:2], default=None)
+    return None if best is None else best[2:]
+
+
+def _untried(cure: Cure) -> bool:
+    return cure.status == UNTRIED
 
 
 def is_gone(fault: Fault, found: Document) -> bool:
@@ -70,49 +86,72 @@ def as_diff(path: Path, old: str, new: str) -> str:
 
 
 def planned(text: str, document: Document, attempt: Attempt) -> str:
-    """A plan, as TOML, of the faults that one cures; empty where it cures none, and the notes say why."""
-    plan = Plan()
-    for fault in document.faults:
-        rule = _rule_of(fault)
-        number = f"no plan rule for step {fault.step + 1}"
-        if rule is None:
-            kind = fault.cause.kind
-            document.notes.append(
-                f"{number} ({kind}): a plan says in which precision the ops of a module run"
-            )
-            continue
-        taken = {known.pattern: known for known in plan.rules}
-        if rule.pattern in taken:
-            ops = {**taken[rule.pattern].ops, **rule.ops}
-            rule = dataclasses.replace(taken[rule.pattern], ops=ops)
-        larger = Plan(tuple({**taken, rule.pattern: rule}.values()))
-        if _holds(text, larger, fault, attempt):
-            plan = larger
+    """A plan, as TOML, of the faults that one cures, also those that show behind them; the notes say of the
+    others why it does not."""
+    plan, found, seen = Plan(), document, list[Fault]()
+    while len(seen) < _PLANNED:
+        fault = next((f for f in found.faults if not any(f.same_as(other) for other in seen)), None)
+        if fault is None:
+            break
+        seen.append(fault)
+        rules = list(_rules_of(fault))
+        for rule in rules:
+            larger = _with_rule(plan, rule)
+            better = _under(larger, text, attempt)
+            if better is not None and is_gone(fault, better):
+                plan, found = larger, better
+                break
         else:
-            place = f"{fault.op} in {rule.pattern}"
-            document.notes.append(
-                f"{number}: {place} in fp32 alone does not cure it, or no hs.prepare reads one"
-            )
+            document.notes.append(_unplanned(fault, rules))
     return plan.to_toml() if plan else ""
 
 
-def _rule_of(fault: Fault) -> PlanRule | None:
-    """The narrowest rule for a fault: its op in its module, or a module whose weights 16 bits cannot hold."""
-    if fault.phase == "prepare" and fault.module:
-        reason = f"{fault.where}: {fault.cause.words}"
-        return PlanRule(fault.module, dtype=torch.float32, reason=reason)
-    wide = next((c for c in fault.cures if c.kind == "full" and c.status != FAILS), None)
-    if wide is None or fault.cause.kind not in ("range", "precision") or not fault.module_class:
-        return None
-    reason = f"step {fault.step + 1}, {fault.where}: {fault.cause.words}; {wide.verdict}"
-    return PlanRule(fault.module or "**", ops={fault.op: Rule.FULL}, reason=reason)
+def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
+    """Why a fault has no rule."""
+    number = f"no plan rule for step {fault.step + 1}"
+    if not rules:
+        kind = fault.cause.kind
+        return f"{number} ({kind}): a plan says in which precision the ops of a module run"
+    return f"{number}: {rules[-1].pattern} in fp32 alone does not cure it, or no hs.prepare reads one"
 
 
-def _holds(text: str, plan: Plan, fault: Fault, attempt: Attempt) -> bool:
-    """Whether the script that is prepared with this plan has the fault no more."""
+def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
+    """The plan with one more rule, or with what that sets in the rule for the same modules."""
+    rules = {known.pattern: known for known in plan.rules}
+    known = rules.get(rule.pattern)
+    if known is not None:
+        given = {"dtype": rule.dtype or known.dtype, "rule": rule.rule or known.rule}
+        rule = dataclasses.replace(known, ops={**known.ops, **rule.ops}, **given)
+    return Plan(tuple({**rules, rule.pattern: rule}.values()))
+
+
+def _rules_of(fault: Fault) -> Iterator[PlanRule]:
+    """The rules that may cure a fault, the narrowest first: its op in its module, what it reads as well, its
+    module; for weights that 16 bits cannot hold, these in fp32, with their ops as they are."""
+    kind, reason = fault.cause.kind, f"step {fault.step + 1}, {fault.where}: {fault.cause.words}"
+    if fault.phase in ("prepare", "optimizer") and kind in ("range", "precision", "rounding"):
+        pattern = fault.module if fault.phase == "prepare" else "**"
+        yield PlanRule(pattern or "**", dtype=torch.float32, reason=f"{fault.where}: {fault.cause.words}")
+        return
+    scaled = any(c.kind == "loss_scale" and c.status == WORKS for c in fault.cures)
+    if kind not in ("range", "precision") or not fault.module_class or scaled or not fault.aten:
+        return
+    wide = [c for c in fault.cures if c.kind == "full" and c.specs]
+    works = next((c for c in wide if c.status != FAILS), None)
+    if works is not None:
+        why = f"{reason}; {works.verdict}"
+        yield PlanRule(fault.module or "**", ops={works.specs[0][1]: Rule.FULL}, reason=why)
+    ops = {c.specs[0][1]: Rule.FULL for c in wide}
+    if len(ops) > (works is not None):
+        yield PlanRule(fault.module or "**", ops=ops, reason=reason)
+    if fault.module:
+        yield PlanRule(fault.module, dtype=torch.float32, rule=Rule.FULL, reason=reason)
+
+
+def _under(plan: Plan, text: str, attempt: Attempt) -> Document | None:
+    """What is found in the script that is prepared with this plan; None where nothing in it reads one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
         path.write_text(plan.to_toml(), encoding="utf-8")
         new = with_plan(text, str(path))
-        found = None if new == text else attempt(new)
-        return found is not None and is_gone(fault, found)
+        return None if new == text else attempt(new)

@@ -83,6 +83,7 @@ def seen_by_all(seen: Seen | None) -> Seen | None:
         bad_at=min((one.bad_at for one in everyone if one.bad_at is not None), default=None),
         applied=all(one.applied for one in everyone),
         falls=any(one.falls for one in everyone),
+        settles=all(one.settles or one.bad_at is None for one in everyone),
         steps=min(one.steps for one in everyone),
     )
 

@@ -23,7 +23,6 @@ from halfstep.formats import FORMATS
 from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
-from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_map
 
@@ -53,7 +52,7 @@ _MASTERS = 'hs.prepare(model, optimizer, level="O2")'
 
 PLAIN = Terms(
     clip=f"{_CLIP}  # before optimizer.step()",
-    bf16="torch.bfloat16 in place of torch.float16",
+    bf16=".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16",
     wide="inputs .float()",
     scale='torch.amp.GradScaler("cpu", init_scale={})',
     begin='torch.amp.GradScaler("cpu", init_scale={})',
@@ -139,18 +138,13 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
         found = APEX
     elif any(_of_mindspore(m) for m in parts.models):
         found = MINDSPORE
-    elif parts.scaler is not None and parts.scaler.is_enabled():
-        found = SCALER
     else:
-        found = AUTOCAST if in_region or not _has_halves(parts) else PLAIN
+        found = SCALER if parts.scaler is not None and parts.scaler.is_enabled() else AUTOCAST
+        found = found if in_region else replace(found, bf16=PLAIN.bf16)
     if found.wide == _TORCH_WIDE and not in_region:
         found = replace(found, wide=PLAIN.wide)
     device = next((p.device.type for p in parts.parameters()), "cpu")
     return found if device == "cpu" else _on(found, device)
-
-
-def _has_halves(parts: StepParticipants) -> bool:
-    return any(p.dtype in LOW_DTYPES for p in parts.parameters())
 
 
 def _of_mindspore(module: Any) -> bool:
@@ -425,11 +419,16 @@ def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int
 
 
 def lowest_scale(parts: StepParticipants) -> Placed | None:
-    """The loss scale at the least it may become; None where it does not go down by itself."""
+    """The loss scale at the least it may become; None where it is that already."""
     now, least = scale_now(parts)
-    if not parts.scale_moves or now <= max(least, 1.0):
+    if now <= max(least, 1.0):
         return None
     return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
+
+
+def scale_falls(parts: StepParticipants) -> bool:
+    """Whether the loss scale goes down by itself."""
+    return parts.scale_moves and lowest_scale(parts) is not None
 
 
 def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
@@ -493,7 +492,7 @@ def _full(node: Node, parts: StepParticipants) -> Cure:
 
 def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
-    text = "use bf16: the range of fp32, no loss scale needed"
+    text = "use bf16 in place of fp16 throughout: the range of fp32, no loss scale needed"
     return _cure((("bf16",), text, terms_of(parts, in_region).bf16))
 
 
@@ -729,14 +728,15 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
         return [_smaller_exponent(node, cause, later)]
-    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "pow", "log2", "log10"):
+    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "pow", "log2", "log10", "log1p"):
         return [Cure("advice", text)]
+    least = 1e-4 - (node.op == "log1p")
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
-    code = f"{name or 'x'}.clamp_min(1e-4)"
+    code = f"{name or 'x'}.clamp_min({least:.4g})"
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
-    return [_cure((_spec("clamp", node, 1e-4), text, code))]
+    return [_cure((_spec("clamp", node, least), text, code))]
 
 
 def unmask(node: Node, mask: Node) -> list[Cure]:

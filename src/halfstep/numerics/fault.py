@@ -327,8 +327,9 @@ class Seen:
     up; None if all were well.
 
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
-    down by itself. `faults`: what the tape showed; of a run that was cured from its start, all faults.
-    `steps`: how many were run with the cure.
+    down by itself; `settles`: whether all that was bad is one skipped update, before others that were made.
+    `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
+    run with the cure.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -337,6 +338,7 @@ class Seen:
     bad_at: int | None = None
     applied: bool = True
     falls: bool = False
+    settles: bool = False
     steps: int = 1
 
 
@@ -351,12 +353,12 @@ class Rerun(Protocol):
 def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[Fault]:
     """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
 
-    The first that works is tried for the `rest` of the steps. Where no change to the step works alone and
-    another fault shows behind the first, both are cured together.
+    The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change to
+    the step works alone and another fault shows behind the first, both are cured together.
     """
     behind = list[Fault | None]()
     for cure in fault.cures:
-        known = fault.phase != "forward" or any(one.status == WORKS for one in fault.cures)
+        known = rest > _FEW and any(one.status == WORKS for one in fault.cures)
         longer = again if known else replace(again, more=max(again.more, rest))
         behind.append(try_cure(cure, fault, longer, rerun))
     if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
@@ -404,24 +406,27 @@ def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
 def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, int, Fault | None]:
     """Whether a dose works, in how many steps, and the other fault that comes to light with it, if any.
 
-    It works where what is run again stays well, if need be at the lowest loss scale, or where another fault
-    is the next. Empty where it could not be tried.
+    It works where what is run again stays well, or skips one update and would not at the lowest loss scale; or
+    where another fault is the next. Empty where it could not be tried.
     """
     tried = rerun.run(replace(again, cure=spec))
     if tried is None or not tried.applied:
         return "", 0, None
     if again.from_start:
-        well = tried.bad_at is None and not any(alike(found, fault) for found in tried.faults)
-        return (WORKS if well else FAILS), tried.steps, None
+        over = tried.steps if tried.bad_at is None else tried.bad_at
+        well = over > again.at + min(again.more, _AFTER)
+        return (WORKS if well and not any(alike(f, fault) for f in tried.faults) else FAILS), over, None
     if tried.bad_at is None:
         return WORKS, tried.steps, None
     if tried.bad_at == again.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
-        if not of_values or not tried.falls or spec[0] in FROM_START:
+        skips = tried.falls or tried.settles
+        if not of_values or spec[0] in FROM_START or (again.more and not skips):
             return FAILS, 0, None
         lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
-        well = lowest is not None and lowest.applied and lowest.bad_at is None
-        return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
+        if lowest is None or not lowest.applied or lowest.bad_at is not None:
+            return FAILS, 0, None
+        return (WORKS, lowest.steps, None) if skips else ("", 0, None)
     traced = rerun.run(replace(again, cure=spec, more=tried.bad_at - again.at, taped=tried.bad_at))
     second = traced.faults[0] if traced is not None and traced.faults else None
     weight = fault.cause.weight
@@ -437,8 +442,8 @@ def alike(one: Fault, other: Fault) -> bool:
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
-#: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many.
-_AFTER, _REST = 3, 40
+#: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many; few.
+_AFTER, _REST, _FEW = 3, 40, 16
 
 
 @dataclass(frozen=True)
@@ -477,13 +482,13 @@ class Inquiry:
         if not self.seen.counts:
             self.seen.counts, self.seen.lint = found.counts, found.lint
         for fault in found.faults:
-            self._keep(suspect, fault)
+            self._keep(suspect, fault, found.falls)
         if suspect.bad and not found.faults:
             text = "was bad in the first run and not when it was traced: nondeterminism, or a compiled region"
             self.notes = [f"step {suspect.number + 1} {text} that differs from eager"]
         return bool(found.faults) or not suspect.bad
 
-    def _keep(self, suspect: Suspect, fault: Fault) -> None:
+    def _keep(self, suspect: Suspect, fault: Fault, falls: bool) -> None:
         known = self.seen.faults
         twin = next((other for other in known if fault.same_as(other)), None)
         if twin is not None and not twin.behind:
@@ -495,12 +500,13 @@ class Inquiry:
         rest = max(0, self._steps - suspect.number - 1)
         more = min(rest, 2 * _AFTER if suspect.spoiled else _AFTER)
         again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
-        self._add_behind(try_cures(fault, again, self._rerun, min(rest, _REST)))
+        rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
+        self._add_behind(try_cures(fault, again, self._rerun, rest))
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Tries the cures that need a run of their own; `whole`: to the end of the run."""
         taped = index if fault.underflow or fault.hidden else None
-        more = 0 if taped is not None else self._steps if whole else _AFTER
+        more = 0 if taped is not None else self._steps if whole else min(self._steps - index, _REST)
         for cure in fault.cures:
             if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
                 try_cure(cure, fault, Again(index, more=more, taped=taped, from_start=True), self._rerun)

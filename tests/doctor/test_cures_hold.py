@@ -1,0 +1,45 @@
+"""Works means works: a cure, written into its script, does in the whole of it what was said of it.
+
+With a cure that holds the script is finite, the fault gone, and the loss over the same steps within 5 % of fp32's
+or better than without. That is so to the end; where another
+fault comes behind, over the steps that are said.
+"""
+
+import pytest
+
+from halfstep.doctor.edit import written
+from halfstep.doctor.mend import is_gone
+from halfstep.errors import ConfigError
+from halfstep.numerics.fault import UNTRIED, WORKS
+from tests.doctor.test_diff import examined
+from tests.doctor.test_zoo import FAULTS, some_daily
+from tests.doctor.whole import holds, whole, whole_in_fp32
+
+BY_NAME = {script.name: script for script in FAULTS}
+DAILY = {"distance_of_equal_points", "entropy_of_a_certain_half", "squares_summed_in_half"}
+
+
+@pytest.mark.parametrize("name", some_daily(BY_NAME, DAILY))
+def test_what_is_said_of_a_cure_holds_of_the_whole_script(name, tmp_path, monkeypatch):
+    text, path = BY_NAME[name].text, tmp_path / f"{name}.py"
+    document = examined(text, path, 0, monkeypatch)
+    fault = document.faults[0]
+    fp32, without = whole_in_fp32(text, path), whole(text, path)
+
+    def cured(cure, spec, new):
+        until = fault.step + cure.over if len(document.faults) > 1 and cure.status == WORKS else None
+        times = 2.0 ** spec[1] if spec[0] == "loss" else 1.0
+        if not holds(whole(new, path), fp32, without, fault.step, until, times):
+            return False
+        try:
+            return is_gone(fault, examined(new, path, 0, monkeypatch))
+        except ConfigError:
+            return False
+
+    wrong = []
+    for cure in fault.cures:
+        doses = zip(cure.specs, cure.doses or [("", cure.code)]) if cure.status != UNTRIED else ()
+        ways = [(spec, new) for spec, (_, code) in doses for new in written(text, spec, fault, code)]
+        if ways and any(cured(cure, *way) for way in ways) != (cure.status == WORKS):
+            wrong.append(f"{cure.kind} {cure.verdict}: {cure.text}")
+    assert not wrong
