@@ -149,3 +149,74 @@ def test_the_first_cure_that_works_is_tried_for_the_rest_of_the_steps(way, tmp_p
     )
     document = examined(text, tmp_path / "train.py", 20, monkeypatch, copies=way)
     assert document.faults[0].cures[0].verdict == "works over 16 steps"
+
+
+GROWS = (
+    HEAD
+    + """
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+amp = hs.prepare(net, opt, dtype="fp16", loss_scale=256.0)
+for i in range(20):
+    x = torch.randn(32, 8)
+    with amp.autocast():
+        out = net(x)
+        err = out.float() - x.sum(1, keepdim=True)
+        loss = (err * (1 if i < 3 else 1.6 ** i)).square().sum()
+    amp.backward(loss)
+    amp.step()
+"""
+)
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_a_cure_that_is_too_weak_for_later_steps_does_not_help(way, tmp_path, monkeypatch):
+    """Four steps from the first bad one on are well with a lower scale, those after them are not."""
+    document = examined(GROWS, tmp_path / "train.py", 20, monkeypatch, copies=way)
+    assert [c.status for c in document.faults[0].cures if c.kind == "loss_scale"] == [FAILS]
+
+
+ONE_BATCH = (
+    HEAD
+    + """
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.img, self.txt = nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def forward(self, a, b):
+        return self.img(a) @ self.txt(b).T * 150
+
+net = Pair()
+opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+amp = hs.prepare(net, opt, level="O2", dtype="fp16", loss_scale=64.0)
+for i in range(12):
+    a, b = torch.randn(8, 6) * (300 if i == 6 else 1), torch.randn(8, 5)
+    with amp.autocast():
+        loss = F.cross_entropy(net(a, b).float(), torch.arange(8))
+    amp.backward(loss)
+    amp.step()
+"""
+)
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_a_cure_helps_though_the_loss_scale_is_too_large_for_that_one_batch(way, tmp_path, monkeypatch):
+    """The doctor calls the script healthy with it: one update is skipped."""
+    document = examined(ONE_BATCH, tmp_path / "train.py", 12, monkeypatch, copies=way)
+    wide = document.faults[0].cures[0]
+    assert (wide.specs[0][:2], wide.status) == (("full", "mul"), WORKS)
+
+
+def test_bf16_stands_in_the_words_of_a_script_without_a_region(tmp_path, monkeypatch):
+    text = LOOP.replace("DEFINE", "def made(z):\n    return (z.half() * 1e3).float().mean() / 1e3")
+    document = examined(text, tmp_path / "train.py", 8, monkeypatch)
+    codes = {c.kind: c.code for c in document.faults[0].cures if c.status == WORKS}
+    assert codes["bf16"] == ".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16"
+
+
+def test_a_logarithm_of_one_more_is_kept_from_its_edge(tmp_path, monkeypatch):
+    body = "def made(z):\n    return torch.log1p(z * (0 if i != 4 else z / (1e-30 - z.square()))).mean()"
+    text = LOOP.replace("DEFINE", body)
+    document = examined(text, tmp_path / "train.py", 8, monkeypatch, diff=True)
+    assert ".clamp_min(-0.9999))" in document.diff

@@ -1,6 +1,5 @@
 """`--diff` and `--write-plan`: cures that can be pasted were run before, and change nothing else."""
 
-import math
 import subprocess
 import sys
 import warnings
@@ -11,7 +10,7 @@ import torch
 import halfstep as hs
 from halfstep.cli import main
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import written
+from halfstep.doctor.edit import with_plan, written
 from halfstep.doctor.mend import is_gone
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import WORKS, Cause, Fault
@@ -23,8 +22,6 @@ DAILY = {
     "overflow_that_is_swallowed", "adam_in_half", "second_behind_the_first", "distance_of_equal_points",
     "summed_loss", "updates_lost_to_rounding", "squares_summed_in_half",
 }  # fmt: skip
-#: Their loss is smaller without the cure, where weights that are NaN, or values lost, count for nothing.
-LARGER = {"where_trap_of_a_norm", "overflow_that_is_swallowed"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
 
@@ -61,10 +58,6 @@ def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_pa
     new = applied(script.text, document.diff, path)
     after = examined(new, path, script.steps, monkeypatch)
     assert is_gone(fault, after)
-    last, without = (d.losses[-1] if d.losses else 0.0 for d in (after, document))
-    assert math.isfinite(last) or after.faults  # another one, which has no diff
-    larger = math.isfinite(without) and last - without > 0.05 * abs(without)
-    assert not larger or script.name in LARGER
     assert after.error is None or after.error == document.error
     assert after.steps >= document.steps
 
@@ -154,6 +147,11 @@ WRITTEN = {
     "a comment stays": (("loss", 3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),
     "a scaler's loss": (("loss", 3), "s.scale(a + b).backward()", "s.scale(((a + b) / 8)).backward()"),
     "a sum's loss": (("loss", 3), "(a + b).backward()", "(((a + b) / 8)).backward()"),
+    "bf16 of a sum": (
+        ("bf16",),
+        "z = (y.half() - x.to(torch.half)).half()",
+        "z = (y.bfloat16() - x.to(torch.bfloat16)).bfloat16()",
+    ),
     "letters of two bytes": (("full_here", "mul", "", 1), "y = ä * b", "y = ä.float() * b"),
 }
 
@@ -230,3 +228,40 @@ def test_that_there_is_nothing_to_write_is_said_in_a_sentence(tmp_path, monkeypa
     path.write_text(head + loop)
     assert main(["doctor", str(path), "--diff"]) == 0
     assert "the doctor found nothing to cure" in capsys.readouterr().err
+
+
+SWALLOWED = """
+import torch, halfstep as hs
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+opt = torch.optim.SGD(model.parameters(), lr=1e-5)
+amp = hs.prepare(model, opt, level="O3", dtype="bf16")
+for i in range(14):
+    x = torch.randn(16, 8)
+    with amp.autocast():
+        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+@pytest.mark.parametrize("steps", [14, 0])
+def test_updates_that_a_level_swallows_are_cured_by_a_diff_and_by_a_plan(steps, tmp_path, monkeypatch):
+    """The trial from outside cannot do it: the script that was changed is the trial. Also to its end."""
+    document = examined(SWALLOWED, tmp_path / "x.py", steps, monkeypatch, diff=True, plan=True)
+    (fault,) = document.faults
+    assert fault.cause.kind == "rounding"
+    assert fault.cures[0].status == WORKS
+    assert '+amp = hs.prepare(model, opt, level="O2", dtype="bf16")' in document.diff
+    (rule,) = hs.Plan.from_toml(document.plan).rules
+    assert (rule.pattern, rule.dtype, rule.rule) == ("**", torch.float32, None)
+
+
+def test_a_plan_cures_what_shows_behind_its_first_rule_too(tmp_path, monkeypatch):
+    script = named("checkpointed_block")
+    path, plan = tmp_path / "x.py", tmp_path / "plan.toml"
+    document = examined(script.text, path, 0, monkeypatch, plan=True)
+    plan.write_text(document.plan)
+    assert [rule.pattern for rule in hs.Plan.read(plan).rules] == ["blocks.0", "blocks.1"]
+    assert examined(with_plan(script.text, str(plan)), path, 0, monkeypatch).healthy

@@ -6,7 +6,6 @@ And the same verdict by every way to run its steps again.
 import os
 import pickle
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -14,12 +13,8 @@ import torch
 import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import written
-from halfstep.doctor.in_script import run_order
-from halfstep.doctor.ledger import all_faults
-from halfstep.doctor.process import Order
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import FAILS, WORKS, Again
+from halfstep.numerics.fault import FAILS, WORKS
 from tests.doctor import (
     zoo,
     zoo_fields,
@@ -256,56 +251,3 @@ def test_there_are_enough_scripts():
     assert len(FAULTS) >= 110
     assert len(HEALTHY) >= 55
     assert {s.name for s in (*FAULTS, *HEALTHY)} >= {*DAILY, *EVERY_WAY, *IN_PLACE_DAILY}
-
-
-class Edited:
-    """A run of an edited script from its start; `armed`: a step of it to tape as well."""
-
-    def __init__(self, text, path, steps, armed=None):
-        path.write_text(text)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found, _ = run_here(partial(run_order, Order(str(path), (), steps, 0, copies=False)))
-            again = None if armed is None else Again(armed, taped=armed)
-            seen = again and run_here(partial(run_order, Order(str(path), (), steps, 0, again)))[0]
-        self.first_bad, self.error = found.first_bad, found.document.error
-        self.settled = found.ledger.settled()
-        self.faults = all_faults(found.notes, seen.faults if seen else [])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("script", FAULTS, ids=lambda s: s.name)
-def test_helps_and_does_not_help_hold_of_the_edited_script(script, tmp_path, monkeypatch):
-    """Each cure that the doctor tried, written into the script: a run from its start says the same."""
-    document = examine(script, tmp_path, monkeypatch)
-    fault = document.faults[0]
-    second = any(f.behind or f.step > fault.step for f in document.bad)
-    path = tmp_path / f"{script.name}.py"
-    plain = Edited(script.text, path, document.steps)
-    quiet = plain.first_bad is None
-    index = fault.step if quiet else plain.first_bad
-    armed = index if quiet and fault.phase in ("forward", "backward") else None
-    steps = index + 1 if armed is not None else document.steps if quiet else index + 4
-    wrong = []
-    for cure in fault.cures:
-        doses = zip(cure.specs, cure.doses or [("", cure.code)]) if cure.status != "untried" else ()
-        texts = [new for spec, (_, code) in doses for new in written(script.text, spec, fault, code)]
-        for text in texts:
-            cured = Edited(text, path, min(steps, document.steps), armed)
-            skipped = fault.phase == "forward" and cured.first_bad == index == 0 and cured.settled
-            if skipped:  # the tape says of what
-                cured = Edited(text, path, document.steps, armed=index)
-            well = cured.first_bad is None or skipped or (second and cured.first_bad > index)
-            well = well and not cured.error and not any(same(f, fault) for f in cured.faults)
-            if well:
-                break
-        else:
-            well = cure.status == "untried" or not texts
-        if texts and well != (cure.status in ("works", "untried")):
-            wrong.append((cure.kind, cure.status, cured.error, cured.first_bad, cured.faults))
-    assert not wrong
-
-
-def same(one, other):
-    """Whether two faults are of one kind; lines have moved, and the next op of a line may take over."""
-    return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)

@@ -22,14 +22,15 @@ class Whole:
 
     losses: tuple[float, ...]
     steps: int
-    spoiled: bool
+    spoiled: int | None
     error: str | None
 
     def is_well(self, other, until=None):
         """Whether everything is finite, to the end (where it went as far as another run) or before a step."""
         finite = all(map(math.isfinite, self.losses[:until]))
-        through = not self.spoiled and self.steps >= other.steps and self.error in (None, other.error)
-        return finite and (through or until is not None)
+        lasting = self.spoiled is None or (until is not None and self.spoiled >= until)
+        through = self.steps >= other.steps and self.error in (None, other.error)
+        return finite and lasting and (through or until is not None) and bool(self.losses)
 
     def loss(self, step, until=None):
         """The mean of the losses of these steps."""
@@ -44,7 +45,8 @@ def whole(text, path):
     found, _ = run_here(lambda: run_order(order))
     notes = found.ledger.notes
     losses = tuple(note.loss for note in notes if note.loss is not None)
-    return Whole(losses, len(notes), any(note.spoiled for note in notes), found.document.error)
+    spoiled = next((index for index, note in enumerate(notes) if note.spoiled), None)
+    return Whole(losses, len(notes), spoiled, found.document.error)
 
 
 def whole_in_fp32(text, path):
@@ -53,15 +55,21 @@ def whole_in_fp32(text, path):
         return whole(text, path)
 
 
-def holds(run, fp32, without, step, until=None, times=1.0):
-    """Whether a script stays finite, its loss that of fp32 over the same steps or better than without a cure.
+def trains_as(run, fp32, step, until=None, times=1.0):
+    """Whether the loss from a step on (and before another) is that of fp32 over the same steps, within 5 %.
 
-    `step`: from which on; `until`: before which another fault comes; `times`: what its loss was divided by.
+    `times`: what the loss was divided by.
     """
-    if not run.is_well(without, until):
-        return False
-    loss, wide, before = run.loss(step, until) * times, fp32.loss(step, until), without.loss(step, until)
-    return abs(loss - wide) <= 0.05 * abs(wide) or not without.is_well(without, until) or loss < before
+    loss, wide = run.loss(step, until) * times, fp32.loss(step, until)
+    return fp32.steps > 0 and abs(loss - wide) <= 0.05 * abs(wide)
+
+
+def is_better(run, without, step, until=None, times=1.0):
+    """Whether the loss is lower than without a cure or, where that goes wrong, in proportion to it before."""
+    if without.is_well(without, until):
+        return run.loss(step, until) * times < without.loss(step, until)
+    usual = max(map(abs, without.losses[:step]), default=math.inf)
+    return abs(run.loss(step + 1, until) * times) < 100 * usual
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ from halfstep.numerics.cures import (
     LOOPS,
     Terms,
     bf16_regions,
+    lowest_scale,
     placed,
-    scale_falls,
     terms_of,
     with_attributes,
 )
@@ -572,7 +572,7 @@ class Examiner:
             self.seen.close()
             self.seen = None
         parts = self.roster.parts()
-        self.showed.falls = scale_falls(parts)
+        self.showed.falls = lowest_scale(parts) is not None
         if again.cure is not None and not (again.from_start and again.cure[0] == "bf16"):
             self._took_effect = put_in_place(again.cure, parts, self.around)
             self.halves = False

@@ -281,7 +281,8 @@ class Ledger:
         return kept[max(0, at - 1)][0], first, last
 
     def blew_up(self, at: int) -> bool:
-        """Whether the loss grew out of all proportion to what it was before the step with this index.
+        """Whether the loss grew out of all proportion to what it was before the step with this index, or the
+        update of that step was as much too long as to end the run.
 
         Up to that step, where inputs have grown since. A loss that is not finite ends what counts.
         """
@@ -295,6 +296,8 @@ class Ledger:
         usual = bool(inputs) and all(x <= 10 * most.get(name, 0.0) for name, x in inputs)
         before = losses[: at + (not usual)]
         after = losses[at + 1 :][-2:]
+        if end == at + 1 and any(n.taken and n.update > _SHOT * n.size > 0 for n in self.notes[at:end]):
+            return True
         return len(after) > (end == len(self.notes)) and min(after) > _BLOWN * max(1e-3, *before, 0.0)
 
     def only_skipped(self, index: int) -> bool:

@@ -419,16 +419,11 @@ def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int
 
 
 def lowest_scale(parts: StepParticipants) -> Placed | None:
-    """The loss scale at the least it may become; None where it is that already."""
+    """The loss scale at the least it may become; None where it does not go down by itself."""
     now, least = scale_now(parts)
-    if now <= max(least, 1.0):
+    if not parts.scale_moves or now <= max(least, 1.0):
         return None
     return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
-
-
-def scale_falls(parts: StepParticipants) -> bool:
-    """Whether the loss scale goes down by itself."""
-    return parts.scale_moves and lowest_scale(parts) is not None
 
 
 def placed(spec: Spec, parts: StepParticipants) -> Placed | None:

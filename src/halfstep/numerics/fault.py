@@ -353,12 +353,12 @@ class Rerun(Protocol):
 def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[Fault]:
     """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
 
-    The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change to
-    the step works alone and another fault shows behind the first, both are cured together.
+    The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change
+    to the step works alone and another fault shows behind the first, both are cured together.
     """
     behind = list[Fault | None]()
     for cure in fault.cures:
-        known = rest > _FEW and any(one.status == WORKS for one in fault.cures)
+        known = min(rest, max((one.over for one in fault.cures), default=0)) > _FEW
         longer = again if known else replace(again, more=max(again.more, rest))
         behind.append(try_cure(cure, fault, longer, rerun))
     if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
@@ -389,8 +389,7 @@ def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
     if first is None:
         return None
     spec = first.specs[-1]
-    seen = rerun.run(replace(again, cure=spec, more=0, taped=again.at))
-    second = seen.faults[0] if seen is not None and seen.faults else None
+    second = _traced(spec, again, rerun, again.at)
     if second is None or second.same_as(fault):
         return None
     for other in second.cures:
@@ -406,33 +405,41 @@ def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
 def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, int, Fault | None]:
     """Whether a dose works, in how many steps, and the other fault that comes to light with it, if any.
 
-    It works where what is run again stays well, or skips one update and would not at the lowest loss scale; or
-    where another fault is the next. Empty where it could not be tried.
+    It works where what is run again stays well, if need be at the lowest loss scale or but for one skipped
+    update, or where another fault is the next. Empty where it could not be tried.
     """
     tried = rerun.run(replace(again, cure=spec))
     if tried is None or not tried.applied:
         return "", 0, None
     if again.from_start:
         over = tried.steps if tried.bad_at is None else tried.bad_at
-        well = over > again.at + min(again.more, _AFTER)
+        well = tried.bad_at is None or over > again.at + _AFTER
         return (WORKS if well and not any(alike(f, fault) for f in tried.faults) else FAILS), over, None
     if tried.bad_at is None:
         return WORKS, tried.steps, None
     if tried.bad_at == again.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
-        skips = tried.falls or tried.settles
-        if not of_values or spec[0] in FROM_START or (again.more and not skips):
+        if not of_values or spec[0] in FROM_START:
             return FAILS, 0, None
-        lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
-        if lowest is None or not lowest.applied or lowest.bad_at is not None:
+        if tried.falls:
+            lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
+            well = lowest is not None and lowest.applied and lowest.bad_at is None
+            return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
+        skipped = None if again.more and not tried.settles else _traced(spec, again, rerun, again.at)
+        if skipped is None or not skipped.of_the_scale or skipped.same_as(fault):
             return FAILS, 0, None
-        return (WORKS, lowest.steps, None) if skips else ("", 0, None)
-    traced = rerun.run(replace(again, cure=spec, more=tried.bad_at - again.at, taped=tried.bad_at))
-    second = traced.faults[0] if traced is not None and traced.faults else None
+        return (WORKS if tried.settles else ""), tried.steps, None
+    second = _traced(spec, again, rerun, tried.bad_at)
     weight = fault.cause.weight
     if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
         return FAILS, 0, None
     return WORKS, tried.bad_at - again.at, second
+
+
+def _traced(spec: Spec, again: Again, rerun: Rerun, index: int) -> Fault | None:
+    """What goes wrong at a step with a cure in place."""
+    seen = rerun.run(replace(again, cure=spec, more=index - again.at, taped=index))
+    return seen.faults[0] if seen is not None and seen.faults else None
 
 
 def alike(one: Fault, other: Fault) -> bool:

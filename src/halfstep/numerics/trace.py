@@ -37,9 +37,9 @@ from halfstep.numerics.cause import (
 )
 from halfstep.numerics.cures import (
     larger_scale,
+    lowest_scale,
     placed,
     propose,
-    scale_falls,
     to_bf16,
     unmask,
     with_attributes,
@@ -92,7 +92,7 @@ class _InPlace:
         cure = placed(again.cure, self._parts)
         if cure is None:
             return None
-        seen = Seen(falls=scale_falls(self._parts))
+        seen = Seen(falls=lowest_scale(self._parts) is not None)
         try:
             with cure:
                 bad = self._look()
