@@ -11,14 +11,16 @@ from halfstep.doctor.mend import is_gone
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import UNTRIED, WORKS
 from tests.doctor.test_diff import examined
-from tests.doctor.test_zoo import FAULTS, some_daily
+from tests.doctor.test_zoo import FAULTS
 from tests.doctor.whole import is_better, trains_as, whole, whole_in_fp32
 
 BY_NAME = {script.name: script for script in FAULTS}
 DAILY = {"distance_of_equal_points", "entropy_of_a_certain_half", "squares_summed_in_half"}
 
 
-@pytest.mark.parametrize("name", some_daily(BY_NAME, DAILY))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in DAILY else pytest.mark.exhaustive) for n in sorted(BY_NAME)]
+)
 def test_what_is_said_of_a_cure_holds_of_the_whole_script(name, tmp_path, monkeypatch):
     text, path = BY_NAME[name].text, tmp_path / f"{name}.py"
     document = examined(text, path, 0, monkeypatch)
