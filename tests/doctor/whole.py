@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -42,7 +43,9 @@ def whole(text, path):
     """Runs a text of a script to its end."""
     path.write_text(text)
     order = Order(str(path), (), 0, 0, copies=False)
-    found, _ = run_here(lambda: run_order(order))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, _ = run_here(lambda: run_order(order))
     notes = found.ledger.notes
     losses = tuple(note.loss for note in notes if note.loss is not None)
     spoiled = next((index for index, note in enumerate(notes) if note.spoiled), None)
