@@ -13,8 +13,10 @@ from functools import partial
 
 import pytest
 
+from halfstep.doctor import script as _script
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.process import Interrupted, Order, run_in_process
+from halfstep.doctor.script import examine_script
 
 SCRIPT = """
 import atexit, sys, torch
@@ -117,3 +119,28 @@ def test_where_nothing_forks_ctrl_c_reaches_the_run_by_itself(plain, tmp_path):
         run_in_process(partial(run_order, order), os.environ, wait=wait, patient=True)
     document = ended.value.args[0].document
     assert (document.ended_by, document.steps) == ("interrupt", 2)
+
+
+SLOW = """
+import time, torch
+w = torch.nn.Parameter(torch.ones(3))
+opt = torch.optim.SGD([w], lr=0.01)
+for i in range(60):
+    time.sleep(0.05)
+    loss = torch.log((w * torch.randn(3)).square().sum() * (i != 53))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.long
+def test_a_copy_goes_on_to_a_bad_step_from_one_that_was_held_before_it(tmp_path, monkeypatch):
+    """In a long run not every step is held; still one run of the script is enough."""
+    runs = []
+    monkeypatch.setattr(_script, "run_in_process", lambda run, *how: (runs.append(run()) or runs[-1], ""))
+    script = tmp_path / "train.py"
+    script.write_text(SLOW)
+    (fault,) = examine_script(script, steps=0).faults
+    assert (fault.step, fault.op, fault.best.verdict) == (53, "log", "works over 7 steps")
+    assert len(runs) == 1

@@ -109,13 +109,17 @@ class Roster:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.session: Any = None
         self.scaler: Any = None
+        self._met = set[nn.Module]()
         self._names: dict[int, str] = {}
         self._born_ill: frozenset[str] = frozenset()
         self._loop: str | None = None
 
     def meet(self, module: nn.Module) -> None:
         """A module is called: if it has weights and belongs to no known model, it is one."""
+        if module in self._met:
+            return
         known = any(module is m for root in (*self.models, *self.helpers) for m in root.modules())
+        self._met.add(module)
         if known:
             return
         if next(module.parameters(), None) is not None:

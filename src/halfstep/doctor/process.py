@@ -81,8 +81,9 @@ class Found:
         return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)
 
 
-#: What holding steps may cost: seconds, and beyond them a share of the run.
-_GRACE, _SHARE = 0.5, 0.15
+#: After so many seconds steps are held so many apart (every page that is written to while a copy waits is
+#: copied), and holding one takes no more than this share of a run. A copy goes on to the step that is wanted.
+_EACH, _APART, _SHARE = 2.0, 0.5, 0.15
 
 
 def can_fork() -> bool:
@@ -104,19 +105,19 @@ class Copies:
         self._examiner = examiner
         self._may = examiner.order.copies and examiner.order.again is None and can_fork()
         self._held: tuple[int, Connection] | None = None
-        self._began = time.monotonic()
-        self._spent = 0.0
+        self._began = self._latest = time.monotonic()
+        self._took = 0.0
 
     def hold(self, freely: bool = True) -> None:
-        """Keep this moment; not `freely`: unless that takes too large a share of the run's time.
+        """Keep this moment; not `freely`: unless one was kept shortly before.
 
         Returns in each copy as well, whose examiner has been told by then what to run again.
         """
-        late = self._spent > _GRACE + _SHARE * (time.monotonic() - self._began)
-        if not self._may or (late and not freely):
+        began = time.monotonic()
+        soon = began - self._latest < max(_APART, self._took / _SHARE) and began - self._began > _EACH
+        if not self._may or (soon and not freely):
             return
         self.close()
-        began = time.monotonic()
         ours, theirs = Pipe()
         child = os.fork()
         if not child:
@@ -127,7 +128,8 @@ class Copies:
             return
         theirs.close()
         self._held = child, ours
-        self._spent += time.monotonic() - began
+        self._latest = time.monotonic()
+        self._took = self._latest - began
 
     def run(self, again: Again) -> Seen | None:
         """What a copy shows that goes on from the moment that is held; it cannot begin at the start.
