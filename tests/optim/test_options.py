@@ -1,6 +1,7 @@
 """Options of the optimizers: what there is none of is refused by name."""
 
 import pytest
+import torch
 from torch import nn
 
 import halfstep as hs
@@ -25,3 +26,11 @@ def test_options_that_there_are_none_of_are_refused(options, error, words):
 def test_stochastic_rounding_of_fp16_names_what_to_take():
     with pytest.raises(hs.UnsupportedError, match="these are fp16: take master='exact'"):
         hs.optim.AdamW(nn.Linear(2, 2).half().parameters(), master="stochastic")
+
+
+def test_an_optimizer_shows_what_users_call_and_no_more():
+    shown = {name for name in dir(hs.optim.AdamW) if not name.startswith("_")}
+    assert shown - set(dir(torch.optim.Optimizer)) == {
+        "algorithm", "init_states", "master_of", "masters", "measure", "measure_on_host", "one_pass",
+        "seed_masters",
+    }  # fmt: skip

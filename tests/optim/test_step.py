@@ -200,7 +200,7 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
         for p, g in zip(params, now):
             p.grad = g.reshape(p.shape).clone()
         for bundle in bundles_of(optimizer.param_groups, optimizer.algorithm):
-            bundle.complete(optimizer.state)
+            bundle.read(optimizer.state)
             skip = torch.tensor(step == 1)
             backends.by_reference(bundle, (torch.tensor(0.5), None), skip, optimizer.seed)
     assert all(torch.equal(p, q) for p, q in zip(host, params))

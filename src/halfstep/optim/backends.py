@@ -162,6 +162,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
     return combine(parts) if parts else measure([])
 
 
+@torch.no_grad()
 def by_reference(
     bundle: Bundle, scalars: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
@@ -213,6 +214,7 @@ def _tensors(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scala
     return rows, -factor if bundle.group["maximize"] else factor
 
 
+@torch.no_grad()
 def by_kernels(
     bundles: Sequence[Bundle],
     scalars: tuple[Scalar, Factor],

@@ -43,6 +43,7 @@ from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import PARTLY, GradientRelease
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -120,7 +121,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         """The algorithm this group runs."""
         raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
 
-    def places(self) -> Iterator[tuple[Tensor, Group, Place]]:
+    def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:
         """Every parameter with its group, and its place: number of the group and number within."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
@@ -169,6 +170,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for p, lacking, _ in self._pairs():
             hand_edits.even(p, lacking)
 
+    def _bundles(self, only: Tensor | None = None) -> list[Bundle]:
+        return bundles.bundles_of(self.param_groups, self.algorithm, only)
+
     # ---- the two passes -----------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -181,7 +185,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if shards.any_shard(params):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
-        grads = bundles.gradients_of(self.param_groups)
+        grads = [g for bundle in self._bundles() for g in bundle.read().grads]
         rest = backends.measure_all(grads, inv_scale, self.backend, self._plans)
         if self.release is None:
             return rest
@@ -194,13 +198,13 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return None
         if backends.runner(self.backend, torch.device("cpu")) != "numba":
             return None
-        found = bundles.bundles_of(self.param_groups, self.algorithm)
-        return self._combined([backends.Table(bundle).measure() for bundle in found], inv_scale)
+        found = [backends.Table(bundle.read()).measure() for bundle in self._bundles()]
+        return self._combined(found, inv_scale)
 
     @torch.no_grad()
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
-        for p, group, place in self.places():
+        for p, group, place in self._places():
             if p.requires_grad:
                 self._settle(p, group, place, None)
 
@@ -254,8 +258,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
         self.outcome = None
         self._late.check()
-        with torch.no_grad():
-            self._update(bundles.bundles_of(self.param_groups, self.algorithm), **options)
+        self._update(self._bundles(), **options)
         if self.release is not None:
             self.release.finish(any(arguments.limits_of(self.param_groups, self.release.clip_norm)))
         return loss
@@ -314,10 +317,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _completed(self, found: list[Bundle]) -> list[Work]:
         """These with all of their states, what runs each, and its table where that is a CPU's kernel."""
+        work: list[Work] = []
         for bundle in found:
-            bundle.complete(self.state)
-        runners = [backends.runner(self.backend, b.device, b.algorithm.code) for b in found]
-        return [(b, own, backends.Table(b) if own == "numba" else None) for b, own in zip(found, runners)]
+            own = backends.runner(self.backend, bundle.read(self.state).device, bundle.algorithm.code)
+            work.append((bundle, own, backends.Table(bundle) if own == "numba" else None))
+        return work
 
     def _run(
         self,
@@ -362,7 +366,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             )
 
     @torch.no_grad()
-    def release_one(
+    def _release_one(
         self, p: Tensor, inv_scale: Scalar, norm: Tensor | None, limit: float | None
     ) -> GradStats | None:
         """`measure` and `step` for one parameter; None where it has no gradient.
@@ -370,10 +374,10 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         It is clipped as gradients of this `norm` are, to `limit` or what its group has. With `inv_scale`
         given, or where a group skips, nothing changes where the gradient is not finite.
         """
-        found = bundles.bundles_of(self.param_groups, self.algorithm, p)
+        found = self._bundles(p)
         if not found:
             return None
-        stats = backends.measure_all(found[0].grads.tensors, inv_scale, self.backend, self._plans)
+        stats = backends.measure_all(found[0].read().grads, inv_scale, self.backend, self._plans)
         found_inf = found_inf_of(stats) if inv_scale is not None or self._skips() else None
         if found_inf is not None:
             found = self._not_skipped(found, found_inf)
@@ -389,7 +393,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         """
         arguments.check_storage(group)
         weight, known = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
-        algorithm, kind, state_kind = self.formats(weight, group)
+        algorithm, kind, state_kind = self._formats(weight, group)
         trains = p.requires_grad or any(key not in storage.MASTER_KEYS for key in known)
         entry = self.state.setdefault(p, {})
         if value is not None:
@@ -405,7 +409,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if not entry:
             del self.state[p]
 
-    def formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
+    def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
         """The algorithm of a group, and in which formats it keeps this weight and its states."""
         kind = arguments.kind_of(p.dtype, group["master"])
         return self.algorithm(group), kind, arguments.state_kind_of(p, group["state_dtype"])
@@ -419,14 +423,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         Each parameter becomes the rounding of its value, and its master the value itself, where the group's
         `master` can hold it. Parameters of other optimizers are left alone.
         """
-        for p, group, place in self.places():
+        for p, group, place in self._places():
             if p in values:
                 self._settle(p, group, place, local_of(values[p]).detach())
 
     @torch.no_grad()
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
         """The exact fp32 value of every parameter, or of those in `only`, in new tensors."""
-        return {p: self._master(p, group) for p, group, _ in self.places() if only is None or p in only}
+        return {p: self._master(p, group) for p, group, _ in self._places() if only is None or p in only}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
@@ -448,12 +452,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             value = weight.to(torch.float32, copy=True)
         return shards.as_shard("master", value, p)
 
-    def awaits(self, p: Tensor) -> bool:
+    def _awaits(self, p: Tensor) -> bool:
         """Whether the low-order bits of `p` were said to be those of the value that it has now."""
         known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
         return known is not None and hand_edits.is_described(local_of(p), known, p.dtype)
 
-    def expect_writes(self, weights: Iterable[Tensor]) -> None:
+    def _expect_writes(self, weights: Iterable[Tensor]) -> None:
         """The values that these have are theirs, however often somebody is about to write them again."""
         for p in weights:
             entry = cast("Group", self.state.get(p, {}))
@@ -462,10 +466,10 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Group]]:
         """Exact masters: weights, the bits they lack, and their entries."""
-        for p, group, _ in self.places():
+        for p, group, _ in self._places():
             entry = cast("Group", self.state.get(p, {}))
             lacking = entry.get("lacking")
-            exact = group["master"] == "exact" and p.dtype in storage.LOW_DTYPES
+            exact = group["master"] == "exact" and p.dtype in LOW_DTYPES
             if not exact or not isinstance(lacking, Tensor) or lacking.dtype != torch.int16:
                 continue
             if lacking.shape == p.shape and lacking.device == p.device:
@@ -476,7 +480,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         """Make masters those of weights that were set since the last step."""
         for p, lacking, entry in self._pairs():
             hand_edits.take_one(p, lacking, entry)
-        for p, group, _ in self.places():
+        for p, group, _ in self._places():
             entry = cast("Group", self.state.get(p, {}))
             if group["master"] == "fp32" and isinstance(entry.get("master"), Tensor):
                 entry["master"].copy_(self._master(p, group))

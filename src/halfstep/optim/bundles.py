@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,69 +31,9 @@ from halfstep.optim.shards import PLAIN
 Group = dict[str, Any]
 Place = tuple[int, int]
 _grads, _dtypes = attrgetter("grad"), attrgetter("dtype")
-WEIGHT, EXTRA, GRAD, STATES, EXPONENTS, WIDTH, STEP, KEY, LINES = 0, 1, 2, 3, 5, 7, 8, 9, 10
-"""Lines of a table: addresses (of two states and their exponents too), length of a row, random key."""
+WEIGHT, EXTRA, GRAD, STATES, STEP, KEY, WIDTH, EXPONENTS, LINES = 0, 1, 2, 3, 5, 6, 7, 8, 10
+"""Lines of a table: addresses (of two states and their exponents too), random key, length of a row."""
 ABSENT = 16  # in place of an address: aligned, and not 0
-
-
-class Column(NamedTuple):
-    """Tensors side by side, and what a step needs to know of them, read one after another."""
-
-    tensors: list[Tensor]
-    addresses: list[int]
-    dtypes: list[torch.dtype]
-    elements: list[int]
-    devices: list[int]
-    strides: list[tuple[int, ...] | None] | None
-    """Of those that are not contiguous; None where all are."""
-
-    def pick(self, indices: Sequence[int]) -> Column:
-        """Some of them."""
-        picked: list[Any] = [line and [line[i] for i in indices] for line in self]
-        return Column(*picked)
-
-
-LAYOUT = slice(3, None)
-"""How many elements, devices and strides of a column."""
-
-
-def column_of(tensors: list[Tensor]) -> Column:
-    """Look at dense tensors; RuntimeError where one is not."""
-    strides = None
-    if not all(map(Tensor.is_contiguous, tensors)):
-        strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-    addresses, dtypes = list(map(Tensor.data_ptr, tensors)), list(map(_dtypes, tensors))
-    return Column(
-        tensors,
-        addresses,
-        dtypes,
-        list(map(Tensor.numel, tensors)),
-        list(map(Tensor.get_device, tensors)),
-        strides,
-    )
-
-
-def _column(tensors: list[Any]) -> Column | None:
-    """A column of tensors that a user gave; None where one is not plain or not dense."""
-    try:
-        return column_of(tensors) if PLAIN.issuperset(map(type, tensors)) else None
-    except RuntimeError:
-        return None
-
-
-def gradients_of(groups: Sequence[Group]) -> list[Tensor]:
-    """The gradients as the kernels read them, for who needs nothing else; raises as `bundles_of` does."""
-    given = [grad for group in groups for grad in map(_grads, group["params"]) if grad is not None]
-    column = _column(given)
-    if column is not None and column.strides is None and _are_read(column):
-        return given
-    found: list[Tensor] = []
-    for number, group in enumerate(groups):
-        for place, p in enumerate(group["params"]):
-            if p.grad is not None:
-                weight, grad = _locals([p, p.grad])
-                found.append(dense_grad(weight, grad, arguments.name_of(group, (number, place))))
-    return found
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
@@ -101,12 +41,7 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
     return [t if type(t) in PLAIN else storage.local_tensor(local_of(t)) for t in tensors]
 
 
-def _are_read(grads: Column) -> bool:
-    """Whether the kernels read their dtypes, and as they are."""
-    return cpus_.GRADS.keys() >= set(grads.dtypes) and not any(map(Tensor.is_neg, grads.tensors))
-
-
-def dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
+def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
     """The gradient in the weight's memory order and a dtype that the kernels read.
 
     Raises:
@@ -144,38 +79,33 @@ class Bundle:
         number: int,
         places: Sequence[int],
         params: list[Tensor],
-        weights: Column,
-        grads: Column,
+        weights: list[Tensor],
+        grads: list[Tensor],
         algorithm: Algorithm,
     ) -> None:
         self.group, self.number, self.places, self.params = group, number, places, params
-        self.weights, self.grads, self.algorithm, weight = weights, grads, algorithm, weights.tensors[0]
-        self.elements = tuple(weights.elements)
-        """How many each weight has here."""
+        self.weights, self.grads, self.algorithm, weight = weights, grads, algorithm, weights[0]
+        self.device = weight.device
         self.kind = arguments.kind_of(weight.dtype, group["master"])
         self.state_kind = L.STATE_FP32
         if algorithm.states:
             self.state_kind = arguments.state_kind_of(weight, group["state_dtype"])
         blocks = self.state_kind == L.STATE_8BIT
-        self.widths = tuple(map(storage.width_of, weights.tensors)) if blocks else None
+        self.widths = tuple(map(storage.width_of, weights)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
         kept = "lacking" if self.kind in storage.EXACT else None
         self.extra_key = "master" if self.kind in storage.WITH_MASTER else kept
         """The name of what a weight has besides its 16 bits."""
         self.states: dict[str, list[Tensor]] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
-        self._lines, self._addresses = [WEIGHT, GRAD], [*weights.addresses, *grads.addresses]
+        self.elements: tuple[int, ...] = ()
+        """How many each weight has here."""
         self._lacking: list[Tensor] = []
-
-    @property
-    def device(self) -> torch.device:
-        """Where all of it lies."""
-        return self.weights.tensors[0].device
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """The dtype of all gradients."""
-        return self.grads.dtypes[0]
+        return self.grads[0].dtype
 
     @property
     def set_of_groups(self) -> Any:
@@ -187,52 +117,84 @@ class Bundle:
         """Whether a step needs random bits."""
         return self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
 
-    def complete(self, state: Any) -> None:
-        """Find the states, made or made to fit where they do not; ConfigError for what cannot fit."""
-        try:
-            held = list(map(state.__getitem__, self.params))
-        except KeyError:
-            held = [state.setdefault(p, {}) for p in self.params]
+    def read(self, state: Any = None) -> Bundle:
+        """Look at weights, gradients and, given an optimizer's `state`, states; returns itself.
+
+        What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
+        cannot fit.
+        """
+        held = None if state is None else list(map(state.__getitem__, self.params))
         if not self._found(held):
-            with torch.inference_mode(False), torch.no_grad():
-                rows = zip(self.params, self.weights.tensors, held, self.places)
-                for p, weight, entry, place in rows:
-                    name = arguments.name_of(self.group, (self.number, place))
-                    with shards.local_entry(entry, p) as own:
-                        entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
+            self._make_fit(held or [])
             if not self._found(held):
                 raise ConfigError(
-                    f"the states of {len(held)} parameters of group {self.number} hold other than "
+                    f"the states of {len(self.params)} parameters of group {self.number} hold other than "
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
-        if self.extra_key == "lacking":
+        if held is not None and self.extra_key == "lacking":
             self._lacking = list(map(itemgetter("lacking"), held))
             hand_edits.take(self.params, self._lacking, held, self.device)
+        return self
 
-    def _found(self, held: Sequence[Mapping[str, Any]]) -> bool:
-        """Look at the states; false where one is missing or does not fit."""
-        if self.extra_key is None and any("lacking" in entry or "master" in entry for entry in held):
+    def _make_fit(self, held: Sequence[Group]) -> None:
+        names = [arguments.name_of(self.group, (self.number, place)) for place in self.places]
+        for weight in self.weights:
+            storage.check_dense(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            self.grads = list(map(_dense_grad, self.weights, _locals(self.grads), names))
+            for p, weight, entry, name in zip(self.params, self.weights, held, names):
+                with shards.local_entry(entry, p) as own:
+                    entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
+
+    def _found(self, held: Sequence[Group] | None) -> bool:
+        """Look at everything, column by column; false where something is missing or does not fit."""
+        wanted = {} if held is None else self._wanted()
+        states = {} if held is None else self._states_in(held, wanted)
+        if states is None or self.grad_dtype not in cpus_.GRADS or any(map(Tensor.is_neg, self.grads)):
             return False
-        if self.widths and any(key in entry for entry in held for key in self.algorithm.states):
+        columns, count = [self.weights, self.grads, *states.values()], len(self.params)
+        tensors = list(chain.from_iterable(columns))
+        if not PLAIN.issuperset(map(type, tensors)):
             return False
-        count, wanted = len(held), self._wanted()
         try:
-            shown = [list(map(itemgetter(key), held)) for key in wanted]
-        except KeyError:
+            contiguous = all(map(Tensor.is_contiguous, tensors))
+            addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
+        except RuntimeError:  # sparse
             return False
-        if not PLAIN.issuperset(map(type, self.params)):
-            placements = [getattr(p, "placements", None) for p in self.params]
-            if any([getattr(t, "placements", None) for t in own] != placements for own in shown[:-1]):
-                return False
-            shown[:-1] = [list(map(local_of, own)) for own in shown[:-1]]  # all but the counts of steps
-        column = _column(list(chain.from_iterable(shown)))
-        dtypes = list(chain.from_iterable([dtype] * count for _, dtype in wanted.values()))
-        if column is None or column.dtypes != dtypes or column[LAYOUT] != self._layout(len(wanted)):
+        elements, dtypes = list(map(Tensor.numel, tensors)), list(map(_dtypes, tensors[2 * count :]))
+        blocks = len(self.algorithm.states) if self.widths and states else 0
+        alike = 2 + len(states) - blocks - bool(states)  # columns; the last is of step counts
+        exponents = [math.prod(storage.exponents_shape(w)) for w in self.weights] if blocks else []
+        if (
+            elements != [*elements[:count] * alike, *exponents * blocks, *[1] * count * bool(states)]
+            or dtypes != list(chain.from_iterable([dtype] * count for _, dtype in wanted.values()))
+            or set(map(Tensor.get_device, tensors)) != {tensors[0].get_device()}
+            or not (contiguous or _in_order(tensors, count, alike))
+        ):
             return False
-        self.states = dict(zip(wanted, shown))
-        self._lines += [line for line, _ in wanted.values()]
-        self._addresses += column.addresses
+        self.states, self.elements = states, tuple(elements[:count])
+        self._lines = dict(zip((WEIGHT, GRAD, *(line for line, _ in wanted.values())), addresses))
+        if self.widths:
+            self._lines[WIDTH] = list(self.widths)
         return True
+
+    def _states_in(self, held: Sequence[Group], wanted: Iterable[str]) -> dict[str, list[Tensor]] | None:
+        """This rank's tensors of the states; None where one is missing, too many or misplaced."""
+        strange: set[str] = set(self.algorithm.states if self.widths else ())
+        if self.extra_key is None:
+            strange.update(storage.MASTER_KEYS)
+        if strange and not all(map(strange.isdisjoint, held)):
+            return None
+        try:
+            states = {key: list(map(itemgetter(key), held)) for key in wanted}
+        except KeyError:
+            return None
+        if not PLAIN.issuperset(map(type, self.params)):
+            for key in states.keys() - {"step"}:
+                if not all(map(shards.placed_alike, states[key], self.params)):
+                    return None
+                states[key] = list(map(local_of, states[key]))
+        return states
 
     def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
         """What the state of each parameter holds: line of the table and dtype by name."""
@@ -245,28 +207,20 @@ class Bundle:
             wanted |= {key + "_exponents": (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
         return wanted | {"step": (STEP, torch.float32)}
 
-    def _layout(self, keys: int) -> tuple[Any, ...]:
-        """Elements, devices and strides of the states, of so many names, side by side."""
-        weights, count = self.weights, len(self.params)
-        blocks = len(self.algorithm.states) if self.widths else 0
-        alike = keys - blocks - 1
-        exponents = [math.prod(storage.exponents_shape(w)) for w in weights.tensors] if blocks else []
-        elements = [*weights.elements * alike, *exponents * blocks, *[1] * count]
-        strides = None
-        if weights.strides and alike:
-            strides = [*weights.strides * alike, *[None] * (count * (blocks + 1))]
-        return elements, weights.devices * keys, strides
-
     # ---- for kernels ------------------------------------------------------------------------------------
 
-    def table(self) -> Any:
-        """Where everything lies: int64 numbers, a column for each parameter, with the lines named above."""
-        count = len(self.params)
-        table = np.full((LINES, count), ABSENT, np.int64)
-        table[self._lines] = np.array(self._addresses, np.int64).reshape(-1, count)
-        if self.widths:
-            table[WIDTH] = self.widths
-        if 0 in self._addresses:
+    def table(self, lines: int | None = None) -> Any:
+        """Where everything lies: int64 numbers, a column for each parameter, with the lines named above.
+
+        The first `lines` of them; None: as many as a kernel of a CPU reads.
+        """
+        absent, numbers = [ABSENT] * len(self.params), list[int]()
+        if lines is None:
+            lines = LINES if self.widths else WIDTH if self.rounds_randomly else KEY
+        for line in range(lines):
+            numbers += self._lines.get(line, absent)
+        table = np.array(numbers, np.int64).reshape(lines, -1)
+        if 0 in numbers:
             self._check_memory(table.min(0).tolist())
         return table
 
@@ -305,7 +259,7 @@ class Bundle:
                 states=[storage.flat(column[i]) for column in states],
                 exponents=[column[i] for column in exponents],
             )
-            for i, (weight, grad) in enumerate(zip(self.weights.tensors, self.grads.tensors))
+            for i, (weight, grad) in enumerate(zip(self.weights, self.grads))
         ]
 
     def count_versions(self) -> None:
@@ -329,52 +283,50 @@ def bundles_of(
     """
     found: list[Bundle] = []
     for number, group in enumerate(groups):
-        params: list[Tensor] = list(group["params"])
-        places: Sequence[int] = range(len(params))
-        if only is not None:
-            places = [i for i, p in enumerate(params) if p is only]
-        elif not PLAIN.issuperset(map(type, params)):
+        params: list[Tensor] = group["params"]
+        if not PLAIN.issuperset(map(type, params)):
             shards.add_partial_sums(params)
-        if only is not None or NoneType in set(map(type, map(_grads, params))):
-            places = [i for i in places if params[i].grad is not None]
-            params = [params[i] for i in places]
+        places, grads = range(len(params)), list(map(_grads, params))
+        if only is not None or NoneType in set(map(type, grads)):
+            places = [i for i in places if grads[i] is not None and (only is None or params[i] is only)]
+            params, grads = [params[i] for i in places], [grads[i] for i in places]
         if params:
             arguments.check_storage(group)
-            found += _bundles(group, number, places, params, algorithm_of(group))
+            found += _bundles(group, number, places, params, grads, algorithm_of(group))
     return found
 
 
 def _bundles(
-    group: Group, number: int, places: Sequence[int], params: list[Tensor], algorithm: Algorithm
+    group: Group,
+    number: int,
+    places: Sequence[int],
+    params: list[Tensor],
+    grads: list[Tensor],
+    algorithm: Algorithm,
 ) -> list[Bundle]:
-    plain, given = PLAIN.issuperset(map(type, params)), list(map(_grads, params))
-    weights = column_of(params if plain else _locals(params))
-    if weights.strides is not None:
-        for weight in weights.tensors:
-            storage.check_dense(weight)
-    grads = _column(given if plain else _locals(given))
-    if grads is None or grads[LAYOUT] != weights[LAYOUT] or not _are_read(grads):
-        named = (arguments.name_of(group, (number, place)) for place in places)
-        grads = column_of(list(map(dense_grad, weights.tensors, _locals(given), named)))
-    keys: list[list[Any]] = [weights.dtypes, grads.dtypes, weights.devices]
+    plain = PLAIN.issuperset(map(type, params))
+    weights, grads = (params, grads) if plain else (_locals(params), _locals(grads))
+    keys: list[list[Any]] = [list(map(_dtypes, own)) for own in (weights, grads)]
+    keys.append(list(map(Tensor.get_device, weights)))
     if group["state_dtype"] == "8bit":
-        keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights.tensors])
+        keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights])
     if not plain:
         shards.check_blocks(group, params)
         keys.append(groups_of_shards(params))
     if all(key.count(key[0]) == len(key) for key in keys):
         return [Bundle(group, number, places, params, weights, grads, algorithm)]
     own = list(zip(*keys))
-    parts = [[i for i, key in enumerate(own) if key == one] for one in dict.fromkeys(own)]
-    return [
-        Bundle(
-            group,
-            number,
-            [places[i] for i in part],
-            [params[i] for i in part],
-            weights.pick(part),
-            grads.pick(part),
-            algorithm,
-        )
-        for part in parts
-    ]
+    found: list[Bundle] = []
+    for one in dict.fromkeys(own):
+        part = [i for i, key in enumerate(own) if key == one]
+        columns: list[list[Any]] = [[column[i] for i in part] for column in (places, params, weights, grads)]
+        found.append(Bundle(group, number, *columns, algorithm=algorithm))
+    return found
+
+
+def _in_order(tensors: Sequence[Tensor], count: int, alike: int) -> bool:
+    """Whether columns that are `alike` have the memory order of the first, which has no gaps."""
+    for weight in tensors[:count]:
+        storage.check_dense(weight)
+    strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+    return strides == [*strides[:count] * alike, *[None] * (len(tensors) - alike * count)]

@@ -21,6 +21,7 @@ from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.hand_edits import UNSUMMED, describe_weight, is_described, of_shards
 from halfstep.optim.storage import CODES, EXPONENTS
+from halfstep.policy.levels import LOW_DTYPES
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -249,7 +250,7 @@ def read(
     groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
     found: dict[Tensor, tuple[Group, Tensor | None]] = {}
     names: dict[Tensor, str] = {}
-    for p, _, place in optimizer.places():
+    for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         if saved is None and p.requires_grad:
             continue
@@ -258,7 +259,7 @@ def read(
         if saved is None and own is None:  # frozen, which has no state but its master
             continue
         weight, saved = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
-        names[p], formats = arguments.name_of(group, place), optimizer.formats(weight, group)
+        names[p], formats = arguments.name_of(group, place), optimizer._formats(weight, group)
         given = saved if own is None else {**saved, "master": local_of(own)}
         known = None if own is not None else _known(optimizer, names[p], saved, p, formats[1])
         found[p] = restore(names[p], given, weight, formats, known)
@@ -273,7 +274,7 @@ def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind
     """
     weight = local_of(p)
     if is_of_other_dtype(saved, weight):
-        return local_of(optimizer.master_of(p)) if p.dtype in storage.LOW_DTYPES else None
+        return local_of(optimizer.master_of(p)) if p.dtype in LOW_DTYPES else None
     if not isinstance(saved.get("master"), Tensor) or kind not in (L.PLAIN, *storage.EXACT):
         return None
     value = saved["master"]

@@ -24,7 +24,18 @@ from halfstep.gradients.cuda import kernels
 from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
-from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, STATES, STEP, WEIGHT, WIDTH, Bundle
+from halfstep.optim.bundles import (
+    EXPONENTS,
+    EXTRA,
+    GRAD,
+    KEY,
+    LINES,
+    STATES,
+    STEP,
+    WEIGHT,
+    WIDTH,
+    Bundle,
+)
 from halfstep.trees import as_float32
 
 ITEM = 32768  # elements of a program: a multiple of the tile
@@ -94,7 +105,7 @@ class UpdatePlan:
     ) -> None:
         self.facts, self.size = facts, len(rows)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
-        weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights.tensors]
+        weights = [(bundle, weight) for bundle in bundles for weight in bundle.weights]
         for i, ((bundle, weight), alignments) in enumerate(zip(weights, aligned.T.tolist())):
             formats = (bundle.kind, GRADS[bundle.grad_dtype], bundle.state_kind)
             even = end = weight.numel()
@@ -194,7 +205,7 @@ class Plans:
         the kernel `scalars` takes, with `lr` in place of its first where that is a device tensor.
         """
         code = bundles[0].algorithm.code
-        tables = [bundle.table() for bundle in bundles]
+        tables = [bundle.table(LINES) for bundle in bundles]
         for bundle, table in zip(bundles, tables):
             if bundle.rounds_randomly:
                 table[KEY] = bundle.base_keys(seed)

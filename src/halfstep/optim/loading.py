@@ -38,11 +38,11 @@ class HasMasters:
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
 
-    def awaits(self, p: Tensor) -> bool:
+    def _awaits(self, p: Tensor) -> bool:
         """Whether the low-order bits of `p` were said to be those of the value that it has now."""
         return False
 
-    def expect_writes(self, weights: Iterable[Tensor]) -> None:
+    def _expect_writes(self, weights: Iterable[Tensor]) -> None:
         """The values that these have are theirs, however often somebody is about to write them again."""
 
 
@@ -105,7 +105,7 @@ class LoadedMasters(HooksOfHolder):
         values: dict[Tensor, Tensor] = {}
         for p in (p for p in module._parameters.values() if p is not None and p in self._came):
             version, before, value, master = self._came.pop(p)
-            if holder is None or p._version == version or (value.dtype == p.dtype and holder.awaits(p)):
+            if holder is None or p._version == version or (value.dtype == p.dtype and holder._awaits(p)):
                 continue
             if value.dtype in LOW_DTYPES:
                 same, known = p == before, master

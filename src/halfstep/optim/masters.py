@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.gradients.unscale import unscale_
 from halfstep.names import fqn
-from halfstep.optim import storage
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.trees import parameters_of
 
 __all__ = ["MasterWeights", "weight_of"]
@@ -351,7 +351,7 @@ def fp32_state_dict(
         p = named.get(key)
         if p is not None and p in masters:
             out[key] = masters[p].clone()
-        elif value.dtype in storage.LOW_DTYPES:
+        elif value.dtype in LOW_DTYPES:
             out[key] = value.detach().to(torch.float32)
         else:
             out[key] = value.detach().clone()

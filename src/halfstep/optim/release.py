@@ -93,7 +93,7 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or self._holding:
             return
-        stats = optimizer.release_one(p, self._inv_scale, self._last_norm, self.clip_norm)
+        stats = optimizer._release_one(p, self._inv_scale, self._last_norm, self.clip_norm)
         if stats is not None:
             self._seen.append(stats)
             p.grad = None

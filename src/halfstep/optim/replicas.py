@@ -70,7 +70,7 @@ class Replica:
     def expect_broadcast(self) -> None:
         """DDP is about to write weights: on the rank whose values they are, that is nobody's edit by hand."""
         for holder in self._holders:
-            holder.expect_writes(self.weights)
+            holder._expect_writes(self.weights)
 
     @torch.no_grad()
     def take_from(self, rank: int) -> None:

@@ -46,7 +46,7 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
     are sampled (at most 65,536 a tensor). Reads values back to the host: call it before training.
     """
     found: list[Resolution] = []
-    for p, group, place in optimizer.places():
+    for p, group, place in optimizer._places():
         step = expected_step(p, group, float(group["lr"]))
         if step is None:
             continue
@@ -105,7 +105,7 @@ def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
     sampled (at most 65,536 a tensor); reads values back to the host.
     """
     lost = LostShares()
-    before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer.places() if p.grad is not None}
+    before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer._places() if p.grad is not None}
     yield lost
     kept, all_moving, random = 0, 0, rounded_at_random(optimizer)
     for p, (old, moving) in before.items():

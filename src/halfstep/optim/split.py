@@ -9,35 +9,14 @@ to even); from 2^-16 up the lacking bits are again the distance of the patterns,
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, MasterRangeError
-from halfstep.policy.levels import LOW_DTYPES
+from halfstep.errors import ConfigError
 
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
 
 
-def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `(half, lacking)`: `values` (fp32, any shape) in `dtype`, and the int16 bits it lacks.
-
-    bf16 is exact for every value, infinities, subnormals, both zeros and values that round to infinity
-    included; a NaN becomes a NaN. fp16 is exact for 0 and 2^-16 <= |x| < 65520; below, the error is at most
-    2^-41, or 2^-40 within 2^-41 of the upper tie of an even half (16 bits cannot tell its 65,537 neighbours
-    apart). Finite values of 65520 and more raise MasterRangeError; inf and NaN pass.
-    """
-    check_split(values, dtype)
-    if dtype == torch.bfloat16:
-        return split_bf16(values)
-    half = values.to(torch.float16)
-    if bool((half.isinf() & values.isfinite()).any()):
-        raise MasterRangeError(
-            f"a weight of {values.abs().nan_to_num(0, 0, 0).max().item():g} does not fit fp16 "
-            "(at most 65504); train in bf16, or keep this tensor in fp32"
-        )
-    return half, lacking_fp16(values, half)
-
-
 def join(half: Tensor, lacking: Tensor) -> Tensor:
-    """Return the fp32 values that `split` took apart: `half` bf16 or fp16, `lacking` int16 of its shape."""
+    """Return the fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape."""
     if half.dtype == torch.bfloat16:
         return join_bf16(half, lacking)
     if half.dtype == torch.float16:
@@ -45,16 +24,8 @@ def join(half: Tensor, lacking: Tensor) -> Tensor:
     raise ConfigError(f"join takes a bf16 or fp16 half, not {half.dtype}")
 
 
-def check_split(values: Tensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless `values` is fp32 and `dtype` is bf16 or fp16."""
-    if values.dtype != torch.float32 or dtype not in LOW_DTYPES:
-        raise ConfigError(
-            f"an exact split goes from float32 to bfloat16 or float16, not from {values.dtype} to {dtype}"
-        )
-
-
 def round_away(values: Tensor) -> Tensor:
-    """Round fp32 to the nearest bf16, ties away from zero, as `split` does; a NaN stays a NaN."""
+    """Round fp32 to the nearest bf16, ties away from zero; a NaN stays a NaN."""
     bits = values.view(torch.int32)
     up = (bits + 0x8000) >> 16
     nan = (bits >> 16) | 0x7FC0
@@ -62,12 +33,28 @@ def round_away(values: Tensor) -> Tensor:
 
 
 def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`split` for bf16, unchecked."""
+    """fp32 `values` as bf16, and the int16 bits that this lacks.
+
+    Exact for every value, infinities, subnormals, both zeros and values that round to infinity included; a
+    NaN becomes a NaN.
+    """
     half = round_away(values)
     bits = values.view(torch.int32)
     lacking = bits - (half.view(torch.int16).to(torch.int32) << 16)
     nan = (bits & MAGNITUDE) > INF
     return half, lacking.masked_fill(nan, 0).to(torch.int16)
+
+
+def split_fp16(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 `values` as fp16, the int16 bits that this lacks, and which are too large: these become 65504.
+
+    Exact for 0 and 2^-16 <= |x| < 65520; below, the error is at most 2^-41, or 2^-40 within 2^-41 of the
+    upper tie of an even half (16 bits cannot tell its 65,537 neighbours apart). inf and NaN pass.
+    """
+    half = values.to(torch.float16)
+    too_large = half.isinf() & values.isfinite()
+    half = torch.where(too_large, half.sign() * 65504, half)
+    return half, lacking_fp16(values, half).masked_fill(too_large, 0), too_large
 
 
 def join_bf16(half: Tensor, lacking: Tensor) -> Tensor:

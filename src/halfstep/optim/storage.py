@@ -15,7 +15,6 @@ from halfstep.optim import rounding, split
 from halfstep.torch_private import is_traceable_wrapper_subclass
 
 STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
-LOW_DTYPES = split.LOW_DTYPES
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
 EXACT = (L.BF16_EXACT, L.FP16_EXACT)
 EXPONENTS = "_exponents"
@@ -116,10 +115,7 @@ def write_weight(
     if kind == L.BF16_EXACT:
         half, lacking = split.split_bf16(value)
     elif kind == L.FP16_EXACT:
-        half = value.to(torch.float16)
-        too_large = half.isinf() & value.isfinite()
-        half = torch.where(too_large, half.sign() * 65504, half)
-        lacking = split.lacking_fp16(value, half).masked_fill(too_large, 0)
+        half, lacking, too_large = split.split_fp16(value)
         over = too_large.any()
     else:
         lacking = value

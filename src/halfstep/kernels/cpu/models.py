@@ -128,6 +128,7 @@ def _update(algorithm, weight, grad, state, look, first, last, items, table, sca
 def _update_of(algorithm, weight, grad, state, look, first, last, items, table, scalars, found):
     kind = tuple(code.literal_value for code in (algorithm, weight, grad, state))
     looks, blocks = bool(look.literal_value), kind[3] == L.STATE_8BIT
+    random = kind[3] != L.STATE_FP32 or kind[1] == L.BF16_STOCHASTIC
     update, seen = core(*kind), looker(kind[2], NARROW)
     wide_w, wide_x, wide_g, wide_m, wide_v = widths(*kind)
     largest, exponents_of = peak(*kind[:3]), block_exponents(kind[0])
@@ -140,7 +141,7 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
             s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
             row = table[:, p]
             total, top, bad = 0.0, i32(0), i32(0)
-            width = row[7] if blocks else 1
+            key, width = row[6] if random else 0, row[7] if blocks else 1
             column, block = start % width, start // width * (-(-width // L.BLOCK)) + start % width // L.BLOCK
             j = start
             while j < start + count:
@@ -151,14 +152,14 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
                 m, v = row[3] + wide_m * j, row[4] + wide_v * j
                 exponents = (i32(0), i32(0), i32(0), i32(0))
                 if blocks:
-                    exponents = exponents_of(m, v, row[5], row[6], block, n, largest(w, x, g, n, s), s)
+                    exponents = exponents_of(m, v, row[8], row[9], block, n, largest(w, x, g, n, s), s)
                     column = column + n if column + n < width else 0
                     block += 1
                 if looks:
                     squared, bits = seen(g, g, n)
                     total += squared
                     top = max(top, bits)
-                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(row[9]), j))
+                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(key), j))
                 j += n
             found[0, k], found[1, k], found[2, k] = total, float_of(top), bad
 
@@ -170,8 +171,9 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
 def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> Any:
     """The update of work items first..last: items (parameter, start, count), one address column a parameter.
 
-    Lines of the address table: weight, master or lacking bits, gradient, first and second state, the block
-    exponents of these two, the length of a row, which no block crosses, the step count and the random key.
+    Lines of the address table: weight, master or lacking bits, gradient, first and second state, step count;
+    where a step rounds at random its key; for 8-bit states the length of a row, which no block crosses, and
+    the exponents of both.
     `scalars` has a row for each parameter, or one for all. Each item's column of `found` gets what `measurer`
     finds (with `look`, by turns with the update; else zeros), and whether a weight left its master's range.
     """
@@ -257,8 +259,8 @@ def step_counter() -> Any:
 
     def count(table, steps):
         for i in range(len(steps)):
-            step = peek_f32(table[8, i], 0) + np.float32(1)
-            poke_f32(table[8, i], 0, step)
+            step = peek_f32(table[5, i], 0) + np.float32(1)
+            poke_f32(table[5, i], 0, step)
             steps[i] = step
         return bool((steps == steps[0]).all())
 
