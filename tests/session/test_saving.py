@@ -136,7 +136,7 @@ def test_keep_last_and_replacing(tmp_path):
     (tmp_path / "step-best").mkdir()
     for step in (1, 2, 10):
         run[3].save(tmp_path / f"step-{step}", keep_last=2)
-    run[3].save(tmp_path / "step-10")
+    assert run[3].save(str(tmp_path / "step-10")) == tmp_path / "step-10"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-2", "step-best"]
 
 

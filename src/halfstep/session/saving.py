@@ -137,12 +137,12 @@ def save(
     keep_last: int | None = None,
     background: bool = False,
     storage: Any = None,
-) -> str | Path:
+) -> Any:
     """Write all that a resumed run needs into the folder `path`, whole or not at all; every rank calls.
 
     One safetensors file a rank: fp32 masters under the weights' names, optimizer states as they are,
     random generators; and a manifest with the SHA-256 of each file. No pickle. Any number of ranks reads
-    it, into any master or state format. Returns `path`.
+    it, into any master or state format. Returns `path`: as a Path, with `storage` as it was given.
 
     Args:
         path: a folder on a disk that all ranks see; a checkpoint there is replaced, nothing else.
@@ -185,7 +185,7 @@ def save(
         self.writer.start(write, contents, group)
     else:
         write(contents=contents, group=group)
-    return path
+    return Path(path) if storage is None else path
 
 
 def _writer_of(path: str | Path, storage: Any, keep_last: int | None) -> Callable[..., None]:

@@ -526,8 +526,7 @@ class Trainer:
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
-        self.amp.save(path, schedulers=self._schedulers, position=place, **options)
-        return self.folder.wrote(path)
+        return self.folder.wrote(self.amp.save(path, schedulers=self._schedulers, position=place, **options))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
