@@ -57,7 +57,7 @@ def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
         )
     if not grad.dtype.is_floating_point:
         raise UnsupportedError(f"the gradient of {name} is {grad.dtype}, expected floating numbers")
-    grad = grad.detach().resolve_neg()
+    grad = grad.detach().resolve_neg().as_subclass(Tensor)
     if not (weight.is_contiguous() and grad.is_contiguous()) and grad.stride() != weight.stride():
         grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
     return grad if grad.dtype in cpus_.GRADS else grad.to(torch.float32)
@@ -154,7 +154,7 @@ class Bundle:
             return False
         columns, count = [self.weights, self.grads, *states.values()], len(self.params)
         tensors = list(chain.from_iterable(columns))
-        if not PLAIN.issuperset(map(type, tensors)):
+        if not PLAIN.issuperset(map(type, tensors[count:])):
             return False
         try:
             contiguous = all(map(Tensor.is_contiguous, tensors))
