@@ -192,8 +192,11 @@ def test_all_ranks_hear_of_a_part_that_one_of_them_cannot_read(tmp_path):
 def test_a_name_is_used_once_and_what_cannot_be_is_named(tmp_path):
     amp = build()[3]
     amp.save(tmp_path / "a", storage="dcp")
+    amp.save(tmp_path / "plain")
     for call, message in [
-        (lambda: amp.save(tmp_path / "a", storage="dcp"), "holds a checkpoint, which DCP would replace file"),
+        (lambda: amp.save(tmp_path / "a", storage="dcp"), "holds a checkpoint already"),
+        (lambda: amp.save(tmp_path / "plain", storage="dcp"), "holds a checkpoint already"),
+        (lambda: amp.load(tmp_path / "plain", storage="dcp"), "load without storage= reads what is there"),
         (lambda: amp.save("memory://x/b"), "is a URL: give storage='dcp'"),
         (lambda: amp.load("memory://x/b"), "is a URL: give storage='dcp'"),
         (lambda: amp.load(tmp_path / "b", storage="dcp"), "no checkpoint at .*b: it has no .metadata"),
@@ -209,7 +212,7 @@ def test_a_name_is_used_once_and_what_cannot_be_is_named(tmp_path):
     ]:
         with pytest.raises(CheckpointError, match=message):
             call()
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "plain"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -290,8 +290,8 @@ def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
         return None
     try:
         files, folder = _opened(path)
-        if files.exists(f"{folder}/{_DONE}"):
-            return f"{path} holds a checkpoint, which DCP would replace file by file: choose another name"
+        if any(files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST)):
+            return f"{path} holds a checkpoint already, and storage='dcp' replaces none: choose another name"
         files.makedirs(folder, exist_ok=True)
         files.pipe_file(f"{folder}/{_MARK}", json.dumps({"halfstep": manifest["halfstep"]}).encode())
     except (ImportError, ValueError, OSError) as error:
@@ -303,10 +303,11 @@ def _missing(path: str) -> str | None:
     """Why there is nothing to read."""
     try:
         files, folder = _opened(path)
-        there = files.exists(f"{folder}/{_DONE}")
+        there, plain = (files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST))
     except (ImportError, ValueError, OSError) as error:
         return f"cannot read {path}: {_first_line(error)}"
-    return None if there else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last"
+    hint = "; load without storage= reads what is there" if plain else ""
+    return None if there else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last{hint}"
 
 
 def _opened(path: str) -> tuple[Any, str]:
