@@ -317,3 +317,15 @@ def test_a_state_that_stands_for_other_tensors_is_named():
     optimizer.state[p]["exp_avg"] = TwoTensor(torch.ones(3, 4), torch.ones(3, 4))
     with pytest.raises(ConfigError, match="'exp_avg' of parameter 0 of group 0 is a TwoTensor"):
         optimizer.step()
+
+
+def test_a_plain_dict_in_place_of_the_state_starts_anew():
+    weights = [nn.Parameter(torch.linspace(-1, 1, 70).to(BF16)) for _ in range(2)]
+    for p in weights:
+        p.grad = torch.ones_like(p)
+    used, fresh = (AdamW([p], lr=0.1) for p in weights)
+    used.init_states()
+    used.state = {}
+    used.step()
+    fresh.step()
+    assert torch.equal(*weights)

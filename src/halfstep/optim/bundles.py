@@ -123,7 +123,10 @@ class Bundle:
         What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
         cannot fit.
         """
-        held = None if state is None else list(map(state.__getitem__, self.params))
+        try:
+            held = None if state is None else list(map(state.__getitem__, self.params))
+        except KeyError:  # a plain dict in place of torch's
+            held = [state.setdefault(p, {}) for p in self.params]
         if not self._found(held):
             self._make_fit(held or [])
             if not self._found(held):
