@@ -287,5 +287,17 @@ for step in range(60):
             p.grad = None
 """, "weights updated by hand")  # fmt: skip
 
-TRIED = [MLP, CNN, GPT, LSTM, GAN, ACCUMULATION, OWN_LOSS, OWN_SCALER]
+BCE = Foreign("bce", _HEAD + """
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1), nn.Sigmoid())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    x = torch.randn(32, 32)
+    loss = nn.BCELoss()(model(x)[:, 0], (x[:, 0] > 0).float())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    optimizer.step()
+""")  # fmt: skip
+
+TRIED = [MLP, CNN, GPT, LSTM, GAN, ACCUMULATION, OWN_LOSS, OWN_SCALER, BCE]
 REFUSED = [OWN_REGION, CLOSURE, FUNCTIONAL, NO_MODULE, HALF_WEIGHTS, BY_HAND]

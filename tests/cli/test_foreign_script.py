@@ -1,6 +1,7 @@
 """`halfstep tune` of scripts that never heard of halfstep: right, or refused by name."""
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import halfstep as hs
 from halfstep.cli import _tune_script, main
 from halfstep.cli._foreign_script import ForeignScript
+from halfstep.cli.tune import _code, _lines
 from halfstep.doctor.process import Enough, in_words, run_main, seed
+from halfstep.recipes import runs
 from halfstep.tuning import choices
-from halfstep.tuning.choices import LevelChoice, distance, gradient_bound
+from halfstep.tuning.choices import LevelChoice, Trial, decide, distance, gradient_bound
+from halfstep.tuning.search import Tuning
 from tests.cli import foreign_scripts
 from tests.cli.foreign_scripts import REFUSED, TRIED, Foreign
 
@@ -57,6 +62,39 @@ def test_losses_and_gradients_are_near_those_of_fp32(script: Foreign, tmp_path: 
         assert 0 < error < gradient_bound(name)
 
 
+def test_lines_below_a_choice_of_fp32_say_why_one_may_want_them() -> None:
+    slower = (Trial(LevelChoice("O0"), (1.0,), losses=(1.0,)), Trial(LevelChoice("O1", "bf16"), (2.0,)))
+    assert "to train in bf16 all the same (for its memory" in _lines(Tuning(slower, decide(slower), 0.0))
+
+
+LOSSES = {"bce": lambda out: nn.BCELoss()(out.sigmoid(), torch.ones_like(out))}
+
+
+@pytest.mark.parametrize("script", TRIED, ids=lambda s: s.name)
+def test_the_lines_to_write_train_as_the_script_did(script: Foreign, tmp_path: Path) -> None:
+    uses = tried(script, None, tmp_path).uses
+    assert uses == {
+        "mlp": {"clip_grad_norm_"},
+        "own scaler": {"clip_grad_norm_", "GradScaler"},
+        "gan": {"several optimizers"},
+        "bce": {"clip_grad_value_"},
+    }.get(script.name, set())
+    for dtype in ("bf16", "fp16"):
+        code = textwrap.dedent(_code(dtype, uses))
+        assert ("amp.unscale()" in code) == ("clip_grad_value_" in uses)
+        assert ("GradScaler" in code) == ("GradScaler" in uses)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.weight.detach().clone()
+        given: dict[str, Any] = {"model": model, "models": [model], "optimizer": optimizer, "hs": hs}
+        given |= {"optimizers": [optimizer], "input": torch.ones(2, 4), "max_norm": 0.05}
+        exec(code, given | {"loss_of": LOSSES.get(script.name, lambda out: out.mean() / 10)})
+        moved = float((model.weight.detach() - before).norm())
+        # four weights and a bias of the same gradient, 0.1
+        expected = 0.05 * (4 / 5) ** 0.5 if "clip_grad_norm_" in uses else 0.2
+        assert moved > 0.05 if script.name in LOSSES else moved == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("script", REFUSED[:-1], ids=lambda s: s.name)
 def test_what_cannot_be_tried_is_refused_by_name(script: Foreign, tmp_path: Path) -> None:
     refused = tried(script, None, tmp_path).refused
@@ -69,6 +107,41 @@ def test_weights_updated_by_hand_are_refused(tmp_path: Path, capsys: pytest.Capt
     script.write_text(foreign_scripts.BY_HAND.text)
     assert main(["tune", str(script)]) == 2
     assert foreign_scripts.BY_HAND.refused in capsys.readouterr().err
+
+
+def test_what_argparse_said_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    assert main(["tune", str(script), "--", "--epoch", "1"]) == 2
+    assert "unrecognized arguments: --epoch 1" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_script_of_one_step_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        foreign_scripts.MLP.text.replace("range(20)", "range(1)").replace("split(32)", "split(256)")
+    )
+    assert main(["tune", str(script)]) == 2
+    assert "it took 1 step, and 4 are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["train.py", "digits-mlp"])
+@pytest.mark.parametrize("dtype", ["fp8", "e4m3fn", "fp32"])
+def test_only_16_bit_dtypes_are_tried(
+    target: str,
+    dtype: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_tune_script, "tune_script", None)
+    monkeypatch.setattr(runs, "tune_recipe", None)
+    assert main(["tune", target, "--dtype", dtype]) == 2
+    said = capsys.readouterr().err
+    assert dtype in said
+    assert "expected bf16 or fp16" in said
 
 
 def test_the_command_prints_loss_time_and_memory_and_what_to_write(
@@ -92,6 +165,7 @@ def test_the_command_prints_loss_time_and_memory_and_what_to_write(
     said = capsys.readouterr().out
     for words in ("O1 bf16", "3.25", "5 MB", "60 ms", "1.7x faster", "O1 fp16", "3.5", "gradients: 1"):
         assert words in said
+    assert "to train in bf16, import halfstep as hs and write:" in said
     assert said.count('amp = hs.prepare(model, optimizer, level="O1", dtype="bf16")') == 1
 
 

@@ -39,7 +39,9 @@ def test_a_loss_far_from_fp32s_is_refused_too() -> None:
 
 
 def test_gradients_that_are_not_numbers_are_far() -> None:
-    assert decide([timed(FP32, 100), timed(O1, 50, gradient=float("nan"))]).trial.choice == FP32
+    found = decide([timed(FP32, 100), timed(O1, 50, gradient=float("nan"))])
+    assert found.trial.choice == FP32
+    assert "O1 bf16: its gradient or fp32's is inf or NaN" in found.reason
 
 
 def test_the_bounds_follow_the_dtypes_rounding() -> None:

@@ -28,11 +28,16 @@ from halfstep.trees import all_finite, cast_floats, gradients_of, parameters_of
 SCALE = 1024.0
 
 
+#: Functions of torch that change gradients between backward and step.
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+
 class ForeignScript:
     """Puts a script's modules into a region of `dtype` (None: none), and hears its losses and steps.
 
     `stepped` is called after each step of the first optimizer that steps. `losses`: of each backward pass;
-    `gradients`: of the first step, None where it was skipped; `refused`: why the script cannot be tried.
+    `gradients`: of the first step, None where it was skipped; `refused`: why the script cannot be tried;
+    `uses`: what of torch it uses that halfstep's lines take the place of.
     """
 
     def __init__(self, dtype: torch.dtype | None, stepped: Callable[[], None]) -> None:
@@ -40,6 +45,7 @@ class ForeignScript:
         self.gradients: list[Tensor | None] = []
         self.refused: str | None = None
         self.skipped = 0
+        self.uses: set[str] = set()
         self.modules: WeakSet[nn.Module] = WeakSet()
         self.optimizers: list[torch.optim.Optimizer] = []
         self._dtype, self._stepped = dtype, stepped
@@ -57,6 +63,9 @@ class ForeignScript:
         replace(stack, torch.autograd, "backward", self._heard)
         replace(stack, torch.amp.GradScaler, "__init__", self._made)
         replace(stack, torch.optim.Optimizer, "add_param_group", self._added)
+        for name in CLIPPING:
+            replace(stack, nn.utils, name, self._noted)
+            replace(stack, nn.utils.clip_grad, name, self._noted)
         stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         stack.callback(register_optimizer_step_post_hook(self._after).remove)
 
@@ -128,6 +137,7 @@ class ForeignScript:
         def made(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
             create(scaler, *args, **kwargs)
             if scaler.is_enabled():
+                self.uses.add("GradScaler")
                 self._scalers.append(scaler)
                 self._scale = None
 
@@ -172,6 +182,13 @@ class ForeignScript:
     def _divided(self, gradient: Tensor) -> Tensor:
         return gradient / self._scale if self._in_backward and self._scale is not None else gradient
 
+    def _noted(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.uses.add(clip.__name__)
+            return clip(*args, **kwargs)
+
+        return noted
+
     # --- steps ---------------------------------------------------------------------------------------------
 
     def _before(
@@ -195,6 +212,8 @@ class ForeignScript:
             if len(self.optimizers) == 1 and taken:
                 gradients = [p.grad for p in parameters_of(optimizer)]
                 self.gradients = [None if g is None else g.detach().float().clone() for g in gradients]
+            elif len(self.optimizers) > 1:
+                self.uses.add("several optimizers")
         if not taken:
             self._skip(optimizer)
 

@@ -112,7 +112,7 @@ class _Runs:
             self.foreign = found.get("losses") is not None
             self.dtype, self.has_convolutions = found.get("dtype", "bf16"), found.get("convolutions", False)
         errors = distance(found["loss"], found["gradients"], self._base["loss"], self._base["gradients"])
-        more = {key: found[key] for key in ("losses", "peak_bytes", "skipped") if key in found}
+        more = {key: found[key] for key in ("losses", "peak_bytes", "skipped", "uses") if key in found}
         return Trial(choice, (median(found["seconds"]),), *errors, **more)
 
     def _child(self, choice: LevelChoice) -> dict[str, Any]:
@@ -124,7 +124,12 @@ class _Runs:
                 os.environ,
                 wait=lambda child: late.append(_late(child, begun, self.seconds)),
             )
-        return found or {"failed": late[0] or (said.strip().splitlines() or ["no message"])[-1]}
+        last = (said.strip().splitlines() or ["no message"])[-1]
+        if found is None:
+            return {"failed": late[0] or last}
+        if said.strip() and str(found["failed"]).startswith("SystemExit"):
+            found["failed"] += f"; the last line of its standard error: {last}"
+        return found
 
 
 def _late(child: subprocess.Popen[bytes], begun: Path, seconds: float) -> str | None:
@@ -250,7 +255,8 @@ class _Timer:
         if failed is None and not seconds and time.perf_counter() > self.until:
             failed = too_long(self.warm + 1, self.seconds)
         if failed is None and not seconds:
-            failed = f"it took {len(self.ends)} steps, and {self.warm + 1} are needed"
+            taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
+            failed = f"it took {taken}, and {self.warm + 1} are needed"
         if failed is not None:
             return {"failed": failed}
         return {"failed": None, "seconds": seconds, **self._seen()}
@@ -264,6 +270,7 @@ class _Timer:
                 "losses": losses,
                 "peak_bytes": self.peak[0],
                 "skipped": self.foreign.skipped,
+                "uses": frozenset(self.foreign.uses),
             }
         assert self.session is not None
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -46,6 +46,8 @@ def run(
     """
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"--seconds {seconds:g}: expected seconds above 0")
+    if dtype not in (None, "bf16", "fp16"):
+        raise ConfigError(f"--dtype {dtype}: expected bf16 or fp16")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     with progress(f"tuning {target}", None, quiet=json) as tell:
@@ -155,10 +157,32 @@ def _lines(found: Tuning) -> str:
     usable = [t for t in found.trials[1:] if t.failed is None and t.too_far is None]
     if not usable:
         return "loss: the mean of the last quarter of all losses"
-    dtype = min(usable, key=lambda trial: trial.time).choice.dtype
-    return f"""loss: the mean of the last quarter of {len(found.trials[0].losses)} losses
-to train in {dtype}, import halfstep as hs and write:
-  amp = hs.prepare(model, optimizer, level="O1", dtype="{dtype}")  # where both are made
-  with amp.autocast():                                           # around forward and loss
-  amp.backward(loss)                                             # for loss.backward()
-  amp.step()                                                     # for optimizer.step() and zero_grad()"""
+    dtype, base = min(usable, key=lambda trial: trial.time).choice.dtype, found.trials[0]
+    anyway = "" if found.choice.dtype else " all the same (for its memory, or on another machine)"
+    return f"""loss: the mean of the last quarter of {len(base.losses)} losses
+to train in {dtype}{anyway}, import halfstep as hs and write:
+{_code(str(dtype), base.uses)}"""
+
+
+def _code(dtype: str, uses: Collection[str]) -> str:
+    """The lines for a script that uses these things of torch, each with its place; they do what was tried."""
+    several, clips = "several optimizers" in uses, "clip_grad_norm_" in uses
+    made, where, each = "model, optimizer", "once both are made", list[str]()
+    if several:
+        made, where, each = "models, optimizers", "lists of them all", ["optimizer"]
+    clip, in_place = (["clip_norm=max_norm"], ", clip_grad_norm_") if clips else ([], "")
+    lines = [
+        (f'amp = hs.prepare({made}, level="O1", dtype="{dtype}")', where),
+        ("with amp.autocast():", "around each call of a model"),
+        ("    output = model(input)", ""),
+        ("loss = loss_of(output.float())", "outside, from fp32 outputs"),
+        (f"amp.backward({', '.join(['loss', *each])})", "in place of loss.backward()"),
+        (f"amp.step({', '.join([*each, *clip])})", f"in place of optimizer.step(){in_place}, zero_grad()"),
+    ]
+    if several:
+        lines.insert(5, ("", "(optimizer: the one, or a list of those, that the loss trains)"))
+    if "clip_grad_value_" in uses:
+        lines.insert(-1, (f"amp.unscale({', '.join(each)})", "before clip_grad_value_"))
+    if "GradScaler" in uses:
+        lines.append(("", "without the script's own GradScaler: amp scales the loss itself"))
+    return "\n".join(f"  {code:<64}{place and '# '}{place}".rstrip() for code, place in lines)

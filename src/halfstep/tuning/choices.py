@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ class Trial:
 
     loss_error, gradient_error: |x - x32| / |x32| over the first step from the same weights; None where there
     was nothing to compare. failed: why it is out of the question, or None. Of a script that does not use
-    halfstep also the losses of its steps, the peak bytes of tensors in one, and how many were skipped.
+    halfstep also the losses of its steps, the peak bytes of tensors in one, how many were skipped, and what
+    it `uses` of torch that halfstep's lines take the place of.
     """
 
     choice: LevelChoice
@@ -69,6 +71,7 @@ class Trial:
     losses: tuple[float, ...] = ()
     peak_bytes: int | None = None
     skipped: int = 0
+    uses: frozenset[str] = frozenset()
 
     @property
     def time(self) -> float:
@@ -85,7 +88,9 @@ class Trial:
             ("loss", self.loss_error, loss_bound(self.choice.dtype)),
             ("gradient", self.gradient_error, gradient_bound(self.choice.dtype)),
         ):
-            if error is not None and not error <= limit:
+            if error is not None and not isfinite(error):
+                return f"its {what} or fp32's is inf or NaN"
+            if error is not None and error > limit:
                 return f"its {what} is {error:.2g} of fp32's away from fp32's, more than {limit:.2g}"
         return None
 
