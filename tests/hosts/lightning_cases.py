@@ -88,7 +88,7 @@ def test_loss_norm_and_checkpoint(way, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_a_skipped_step_is_seen_by_the_scheduler(way, dtype):
-    how = {"on_nonfinite": "skip"} if dtype == "bf16" else {}
+    how = {"skip_nonfinite": True} if dtype == "bf16" else {}
     common.sees_the_skip(train(way, dtype, batches=6 * ACCUMULATE, spoiled=3 * ACCUMULATE, **how))
 
 

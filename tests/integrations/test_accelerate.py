@@ -158,6 +158,46 @@ def test_a_call_that_fails_leaves_no_region_open():
     assert copy.deepcopy(model)(torch.ones(1, 6)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_at_bf16_a_step_on_inf_is_skipped_where_asked(kind):
+    model, accelerator, _, schedule, step, _ = accelerated(
+        kind, level="O2", dtype="bf16", skip_nonfinite=True
+    )
+    for x, y in batches(4, spoiled=[1]):
+        step(x, y)
+    assert accelerator.session.skips.total == 1
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert schedule.get_last_lr() == pytest.approx([1e-2 * 0.9**3])
+
+
+def test_max_skips_and_the_other_options_are_taken():
+    *_, step, _ = accelerated(
+        dtype="bf16", skip_nonfinite=True, max_skips=2, layout="channels_last", kernels="native"
+    )
+    with pytest.raises(hs.LossScaleCollapsed):
+        for x, y in batches(3, spoiled=range(3)):
+            step(x, y)
+
+
+def test_an_option_that_no_host_can_give_is_refused_at_once():
+    with pytest.raises(ConfigError, match="unknown level 'O9'"):
+        Accelerator(cpu=True, level="O9")
+    with pytest.raises(ConfigError, match=r"level='auto' .* choose O0 to O3"):
+        Accelerator(cpu=True, level="auto")
+    with pytest.raises(ConfigError, match="layout='auto'"):
+        Accelerator(cpu=True, layout="auto")
+    with pytest.raises(TypeError, match="levl"):
+        Accelerator(cpu=True, levl="O2")
+
+
+def test_two_words_for_the_dtype_have_to_agree():
+    with pytest.raises(ConfigError, match="mixed_precision='bf16' beside dtype='fp16'"):
+        Accelerator(cpu=True, dtype="fp16", mixed_precision="bf16")
+    for dtype in ("bfloat16", torch.bfloat16, None):
+        _, accelerator, *_ = accelerated(dtype=dtype, mixed_precision="bf16")
+        assert accelerator.session.policy.compute_dtype == torch.bfloat16
+
+
 def test_what_cannot_be_prepared_is_refused():
     with pytest.raises(ConfigError, match="expected 'no', 'fp16' or 'bf16'"):
         Accelerator(cpu=True, mixed_precision="fp8")

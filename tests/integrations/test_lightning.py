@@ -140,9 +140,16 @@ def test_what_the_plugin_cannot_do_is_refused():
         fit(Own(), 2, plugin=Precision(dtype="bf16"))
 
 
-def test_a_misspelled_option_is_named():
-    with pytest.raises(hs.ConfigError, match="levl"):
-        fit(Digits(), 2, plugin=Precision(levl="O2"))
+def test_an_option_that_no_host_can_give_is_refused_at_once():
+    with pytest.raises(TypeError, match="levl"):
+        Precision(levl="O2")
+    with pytest.raises(TypeError, match="levl"):
+        Fabric(accelerator="cpu", levl="O2")
+    for cls in (Precision, Fabric):
+        with pytest.raises(hs.ConfigError, match="unknown level 'O9'"):
+            cls(level="O9")
+        with pytest.raises(hs.ConfigError, match=r"level='auto' .* choose O0 to O3"):
+            cls(level="auto")
 
 
 def test_ddp_of_the_trainer_s_own_is_refused_with_the_strategy_to_write():
@@ -193,6 +200,30 @@ def test_fabric_goes_on_from_its_checkpoint_bit_for_bit(level, tmp_path):
     again, fabric, _ = fabricated("ours", 8, start=4, load=path, level=level, dtype="fp16")
     assert same(whole, again)
     assert fabric.session.steps == 8
+
+
+def test_fabric_skips_a_step_on_inf_where_asked():
+    fabric = Fabric(accelerator="cpu", devices=1, level="O2", dtype="bf16", skip_nonfinite=True)
+    model = cnn()
+    module, optimizer = fabric.setup(model, OPTIMIZERS["ours"](model.parameters()))
+    before = [p.clone() for p in model.parameters()]
+    fabric.backward(module(torch.ones(2, 1, 8, 8)).sum() * float("inf"))
+    assert optimizer.step().skipped
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_fabric_says_where_a_model_and_its_optimizer_belong():
+    fabric, model = Fabric(accelerator="cpu", devices=1, dtype="bf16"), cnn()
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+    one_call = r"one fabric\.setup\(model, optimizer\)"
+    for clip in ({"max_norm": 1.0}, {"clip_val": 1.0}):
+        with pytest.raises(hs.ConfigError, match=one_call):
+            fabric.clip_gradients(model, optimizer, **clip)
+    module = fabric.setup(model)
+    with pytest.raises(hs.ConfigError, match=one_call):
+        fabric.backward(module(torch.ones(2, 1, 8, 8)).sum())
+    with pytest.raises(hs.ConfigError, match=one_call):
+        fabric.setup_optimizers(optimizer)
 
 
 def test_fabric_prepares_one_module():

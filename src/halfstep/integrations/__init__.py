@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
+from halfstep.policy import level_of
 
 FIRST_SCALE = 1024.0
 """Where a dynamic loss scale starts: 65,536 skips three or four of the first steps of a short run."""
@@ -22,17 +23,55 @@ FIRST_SCALE = 1024.0
 class Options(TypedDict, total=False):
     """The arguments of `halfstep.prepare` that adapters take."""
 
-    level: str
+    level: str | hs.Level
     dtype: str | torch.dtype | None
     policy: Any
     plan: Any
+    layout: str
     loss_scale: Any
+    skip_nonfinite: bool | None
     on_nonfinite: str | None
+    max_skips: int
+    accumulate: str | None
+    kernels: Any
 
 
 def options(arguments: dict[str, Any]) -> Options:
-    """Take ours out of the arguments of a host's constructor."""
-    return cast(Options, {name: arguments.pop(name) for name in Options.__annotations__ if name in arguments})
+    """Take ours, checked, out of the arguments of a host's constructor."""
+    return checked({name: arguments.pop(name) for name in Options.__annotations__ if name in arguments})
+
+
+def checked(how: dict[str, Any]) -> Options:
+    """These options; TypeError for one that there is not, ConfigError for a level that no host can give."""
+    for name in how.keys() - Options.__annotations__:
+        raise TypeError(f"there is no option {name!r}: expected some of {', '.join(Options.__annotations__)}")
+    for name, choices in (("level", "O0 to O3"), ("layout", "'keep' or 'channels_last'")):
+        if str(how.get(name)).strip().lower() == "auto":
+            raise hs.ConfigError(
+                f"{name}='auto' runs training steps to choose, and here the host runs them: choose {choices}"
+            )
+    if "level" in how:
+        level_of(how["level"])
+    return cast(Options, how)
+
+
+def with_dtype(how: Options, mixed_precision: str | None) -> Options:
+    """The options with the host's word as the dtype; ConfigError for a word of no dtype, or of another."""
+    if mixed_precision not in (None, "no", "fp16", "bf16"):
+        raise hs.ConfigError(f"mixed_precision={mixed_precision!r}: expected 'no', 'fp16' or 'bf16'")
+    word, dtype = None if mixed_precision == "no" else mixed_precision, how.get("dtype")
+    if word and dtype and hs.format_of(word) != hs.format_of(dtype):
+        raise hs.ConfigError(f"mixed_precision={word!r} beside dtype={dtype!r}: give one of the two")
+    return {**how, "dtype": dtype or word}
+
+
+def begun(session: hs.Session | None) -> hs.Session:
+    """The session; ConfigError where no optimizer was set up."""
+    if session is None:
+        raise hs.ConfigError(
+            "no optimizer was set up with its model: give both to one fabric.setup(model, optimizer)"
+        )
+    return session
 
 
 def prepare(models: Any, optimizers: Any, how: Options) -> hs.Session:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, options, prepare, run_within
+from halfstep.integrations import Options, options, prepare, run_within, with_dtype
 
 try:
     import accelerate
@@ -32,14 +32,15 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` with halfstep's arguments; takes all arguments of its base.
 
     Args:
-        level, dtype, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. Without a
-            `dtype`, the host's `mixed_precision="bf16"` or "fp16" is taken as it. A dynamic loss scale starts
-            at 1,024.
+        level, dtype and the other keywords of `halfstep.integrations.Options`: as `halfstep.prepare` takes
+            them. Without a `dtype`, the host's `mixed_precision="bf16"` or "fp16" is taken as it. A dynamic
+            loss scale starts at 1,024.
 
     `session` is the `halfstep.Session` that `prepare(model, optimizer)` makes; before that it is None.
 
     Raises:
-        ConfigError: `mixed_precision="fp8"`; an optimizer without its model, or a second pair of them.
+        ConfigError: `mixed_precision="fp8"`, or another than `dtype`; an unknown level or "auto"; an
+            optimizer without its model, or a second pair of them.
         UnsupportedError: DeepSpeed, FSDP or Megatron: use `halfstep.optim` and the host's own precision.
     """
 
@@ -58,9 +59,7 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate runs {self.distributed_type}, for which this Accelerator prepares no models: "
                 "use accelerate.Accelerator with an optimizer of halfstep.optim, which needs no preparation"
             )
-        if mixed_precision not in (None, "no", "fp16", "bf16"):
-            raise hs.ConfigError(f"mixed_precision={mixed_precision!r}: expected 'no', 'fp16' or 'bf16'")
-        self._how: Options = {"dtype": None if mixed_precision == "no" else mixed_precision, **how}
+        self._how = with_dtype(how, mixed_precision)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As the base does, after `halfstep.prepare` where a model and its optimizer are among them."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import options
+from halfstep.integrations import begun, options
 from halfstep.integrations.lightning import Driven
 
 try:
@@ -40,8 +40,7 @@ class _Precision(Driven, HostPrecision):
         return self.step(optimizer)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        assert self.session is not None
-        self.session.unscale(optimizer)
+        begun(self.session).unscale(optimizer)
 
 
 class Fabric(HostFabric):
@@ -52,6 +51,9 @@ class Fabric(HostFabric):
 
     `session` is the `halfstep.Session` that `setup(model, optimizer)` makes; save it with the model, as
     `fabric.save(path, {"model": model, "optimizer": optimizer, "session": fabric.session})`.
+
+    Raises:
+        ConfigError: a level that there is not, or "auto"; optimizers without their module, or a second pair.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +75,13 @@ class Fabric(HostFabric):
             module = self.to_device(module) if kwargs.get("move_to_device", True) else module
             self._ours.prepare(module, list(optimizers))
         return super().setup(module, *optimizers, **kwargs)
+
+    def setup_optimizers(self, *optimizers: Any) -> Any:
+        """Refused: weights and masters are made of a module together with its optimizers."""
+        raise hs.ConfigError(
+            "setup_optimizers() was given optimizers without their module: give the model and its optimizers "
+            "to one fabric.setup(model, optimizer)"
+        )
 
     def clip_gradients(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """With `max_norm` clip in the coming step, in its one pass, and return the unscaled 2-norm now."""

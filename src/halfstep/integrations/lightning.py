@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, prepare
+from halfstep.integrations import Options, begun, checked, prepare
 
 try:
     from lightning.pytorch import LightningModule
@@ -34,8 +34,7 @@ class Driven:
     """What the plugins of Trainer and Fabric do: region, backward and state are those of `session`.
 
     Args:
-        level, dtype, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. A dynamic loss
-            scale starts at 1,024.
+        how: keywords of `Options`, as `halfstep.prepare` takes them. A dynamic loss scale starts at 1,024.
 
     `session` is the `halfstep.Session` once training has begun, `outcome` the latest `halfstep.Outcome`.
     """
@@ -46,7 +45,7 @@ class Driven:
     """What the coming step clips to."""
 
     def __init__(self, **how: Unpack[Options]) -> None:
-        self._how = how
+        self._how = checked({**how})
 
     def prepare(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Prepare a module with its optimizers; without any it keeps its weights and only casts its ops."""
@@ -60,14 +59,12 @@ class Driven:
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward."""
-        assert self.session is not None
-        self.session.backward(tensor, **kwargs)
+        begun(self.session).backward(tensor, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer) -> hs.Outcome:
         """A step of the session; gradients stay until `zero_grad`."""
-        assert self.session is not None
         clip, self.clip_norm = self.clip_norm, None
-        self.outcome = self.session.step(optimizer, clip_norm=clip, zero_grad=False)
+        self.outcome = begun(self.session).step(optimizer, clip_norm=clip, zero_grad=False)
         return self.outcome
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +108,7 @@ class Precision(Driven, TrainerPrecision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, the hooks on unscaled gradients, and a step of the session."""
-        session, result = cast(hs.Session, self.session), closure()
+        session, result = begun(self.session), closure()
         if result is None and model.automatic_optimization:  # training_step left this batch out
             return None
         session.unscale(optimizer)

@@ -21,8 +21,9 @@ class Precision:
     """Mixin for `transformers.Trainer`, written before it among the bases.
 
     Args:
-        level, policy, plan, loss_scale, on_nonfinite: as `halfstep.prepare` takes them. The dtype is that of
-            `TrainingArguments`: `bf16=True` or `fp16=True`; without either, the device's best.
+        level and the other keywords of `halfstep.integrations.Options`: as `halfstep.prepare` takes them.
+            Without a `dtype` it is that of `TrainingArguments`: `bf16=True` or `fp16=True`; without either,
+            the device's best.
 
     `accelerator.session` is the `halfstep.Session` once training has begun.
     """

@@ -123,8 +123,8 @@ def check_parts(
         if own and isinstance(optimizer, HasMasters):
             raise ConfigError(
                 f"optimizer {index} ({type(optimizer).__name__}) has {' and '.join(own)}, for loops that "
-                "call its own step(): leave it out and write prepare(skip_nonfinite=True) and "
-                "amp.step(clip_norm=...)"
+                "call its own step(): leave it out and give skip_nonfinite=True to prepare(), or to a host's "
+                "adapter, and clip_norm= to amp.step()"
             )
     check_parameters(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
