@@ -82,11 +82,8 @@ def test_a_cure_works_where_only_the_start_of_the_loss_scale_is_left():
 
 def test_a_scale_that_stays_does_not_go_down_by_itself():
     document, _ = summed_in_half(scale=2.0**16)
-    cures = document.faults[0].cures
-    assert {cure.status for cure in cures if cure.kind != "bf16"} == {"does not help"}
-    assert {cure.status for cure in cures if cure.kind == "bf16"} <= {
-        "untried"
-    }  # one step does not refute it
+    assert {cure.status for cure in document.faults[0].cures} == {"untried"}  # one skip shows neither
+    assert "; try: with hs.autocast(enabled=False)" in document.headline
 
 
 def test_the_document_is_json_and_a_page():
