@@ -62,6 +62,41 @@ def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_pa
     assert after.steps >= document.steps
 
 
+ENDINGS = """
+import torch
+from torch import nn
+# a form\x0cfeed
+torch.manual_seed(0)
+net = nn.Linear(4, 4)
+opt = torch.optim.SGD(net.parameters(), lr=1e-6)
+for i in range(4):
+    x = torch.randn(8, 4) * 20
+    BODY
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+IN_PLACE = "e = torch.exp(net(x) * 30); loss = (e / e.sum()).square().sum()"
+ABOVE = """with torch.autocast("cpu", torch.float16):
+        h = net(x) @ net(x).T * 60
+    loss = h.mean()"""
+
+
+@pytest.mark.parametrize("body", [IN_PLACE, ABOVE], ids=["in place", "above"])
+def test_a_script_keeps_its_line_endings(body, tmp_path, monkeypatch, capfdbinary):
+    """`patch` reads the diff of one whose lines end in CRLF, and so do all lines of what it makes."""
+    text = ENDINGS.replace("BODY", body)
+    path, crlf = tmp_path / "crlf.py", text.replace("\n", "\r\n").encode()
+    path.write_bytes(crlf)
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    assert main(["doctor", str(path), "--steps", "4", "--diff"]) == 1
+    diff = capfdbinary.readouterr().out
+    subprocess.run(["patch", "-p0", "-s", str(path)], input=diff, check=True, timeout=60)
+    new = path.read_bytes()
+    assert new != crlf
+    assert new.count(b"\n") == new.count(b"\r\n")
+
+
 def test_the_command_prints_the_diff_alone_and_the_verdict_beside_it(tmp_path, monkeypatch, capsys):
     script = named("distance_of_equal_points")
     path = tmp_path / "train.py"

@@ -41,6 +41,7 @@ class Script:
         self.tree = ast.parse(text)
         self._bytes = text.encode()
         lines = self._bytes.splitlines(keepends=True)
+        self.newline = "\r\n" if lines and lines[0].endswith(b"\r\n") else "\n"
         self._starts = [0, *itertools.accumulate(map(len, lines))]
         self._edits: list[tuple[int, int, int, int, str]] = []
 
@@ -76,7 +77,7 @@ class Script:
         margin = self._bytes[begin : begin + statement.col_offset].decode()
         if margin.strip():
             margin = ""
-        head = "".join(f"{margin}{line}\n" for line in lines) + "    " * indent
+        head = "".join(f"{margin}{line}{self.newline}" for line in lines) + "    " * indent
         self._edits.append((begin, 1, -len(self._edits), 0, head))
         for number in range(statement.lineno, statement.end_lineno or 0) if indent else ():
             self._edits.append((self._starts[number], 1, -len(self._edits), 0, "    "))
@@ -351,7 +352,7 @@ def _with_masters(text: str, code: str) -> Iterator[str]:
         if model and isinstance(made.targets[0], ast.Name):
             names = f"{model[1]}, {made.targets[0].id}"
             call = f'hs.prepare({names}, level="O2", dtype="{dtype}", loss_scale="none")'
-            margin = "\n" + " " * made.col_offset
+            margin = script.newline + " " * made.col_offset
             script.around(made, "", f"{margin}import halfstep as hs{margin}{call}")
     yield script.text()
 

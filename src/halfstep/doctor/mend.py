@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,8 @@ def _unwritten(fault: Fault) -> str:
 def as_diff(path: Path, old: str, new: str) -> str:
     """What makes one text of a file the other, as `diff -u` writes it."""
     name = str(path)
-    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, name)
+    before, after = (list(io.StringIO(text, newline="\n")) for text in (old, new))
+    lines = difflib.unified_diff(before, after, name, name)
     ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return "".join(ended)
 

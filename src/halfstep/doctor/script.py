@@ -176,7 +176,7 @@ def examine_script(
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # with its own line endings
         findings = lint_source(text, path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
