@@ -220,3 +220,44 @@ def test_a_logarithm_of_one_more_is_kept_from_its_edge(tmp_path, monkeypatch):
     text = LOOP.replace("DEFINE", body)
     document = examined(text, tmp_path / "train.py", 8, monkeypatch, diff=True)
     assert ".clamp_min(-0.9999))" in document.diff
+
+
+POWERS = {
+    "2.0 ** (z.half() @ w)": "range",
+    "2 ** (z @ w)": "range",
+    "torch.pow(2, (z @ w) * 1e4)": "mathematics",
+}
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_power_that_is_too_large_is_no_matter_of_its_domain(power, tmp_path, monkeypatch):
+    """A softmax with another base than e."""
+    wide = "w = torch.eye(8, dtype=z.dtype)" if "half" not in power else "w = torch.eye(8).half()"
+    body = (
+        f"def made(z):\n    {wide}\n    e = {power}\n    return (e / e.sum(1, keepdim=True)).square().mean()"
+    )
+    text = LOOP.replace("DEFINE", body)
+    document = examined(text, tmp_path / "train.py", 8, monkeypatch, diff=True)
+    found = document.faults[0]
+    assert (found.op, found.cause.kind) == ("pow", POWERS[power])
+    assert "domain" not in found.cause.words
+    if found.cause.kind == "mathematics":
+        assert "2 to the power of values up to" in found.cause.words
+    assert any(c.specs and c.specs[0][0] == "shift" and c.status == WORKS for c in found.cures)
+    assert document.diff
+
+
+@pytest.mark.parametrize(
+    ("power", "words"),
+    [
+        ("(z - z.detach()) ** -1.0", "values are 0"),
+        ("(z - z.detach()) ** -0.5", "values are 0"),
+        ("(-z.abs()) ** 0.5", "values are negative"),
+        ("(z * 1e4) ** 100", "pow of values up to"),
+    ],
+)
+def test_a_power_names_what_is_wrong_with_it(power, words, tmp_path, monkeypatch):
+    text = LOOP.replace("DEFINE", f"def made(z):\n    return ({power} if i == 4 else z).mean()")
+    document = examined(text, tmp_path / "train.py", 8, monkeypatch)
+    assert words in document.faults[0].cause.words
+    assert ("domain" in document.faults[0].cause.words) == ("values are" in words)

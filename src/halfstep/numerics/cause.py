@@ -306,6 +306,26 @@ def _too_few(node: Node, base: str, first: Tensor) -> str:
     return ""
 
 
+def out_of_domain(node: Node) -> str:
+    """What a power is taken of that has none, in words; empty where it is only too large."""
+    base, exponent = (torch.as_tensor(x) for x in node.args[:2])
+    for mask, what, wrong in (
+        ((base == 0) & (exponent < 0), "0", "a negative power"),
+        ((base < 0) & (exponent != exponent.trunc()), "negative", "a power that is no whole number"),
+    ):
+        if mask.any():
+            bad = f"values are {what}" if mask.numel() > 1 else f"the value is {what}"
+            return f"{wrong} of a value out of its domain ({_some(bad, mask)})"
+    return ""
+
+
+def _too_large_a_power(node: Node) -> str:
+    base, exponent = node.args[:2]
+    of = f"{base:.3g} to the power" if not isinstance(base, Tensor) else "pow"
+    largest = float(amax(exponent if not isinstance(base, Tensor) else base))
+    return f"{of} of values up to {largest:.3g} is infinite in every format"
+
+
 def _words(node: Node) -> str:
     """The illegal operation in words, by kernel name."""
     base = node.base.removesuffix("_").removeprefix("_foreach_")
@@ -338,7 +358,7 @@ def _words(node: Node) -> str:
     if base in ("rsqrt", "reciprocal"):
         return f"{base} of {_some('values that are zero', first == 0)}{backward}"
     if base == "pow":
-        return f"power of a value out of its domain ({_some('values are 0', first == 0)}){backward}"
+        return f"{out_of_domain(node) or _too_large_a_power(node)}{backward}"
     if "softmax" in base:
         return "softmax over a row in which every term is -inf"
     if base == "exp":

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from halfstep.formats import FORMATS
+from halfstep.numerics.cause import out_of_domain
 from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
@@ -215,10 +216,19 @@ def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> 
     return out * 2.0**bits if bias is None else (out - bias.float()) * 2.0**bits + bias.float()
 
 
+def _exponent(func: Any, args: Any) -> int | None:
+    """Which argument stands in the exponent of a number; None where none does."""
+    name = getattr(func, "__name__", "")
+    if op_label(func, name) == "exp" or name == "__rpow__":
+        return 0
+    return 1 if op_label(func, name) == "pow" and not isinstance(args[0], Tensor) else None
+
+
 def _shifted(*given: Any) -> Any:
     *dims, func, args, kwargs = given
-    x = args[0]
-    return func(x - x.detach().amax(dims, keepdim=True), *args[1:], **kwargs)
+    place, args = _exponent(func, args) or 0, list(args)
+    args[place] = args[place] - args[place].detach().amax(dims, keepdim=True)
+    return func(*args, **kwargs)
 
 
 def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
@@ -231,11 +241,13 @@ def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     args, op = list(args), op_label(func, getattr(func, "__name__", ""))
-    if op == "div":
+    if (place := _exponent(func, args)) is not None:
+        args[place] = args[place].clamp_max(value)
+    elif op == "div":
         last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
         args[last] = torch.where(args[last].abs() < value, value, args[last])
     elif op != "pow" or not all(isinstance(x, int) and x > 0 for x in args[1:]):
-        args[0] = args[0].clamp_max(value) if op == "exp" else args[0].clamp_min(value)
+        args[0] = args[0].clamp_min(value)
     return func(*args, **kwargs)
 
 
@@ -508,7 +520,7 @@ def _for_range(
         cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum") and node.phase != "backward":
         cures.append(_scale_around(node, bits, later))
-    if node.op == "exp" and node.phase != "backward":
+    if _base_of(node) and node.phase != "backward":
         cures.append(_smaller_exponent(node, cause, later))
     return [*cures, to_bf16(parts, node.location.in_region)]
 
@@ -547,7 +559,6 @@ def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]
     loss = root / (scale_now(parts)[0] or 1.0)
     if loss < _LARGE_LOSS:
         return []
-
     said = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{{}} less is enough"
     strengths = (bits, bits + 4, bits + 8)
     return [_cure(*((("loss", by), said.format(by), f"loss = loss / {2**by}") for by in strengths))]
@@ -584,15 +595,13 @@ def _scale_written(parts: StepParticipants, value: float) -> str:
 
 def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants, later: Sequence[Node]) -> list[Cure]:
     clip = terms_of(parts, node.location.in_region).clip
-    if node.op == "exp" and node.phase != "backward":
+    if _base_of(node) and node.phase != "backward":
         return [_smaller_exponent(node, cause, later)]
     if node.phase == "optimizer":
         text = "the values in the optimizer's state left the range: clip gradients before they get there"
         return [Cure("advice", text, clip)]
-    text = (
-        f"values have left the range of {cause.format} itself: look for divergence (learning rate, missing "
-    )
-    return [Cure("advice", text + "normalisation) or unscaled data", clip)]
+    text = f"values have left the range of {cause.format} itself: look for divergence (learning rate, "
+    return [Cure("advice", text + "missing normalisation) or unscaled data", clip)]
 
 
 def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipants) -> list[Cure]:
@@ -701,20 +710,32 @@ def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int,
     return None, ()
 
 
+def _base_of(node: Node) -> float:
+    """The number of which an op takes powers that become too large; 0 for other ops."""
+    base = node.args[0] if node.op == "pow" else math.e if node.op == "exp" else 0.0
+    return float(base) if isinstance(base, int | float) and base > 1 else 0.0
+
+
 def _smaller_exponent(node: Node, cause: Cause, later: Sequence[Node] = ()) -> Cure:
+    base, exp = _base_of(node), node.op == "exp"
     name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
     last, dims = _by_hand(node, later)
-    if last is not None and last.base == "log":
+    if last is not None and last.base == "log" and exp:
         text = f"take logsumexp in place of the log of a sum of exponentials{_here(last.location)}"
         spec = ("logsumexp", *_spec("", node)[1:], last.location.line, *dims)
         return _cure((spec, text, f"torch.logsumexp({name or 'x'}, dim={over(dims) or '...'})"))
-    said = f"keep what exp is taken of below {{:g}}, before exp and not after it{_here(node.location)}"
-    x, limits = name or "x", _EXPONENTS.get(cause.format, (80.0, 20.0))
+    what = "what exp is taken of" if exp else "the exponent"
+    said = f"keep {what} below {{:g}}, before {node.op} and not after it{_here(node.location)}"
+    x, powers = name or "x", _EXPONENTS.get(cause.format, (80.0, 20.0))
+    limits = [float(f"{k / math.log(base):.3g}") for k in powers]
     doses = [(_spec("clamp", node, k), said.format(k), f"{x}.clamp(max={k:g})") for k in limits]
-    if last is not None:
-        text = f"subtract the largest before exp, as softmax does{_here(node.location)}: the ratio stays"
+    if last is not None and last.base != "log":
+        text = (
+            f"subtract the largest before {node.op}, as softmax does{_here(node.location)}: the ratio stays"
+        )
         dim = f"{over(dims)}, " if dims else ""
-        doses.insert(0, (_spec("shift", node, *dims), text, f"torch.exp({x} - {x}.amax({dim}keepdim=True))"))
+        power = "torch.exp" if exp else f"{base:g} ** "
+        doses.insert(0, (_spec("shift", node, *dims), text, f"{power}({x} - {x}.amax({dim}keepdim=True))"))
     return _cure(*doses)
 
 
@@ -723,7 +744,8 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     text = f"keep the argument of {node.op} away from the edge of its domain{_here(node.location)}"
     if node.op == "exp":
         return [_smaller_exponent(node, cause, later)]
-    if node.op not in ("div", "log", "sqrt", "rsqrt", "reciprocal", "pow", "log2", "log10", "log1p"):
+    edged = ("div", "log", "sqrt", "rsqrt", "reciprocal", "pow", "log2", "log10", "log1p")
+    if node.op not in edged or (node.op == "pow" and not isinstance(node.args[0], Tensor)):
         return [Cure("advice", text)]
     least = 1e-4 - (node.op == "log1p")
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
@@ -763,16 +785,15 @@ def propose(
     if cause.kind == "precision":
         return _for_precision(node, culprit or node, cause, parts)
     if cause.kind == "mathematics":
+        if node.base == "pow" and not out_of_domain(node):
+            return _for_wide_range(node, cause, parts, later)
         return _for_mathematics(node, cause, later)
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"
         return [Cure("data", text, f"torch.isfinite({name}).all()")]
     if cause.kind == "weights":
-        return [
-            Cure(
-                "advice", "look at how it was made, loaded or updated, or go back to a checkpoint before that"
-            )
-        ]
+        text = "look at how it was made, loaded or updated, or go back to a checkpoint before that"
+        return [Cure("advice", text)]
     text = "run the step again; if it stays finite, check the hardware and kernels that write without order"
     return [Cure("advice", text, "torch.use_deterministic_algorithms(True)")]
