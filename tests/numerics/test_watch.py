@@ -290,7 +290,7 @@ def test_the_forecast_names_the_module_and_the_step():
     last_seen = seen.series["activation", "blocks.1"].steps[-1] + 1
     expected = 10 * (math.log2(65504) - math.log2(top)) - last_seen
     assert found[0].steps == pytest.approx(expected, rel=0.1)
-    assert str(found[0]).startswith("blocks.1 overflows fp16 in about ")
+    assert str(found[0]).startswith("'blocks.1' overflows fp16 in about ")
 
 
 def test_no_forecast_from_noise():

@@ -97,7 +97,7 @@ class Forecast:
 
     def __str__(self) -> str:
         what = "" if self.kind == "activation" else f" ({self.kind})"
-        return f"{self.path}{what} overflows {self.format} in about {self.steps} steps"
+        return f"{self.path!r}{what} overflows {self.format} in about {self.steps} steps"
 
 
 def forecast(
