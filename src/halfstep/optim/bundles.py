@@ -123,10 +123,12 @@ class Bundle:
         What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
         cannot fit.
         """
-        try:
-            held = None if state is None else list(map(state.__getitem__, self.params))
-        except KeyError:  # a plain dict in place of torch's
-            held = [state.setdefault(p, {}) for p in self.params]
+        held: list[Group] | None = None
+        if state is not None:
+            try:
+                held = list(map(state.__getitem__, self.params))
+            except KeyError:  # a plain dict in place of torch's
+                held = [state.setdefault(p, {}) for p in self.params]
         if not self._found(held):
             self._make_fit(held or [])
             if not self._found(held):
