@@ -531,7 +531,8 @@ class Examiner:
         ]  # fmt: skip
         bad += [] if again.taped is None or not showed.faults else [again.taped]
         showed.settles = bool(bad) and not showed.faults and self.ledger.only_skipped(min(bad))
-        bad += [again.at] if again.cure is not None and self.ledger.blew_up(again.at) else []
+        exact = again.cure is None or again.cure[0] == "loss_scale"  # updates are those of fp32
+        bad += [] if exact or not self.ledger.blew_up(again.at) else [again.at]
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
         showed.steps = len(self.ledger.notes) - (0 if again.from_start else again.at)
