@@ -325,12 +325,8 @@ def is_one_box(t: Any) -> bool:
     is how fully_shard over tensor parallelism cuts.
     """
     for number, placement in enumerate(t.placements):
-        after = [
-            d
-            for d, p in enumerate(t.placements)
-            if d > number and p.is_shard(getattr(placement, "dim", None))
-        ]
-        pieces = math.prod(t.device_mesh.size(d) for d in after)
+        dim, later = getattr(placement, "dim", None), range(number + 1, len(t.placements))
+        pieces = math.prod(t.device_mesh.size(d) for d in later if t.placements[d].is_shard(dim))
         if placement.is_partial() or (is_strided_shard(placement) and placement.split_factor != pieces):
             return False
     return True

@@ -84,7 +84,7 @@ DDP, SHARDS, STEPS, STORE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.mark.parametrize("way", [DDP, SHARDS], ids=["ddp", "fully_shard"])
 def test_the_lines_of_the_page(tmp_path, way):
     *steps, last = STEPS.splitlines(keepends=True)
-    store = STORE.replace("/tmp/halfstep-store", str(tmp_path / "store"))
+    store = STORE.replace("s3://bucket/run", (tmp_path / "store").as_uri())
     (tmp_path / "train.py").write_text("".join([way, *steps, store, last]))
     done = torchrun("train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

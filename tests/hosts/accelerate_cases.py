@@ -94,8 +94,7 @@ def test_loss_norm_and_checkpoint(way, dtype, tmp_path):
 @pytest.mark.parametrize("way", [*WAYS[1:], "scaler"])
 def test_a_skipped_step_is_seen_by_the_scheduler(way, dtype):
     """The last way: accelerate's own optimizer, with our scaler, sees whether `step` was called."""
-    how = {"skip_nonfinite": True} if dtype == "bf16" else {}
-    common.sees_the_skip(train(way, dtype, steps=6, spoiled=3, **how))
+    common.sees_the_skip(train(way, dtype, steps=6, spoiled=3, **common.SKIPS[dtype]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,6 +19,8 @@ SEEDS = range(3)
 STEPS, LENGTH, BATCH = 60, 32, 8
 ACCUMULATE, RATE, CLIP = 2, 3e-3, 1.0
 """Every step is of two batches, and most are clipped."""
+SKIPS = {"bf16": {"skip_nonfinite": True}, "fp16": {}}
+"""What an adapter is given so that it skips."""
 LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,6 +95,11 @@ def sees_the_skip(run) -> None:
     assert run.skipped == [False, False, False, True, False, False]
     assert run.rates[2] == run.rates[3] > run.rates[4]
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
+
+
+def near_in_two(ranks: list[dict], plain: list) -> None:
+    """The mean of both ranks' last losses lies as near to those of fp32 runs as a single one must."""
+    near([sum(rank["last"] for rank in ranks) / 2], [run.last for run in plain])
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -82,8 +82,7 @@ def test_loss_norm_and_checkpoint(way, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_a_skipped_step_is_seen_by_the_scheduler(way, dtype, tmp_path):
-    how = {"skip_nonfinite": True} if dtype == "bf16" else {}
-    run = train(way, dtype, 0, str(tmp_path), steps=6, spoiled=3, **how)
+    run = train(way, dtype, 0, str(tmp_path), steps=6, spoiled=3, **common.SKIPS[dtype])
     assert run.skipped == [False, False, False, True, False, False]
     assert run.learning_rate[3] == run.learning_rate[4] < run.learning_rate[5]  # logged: the step's own rate
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())

@@ -27,7 +27,6 @@ from halfstep.trees import all_finite, cast_floats, gradients_of, parameters_of
 #: Where the loss scale of fp16 begins: small runs lose no step to it.
 SCALE = 1024.0
 
-
 #: Functions of torch that change gradients between backward and step.
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -171,12 +170,8 @@ class ForeignScript:
     def _unscale(self, leaves: Sequence[Any]) -> None:
         """Have the scale divided out of the gradients of those that are leaves, once each."""
         for leaf in leaves:
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.requires_grad
-                and leaf.is_leaf
-                and leaf not in self._unscaled
-            ):
+            wanted = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf
+            if wanted and leaf not in self._unscaled:
                 self._unscaled[leaf] = leaf.register_hook(self._divided)
 
     def _divided(self, gradient: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ def options(arguments: dict[str, Any]) -> Options:
 
 def checked(how: dict[str, Any]) -> Options:
     """These options; TypeError for one that there is not, ConfigError for a level that no host can give."""
-    for name in how.keys() - Options.__annotations__:
-        raise TypeError(f"there is no option {name!r}: expected some of {', '.join(Options.__annotations__)}")
+    if unknown := sorted(how.keys() - Options.__annotations__):
+        raise TypeError(f"there is no option {unknown[0]!r}: expected {', '.join(Options.__annotations__)}")
     for name, choices in (("level", "O0 to O3"), ("layout", "'keep' or 'channels_last'")):
         if str(how.get(name)).strip().lower() == "auto":
             raise hs.ConfigError(

@@ -42,9 +42,7 @@ def check_blocks(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         if local is p or kind == arguments.state_kind_of(local, "8bit") != L.STATE_8BIT:
             continue
         placements = getattr(p, "placements", ())
-        by_rows = all(
-            getattr(one, "dim", 0) == 0 for one in placements
-        )  # a strided shard says no to is_shard
+        by_rows = all(getattr(one, "dim", 0) == 0 for one in placements)  # is_shard leaves strided ones out
         if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
             raise UnsupportedError(
                 f"state_dtype='8bit' over shards wants tensors cut between rows, so that every block of "
