@@ -164,6 +164,13 @@ def test_a_healthy_script(tmp_path, here):
     assert {"fp16", "fp32"} <= {c["dtype"] for c in document.counts}
 
 
+def test_compiled_code_is_run_as_it_was_written(tmp_path, here):
+    text = SCRIPT.replace("optimizer =", "model = torch.compile(model, backend='eager')\noptimizer =", 1)
+    document = examine_script(write(tmp_path, text, 3), ["0.01"], 6, 0)
+    assert (document.warnings, document.bad[0].step, document.bad[0].op) == ([], 3, "mul")
+    assert {"linear", "tanh"} <= {c["op"] for c in document.counts}
+
+
 @pytest.mark.filterwarnings("ignore:step 1. gradients hold inf")
 def test_a_session_in_a_script_whose_first_step_is_bad(tmp_path, here):
     document = examine_script(write(tmp_path, SESSION), [], 4, 0)

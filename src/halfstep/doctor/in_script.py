@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def run_order(order: Order) -> Found | Seen | None:
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
+        replace(stack, torch, "compile", lambda compile: partial(compile, disable=True))  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args, order.text)
         if isinstance(error, KeyboardInterrupt):
