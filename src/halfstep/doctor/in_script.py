@@ -257,6 +257,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     document.audit = examiner.audit
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
+        numbers = ledger.numbers
         for row in document.history:  # the watch counts the steps of all optimizers
-            row["step"] = ledger.numbers[row["step"]] if row["step"] < len(ledger.notes) else row["step"]
+            row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
     return Found(document, examiner.notes(), examiner.inquiry.seen, examiner.suspects)
