@@ -5,16 +5,14 @@ and the kernels. Each optimizer is a subclass that gives an algorithm and its ar
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
-from contextlib import contextmanager
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of
-from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
@@ -136,19 +134,16 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             for p in group["params"]:
                 arguments.check_parameter(p, group["master"])
             shards.check_blocks(group, group["params"])
-            self._check_shards(group["params"])
+            if (self.release is not None or self.accumulate) and shards.any_shard(group["params"]):
+                what = "accumulate='fp32'" if self.release is None else "release_gradients"
+                raise UnsupportedError(
+                    f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by "
+                    "itself and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
+                )
         except BaseException:
             del self.param_groups[-1]
             raise
         self._hook(group["params"])
-
-    def _check_shards(self, params: Sequence[Tensor]) -> None:
-        if (self.release is not None or self.accumulate) and shards.any_shard(params):
-            what = "accumulate='fp32'" if self.release is None else "release_gradients"
-            raise UnsupportedError(
-                f"{what} is for parameters that are not sharded: fully_shard frees whole gradients by itself "
-                "and reduces them in MixedPrecisionPolicy(reduce_dtype=torch.float32) where asked"
-            )
 
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
@@ -184,7 +179,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         params = parameters_of(self)
         if shards.any_shard(params):
             shards.add_partial_sums(params)
-            return measure_shards([p.grad for p in params], inv_scale, _sets_of(params))
+            return measure_shards([p.grad for p in params], inv_scale, shards.sets_of(params))
         grads = [g for bundle in self._bundles() for g in bundle.read().grads]
         rest = backends.measure_all(grads, inv_scale, self.backend, self._plans)
         if self.release is None:
@@ -264,7 +259,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return loss
 
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
-        return shards.combined(found, _sets_of(parameters_of(self)), backends.number(inv_scale))
+        return shards.combined(found, parameters_of(self), backends.number(inv_scale))
 
     def _not_skipped(self, found: list[Bundle], found_inf: bool | Tensor) -> list[Bundle]:
         """None where the host knows of a skip, and none on the host where it has to ask."""
@@ -379,11 +374,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return None
         stats = backends.measure_all(found[0].read().grads, inv_scale, self.backend, self._plans)
         found_inf = found_inf_of(stats) if inv_scale is not None or self._skips() else None
-        if found_inf is not None:
-            found = self._not_skipped(found, found_inf)
-        limits = arguments.limits_of(self.param_groups, limit)
-        clip_coefs = [None if norm is None or one is None else Clip(norm, one) for one in limits]
-        backends.check_range(self._run(self._completed(found), inv_scale, clip_coefs, found_inf))
+        limit = arguments.limits_of(self.param_groups, limit)[found[0].number]
+        self._update(found, inv_scale, 1.0 if norm is None or limit is None else Clip(norm, limit), found_inf)
         return stats
 
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
@@ -493,28 +485,21 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         Where gradients are released, the first group holds what the next backward clips by.
         """
         self._take_edits()
-        with self._without_strangers():
+        whole, known = self.state, set(parameters_of(self))
+        # A file could not name a parameter that left its group.
+        self.state = cast(Any, {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known})
+        try:
             packed = super().state_dict()
+        finally:
+            self.state = whole
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
         for group, own in zip(packed["param_groups"], self.param_groups):
             group["algorithm"] = self.algorithm(own).name
-        known = cast("dict[Any, Group]", packed["state"])
-        own = {n: checkpoints.pack(known[n], p) for n, p in enumerate(parameters_of(self)) if n in known}
-        packed["state"] = {**own, **{key: value for key, value in known.items() if key not in own}}
+        saved = cast("dict[Any, Group]", packed["state"])
+        own = {n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved}
+        packed["state"] = {**own, **{key: value for key, value in saved.items() if key not in own}}
         return packed
-
-    @contextmanager
-    def _without_strangers(self) -> Generator[None]:
-        """Within, `state` has no entry of a parameter that left its group: a file could not name it."""
-        whole, known = self.state, set(parameters_of(self))
-        try:
-            if any(isinstance(p, Tensor) and p not in known for p in whole):
-                kept = {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known}
-                self.state = cast(Any, kept)
-            yield
-        finally:
-            self.state = whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:
@@ -549,11 +534,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             shards.show(own, self.state.setdefault(p, {}), p)
         for p, lacking, _ in self._pairs():
             hand_edits.even(p, lacking)
-
-
-def _sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """The sets of process groups over which parameters are split, the same on every rank."""
-    return list(dict.fromkeys(groups_of_shards(params))) if shards.any_shard(params) else [()]
 
 
 @disable_dynamo

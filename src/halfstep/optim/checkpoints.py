@@ -21,7 +21,6 @@ from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.hand_edits import UNSUMMED, describe_weight, is_described, of_shards
 from halfstep.optim.storage import CODES, EXPONENTS
-from halfstep.policy.levels import LOW_DTYPES
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -84,22 +83,19 @@ def restore(
     """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
 
     `formats`: algorithm, format of the weight and of its states; `present`: the fp32 value of `p`, where the
-    optimizer that loads knows more of it than its 16 bits.
+    optimizer that loads keeps more of it than its 16 bits.
     """
     algorithm, kind, state_kind = formats
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
-    state: dict[str, Any] = {}
-    if saved.get("step") is not None:
-        state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).clone().to(p.device)
-    for index, key in enumerate(algorithm.states):
-        if saved.get(key) is not None:
-            given = (saved[key], saved.get(key + EXPONENTS))
-            state.update(entries.moment(key, index, *given, p, state_kind))
-    lacking, value = saved.get("lacking"), None
+    keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
+    state = {key: torch.as_tensor(saved[key]).clone() for key in keys if saved.get(key) is not None}
+    trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
     if lacking is not None and lacking.dtype != torch.int16:
         pass  # torch's optimizers cast these bits, and do not keep them in step with the weight
-    elif kind not in _EXACTLY and is_of_other_dtype(saved, p):
+    elif not has_master(saved):
+        value = present
+    elif kind not in _EXACTLY and "master" not in saved and _dtype_of(saved, p) != p.dtype:
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
@@ -107,11 +103,11 @@ def restore(
         if known["sum"] == UNSUMMED or not is_described(p, known, p.dtype):
             state["weight"] = known  # which may come after its bits
     else:
-        value = master_value(name, saved, p, present)
+        value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
     weight = None if value is None else p.detach().clone()
     try:
         own = p if weight is None else weight
-        if p.requires_grad or any(saved.get(key) is not None for key in ("step", *algorithm.states)):
+        if trains:
             entries.settle(state, own, algorithm, kind, state_kind, name, value)
         else:
             entries.settle_master(state, own, kind, value)
@@ -148,38 +144,37 @@ def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:
     return _DTYPES[known["format"]] if known else p.dtype
 
 
-def is_of_other_dtype(saved: Mapping[str, Any], p: Tensor) -> bool:
-    """Whether a saved entry holds the bits that a 16-bit weight of another dtype than `p`'s lacked."""
-    return "master" not in saved and has_master(saved) and _dtype_of(saved, p) != p.dtype
-
-
 def master_value(
-    name: str, saved: Mapping[str, Any], p: Tensor, present: Tensor | None = None
+    name: str, saved: Mapping[str, Any], p: Tensor, present: Tensor | None = None, *, alone: bool = True
 ) -> Tensor | None:
-    """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`."""
-    if "master" in saved:
-        return cast(Tensor, saved["master"]).to(p.device)
+    """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`.
+
+    CheckpointError for one of another weight; for a whole master only where `p` stands `alone`: nothing
+    beside it keeps the master until the weight comes, or only the bits of another rounding.
+    """
     if not has_master(saved):
         return None
-    dtype, known = _dtype_of(saved, p), saved.get("weight")
-    halves = [own.detach().to(dtype) for own in (p, present) if own is not None]
-    fitting = [half for half in halves if known is None or is_described(half, known, p.dtype)]
+    values, here = [own for own in (p, present) if own is not None], p.dtype
+    if "master" in saved:
+        dtype, value = torch.float32, cast(Tensor, saved["master"]).to(p.device)
+        fitting = [own for own in values if not alone or _of_one_weight(own, value)]
+    else:
+        dtype, known = _dtype_of(saved, p), saved.get("weight")
+        halves = [own.detach().to(dtype) for own in values]
+        fitting = [half for half in halves if known is None or is_described(half, known, here)]
+        value = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
     if not fitting:
-        raise other_weight(name, _hint(dtype, p.dtype))
-    return split.join(fitting[0], torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return "bf16" if dtype == torch.bfloat16 else "fp16"
-
-
-def _hint(saved: torch.dtype, here: torch.dtype) -> str:
-    if here in (saved, torch.float32):
-        return ""
-    return (
-        f", both after prepare() at O2, where its master holds the {_word(saved)} values: a "
-        f"{_word(here)} parameter alone cannot"
-    )
+        low, theirs = ("fp16", "bf16") if here == torch.float16 else ("bf16", "fp16")
+        hint = (
+            f", both after prepare() at O2, where its master holds the {theirs} values: a {low} parameter "
+            "alone cannot"
+        )
+        raise CheckpointError(
+            f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
+            "model: load the model's weights before the optimizer's"
+            + ("" if torch.float32 in (here, dtype) or here == dtype else hint)
+        )
+    return value if "master" in saved else split.join(fitting[0], value)
 
 
 def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,25 +189,21 @@ def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(masters, Mapping) or not all(isinstance(value, Tensor) for value in masters.values()):
         raise CheckpointError(f"saved masters are tensors by name, got {masters!r:.60}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    places = state.get(PLACES, range(len(numbers)))
+    if len(places) != len(masters) or any(place not in range(len(numbers)) for place in places):
+        raise CheckpointError(
+            f"the saved optimizer has {len(numbers)} parameters and {len(masters)} fp32 masters, and does "
+            "not say whose they are: load it at the level and into the kind of optimizer that saved it, and "
+            "save anew"
+        )
     found = dict(state["state"])
-    for place, value in zip(_places_in(state, len(numbers)), masters.values()):
+    for place, value in zip(places, masters.values()):
         found[numbers[place]] = {**found.get(numbers[place], {}), "master": value}
     return {**rest, "state": found}
 
 
-def _places_in(state: Mapping[str, Any], count: int) -> list[int]:
-    masters, saved = state[MASTERS], state.get(PLACES)
-    known = list(range(count)) if saved is None else saved
-    if len(known) != len(masters) or any(place not in range(count) for place in known):
-        raise CheckpointError(
-            f"the saved optimizer has {count} parameters and {len(masters)} fp32 masters, and does not say "
-            "whose they are: load it at the level and into the kind of optimizer that saved it, and save anew"
-        )
-    return known
-
-
 @torch.no_grad()
-def of_one_weight(own: Tensor, value: Tensor) -> bool:
+def _of_one_weight(own: Tensor, value: Tensor) -> bool:
     """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
     own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
     half = value.half()
@@ -222,14 +213,6 @@ def of_one_weight(own: Tensor, value: Tensor) -> bool:
         low = rounded(value)
         same |= (own == low.float()) | (own == low.half().float()) | (rounded(own) == low)
     return bool(same.all())
-
-
-def other_weight(name: str, hint: str = "") -> CheckpointError:
-    """The error where a state's master is of another weight than the model holds."""
-    return CheckpointError(
-        f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the model: "
-        f"load the model's weights before the optimizer's{hint}"
-    )
 
 
 # ---- reading a file ----------------------------------------------------------------------------------------
@@ -249,39 +232,16 @@ def read(
         check_kind(saved, optimizer.algorithm(group).name)
     groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
     found: dict[Tensor, tuple[Group, Tensor | None]] = {}
-    names: dict[Tensor, str] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
-        if saved is None and p.requires_grad:
+        keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
+        if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
-        held = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
-        own = optimizer.master_of(p) if held and not (saved and has_master(saved)) else None
-        if saved is None and own is None:  # frozen, which has no state but its master
-            continue
-        weight, saved = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
-        names[p], formats = arguments.name_of(group, place), optimizer._formats(weight, group)
-        given = saved if own is None else {**saved, "master": local_of(own)}
-        known = None if own is not None else _known(optimizer, names[p], saved, p, formats[1])
-        found[p] = restore(names[p], given, weight, formats, known)
+        weight, own = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
+        present = local_of(optimizer.master_of(p)) if keeps else None
+        name, formats = arguments.name_of(group, place), optimizer._formats(weight, group)
+        found[p] = restore(name, own, weight, formats, present)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
-
-
-def _known(optimizer: OnePassOptimizer, name: str, saved: Group, p: Tensor, kind: int) -> Tensor | None:
-    """What the optimizer knows of `p` beyond its 16 bits, where the saved entry asks for it.
-
-    CheckpointError for a whole master whose weight is yet to come, where that weight would undo it: nothing
-    beside `p` keeps the master, or only the bits of another rounding.
-    """
-    weight = local_of(p)
-    if is_of_other_dtype(saved, weight):
-        return local_of(optimizer.master_of(p)) if p.dtype in LOW_DTYPES else None
-    if not isinstance(saved.get("master"), Tensor) or kind not in (L.PLAIN, *storage.EXACT):
-        return None
-    value = saved["master"]
-    fits = value.shape == weight.shape  # what does not is refused with its shape
-    if fits and not (of_one_weight(weight, value) or of_one_weight(local_of(optimizer.master_of(p)), value)):
-        raise other_weight(name)
-    return None
 
 
 def _options(group: Group, saved: Mapping[str, Any]) -> Group:

@@ -101,10 +101,7 @@ def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
         raise CheckpointError(
             f"the saved master of {name} has shape {list(saved.shape)}, the parameter {list(p.shape)}"
         )
-    value = checkpoints.master_value(name, entry, p, p)
-    if value is not None and not checkpoints.of_one_weight(p, value):
-        raise checkpoints.other_weight(name)
-    return value
+    return checkpoints.master_value(name, entry, p)
 
 
 def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import local_of, sums_over
+from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
@@ -64,14 +65,19 @@ def add_partial_sums(params: Sequence[Tensor]) -> None:
                 p.grad = grad.redistribute(own.device_mesh, own.placements)
 
 
+def sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """The sets of process groups over which parameters are split, the same on every rank."""
+    return list(dict.fromkeys(groups_of_shards(params)))
+
+
 def combined(
-    found: Sequence[tuple[Any, float, float]], sets: Sequence[tuple[Any, ...]], inv_scale: float
+    found: Sequence[tuple[Any, float, float]], params: Sequence[Tensor], inv_scale: float
 ) -> HostStats:
     """The answer over all ranks, from this rank's sums and peaks of each set of process groups."""
-    if not any(sets):
+    if not any_shard(params):
         return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
-    own = [[two for groups, *two in found if groups == one] for one in sets]
-    return cpus_.combined([_over(*pair) for pair in zip(sets, own)], inv_scale)
+    own = [(one, [two for groups, *two in found if groups == one]) for one in sets_of(params)]
+    return cpus_.combined([_over(*pair) for pair in own], inv_scale)
 
 
 def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[float, float]:
