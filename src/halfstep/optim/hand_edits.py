@@ -77,7 +77,7 @@ def take_one(p: Tensor, lacking: Tensor, entry: MutableMapping[str, Any]) -> Non
     if known is not local_of(lacking):
         with torch.inference_mode(False):
             local_of(lacking).copy_(known)
-    if is_set(p, lacking):
+    if changes(p) > changes(lacking):
         even(p, lacking)
 
 
@@ -86,14 +86,9 @@ def bits_of(p: Tensor, lacking: Tensor, entry: MutableMapping[str, Any]) -> Tens
     weight, bits, awaited = local_of(p).detach(), local_of(lacking), entry.get(AWAITED)
     if awaited is not None and is_described(weight, awaited, weight.dtype):
         return bits
-    if not is_set(p, lacking):
+    if changes(p) <= changes(lacking):
         return bits
     return bits.masked_fill(_was_set(weight.view(bits.shape), bits), 0)  # the same memory in another shape
-
-
-def is_set(p: Tensor, lacking: Tensor) -> bool:
-    """Whether a weight was changed more often than its bits."""
-    return changes(p) > changes(lacking)
 
 
 def even(p: Tensor, lacking: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.distributed import local_of
 from halfstep.optim import split
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.torch_private import is_traceable_wrapper_subclass
 
 
 class HasMasters:
@@ -93,9 +92,8 @@ class LoadedMasters(HooksOfHolder):
         assigns = bool(about and about[0].get("assign_to_params_buffers"))
         for p, master in holder.masters(came).items():
             value = state[names[p]]
-            if is_of_other_bits(value, p) and not assigns:
-                value = widened(value.detach().to(p.device), master)
-                state[names[p]] = value
+            if value.dtype in LOW_DTYPES and value.dtype != p.dtype and not assigns:
+                value = state[names[p]] = _widened(value.detach().to(p.device), master)
             self._came[p] = p._version, p.detach().clone(), value.detach(), master
 
     @torch.no_grad()
@@ -123,19 +121,9 @@ def _fits(value: Any, p: Tensor) -> TypeGuard[Tensor]:
     return (local_of(value) is value) == (local_of(p) is p)
 
 
-def is_of_other_bits(value: Tensor, weight: Tensor) -> bool:
-    """Whether 16-bit values come in for a weight of the other 16-bit dtype."""
-    alike = is_traceable_wrapper_subclass(value) == is_traceable_wrapper_subclass(weight)
-    low = value.dtype in LOW_DTYPES and weight.dtype in LOW_DTYPES
-    return alike and low and value.dtype != weight.dtype and value.shape == weight.shape
-
-
-def widened(value: Tensor, master: Tensor | None) -> Tensor:
+def _widened(value: Tensor, master: Tensor) -> Tensor:
     """16-bit values in fp32: those of a master where they are its rounding."""
-    wide = value.to(torch.float32)
-    if master is None:
-        return wide
     same = master.to(value.dtype) == value
     if value.dtype == torch.bfloat16:
         same |= split.round_away(master) == value
-    return torch.where(same, master, wide)
+    return torch.where(same, master, value.to(torch.float32))

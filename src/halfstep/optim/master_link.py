@@ -126,42 +126,35 @@ def _is_free(weight: Tensor) -> bool:
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """All masters whose weights are not their rounding, by value, and some whose weights are."""
-    has_kernels, found, away = kernels_if_any() is not None, list[Master](), list[Master]()
+    kernels, found, rest = kernels_if_any(), list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
-        if not w.is_cpu:
-            away.append(m)
-        elif has_kernels and _lie_alike(w, m):
+        dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
+        alike = w.dtype in LOW and w.is_cpu and m.is_cpu and dense and w.stride() == m.stride()
+        if kernels is not None and alike and w.data_ptr() and m.data_ptr():
             rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
-        elif not torch.equal(w, m.to(w.dtype)):
-            found.append(m)
+        else:
+            rest.append(m)
     for dtype, own in rows.items():
         of_kind, sizes, *addresses = zip(*own)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
         flags = np.empty(len(work.sizes), np.bool_)
-        run_ranges(kernels_if_any().comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
+        run_ranges(kernels.comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
         found += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
-    return found + away if away and _differ_away(away) else found
+    return found + rest if rest and _differ(rest) else found
 
 
-def _lie_alike(w: Tensor, m: Tensor) -> bool:
-    """Whether the elements of both lie in this process's memory, without gaps and in the same order."""
-    kinds = w.dtype in LOW and m.dtype == torch.float32 and m.is_cpu
-    dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
-    return kinds and dense and w.stride() == m.stride() and bool(w.data_ptr() and m.data_ptr())
-
-
-def _differ_away(masters: Sequence[Master]) -> bool:
-    """Whether any of the weights on an accelerator is not its master, rounded: one value is read."""
+def _differ(masters: Sequence[Master]) -> bool:
+    """Whether any of the weights is not its master, rounded: one value is read from an accelerator."""
     weights = [m._source for m in masters]
     if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     distances = list(map(torch.empty_like, weights))
     foreach_copy_(distances, masters)
     foreach_add_(distances, weights, alpha=-1)
-    largest = [d.to(distances[0].device) for d in foreach_norm(distances, torch.inf)]
-    return bool(torch.stack(largest).any())
+    sums = [d.to(distances[0].device) for d in foreach_norm(distances, 1)]
+    return bool(torch.stack(sums).any())
 
 
 class Link(HasMasters):
@@ -399,9 +392,7 @@ class Link(HasMasters):
             )
         self.sync()
         self.widen()
-        for (
-            group
-        ) in optimizer.param_groups:  # torch's own choice, but for parameters of no class of their own
+        for group in optimizer.param_groups:  # torch chooses so for parameters of no class of their own
             alone = group.get("foreach", False) is None and not group.get("fused")
             if alone and all(p.is_cuda for p in group["params"]):
                 group["foreach"] = True
@@ -424,8 +415,9 @@ class Link(HasMasters):
 
     def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
-        saved = state.get(checkpoints.MASTERS)
-        self.adopt(_frozen_among(optimizer, self._known(), saved) if isinstance(saved, Mapping) else {})
+        saved, names = state.get(checkpoints.MASTERS), self._known()
+        frozen = (p for p in parameters_of(optimizer) if p.dtype in LOW and not p.requires_grad)
+        self.adopt({p: p.detach() for p in frozen if names.get(p) in (saved or ())})
         self._pending = None if saved is None else self.matched(saved)
         return {key: value for key, value in state.items() if key != checkpoints.MASTERS}
 
@@ -444,14 +436,6 @@ class Link(HasMasters):
             for key, p in module._parameters.items()
             if p is not None and getattr(p, "_stands_for", p) in self.pairs
         ]
-
-
-def _frozen_among(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[Any, Any]
-) -> dict[Tensor, Tensor]:
-    """Frozen 16-bit weights without a master of which the checkpoint has one."""
-    frozen = [p for p in parameters_of(optimizer) if p.dtype in LOW and not p.requires_grad]
-    return {p: p.detach() for p in frozen if names.get(p) in saved}
 
 
 def _is_place(name: str) -> bool:
