@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
+from halfstep.distributed import shard_groups
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cuda as gpus_
@@ -25,9 +26,7 @@ from halfstep.optim.bundles import KEY, Bundle
 Scalar = float | Tensor | None
 Factor = Scalar | Clip
 """What gradients are multiplied by."""
-_RANGE = (
-    "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
-)
+RANGE = "a weight grew over 65504, the largest fp16, and was held there: use bf16 weights, or keep it in fp32"
 
 
 class LateErrors:
@@ -60,7 +59,7 @@ class LateErrors:
             self._sent = []
             for flag in self._flags.values():
                 flag.zero_()
-            raise MasterRangeError(_RANGE)
+            raise MasterRangeError(RANGE)
 
 
 def captures() -> bool:
@@ -96,12 +95,12 @@ class Table:
         self._work = cpus_.WorkItems(bundle.elements, bundle.widths)
 
     def measure(self) -> tuple[Any, float, float]:
-        """Measure the gradients: their set, the sum of squares and the largest magnitude."""
-        return (self.bundle.set_of_groups, *self._work.measure(self._grad, self._table))
+        """Measure the gradients: where they are split, the sum of squares and the largest magnitude."""
+        return (shard_groups(self.bundle.params[0]), *self._work.measure(self._grad, self._table))
 
     def totals(self) -> tuple[Any, float, float]:
         """The same, from what an update with a look has found."""
-        return (self.bundle.set_of_groups, *self._work.totals(self._grad, self._table))
+        return (shard_groups(self.bundle.params[0]), *self._work.totals(self._grad, self._table))
 
     def update(self, factors: tuple[Scalar, Factor], seed: int, look: bool) -> bool:
         """Update every parameter, with `look` measuring on the way; true where one left its master's range.
@@ -126,12 +125,6 @@ class Table:
         return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 
 
-def check_range(over: bool) -> None:
-    """Raise MasterRangeError where a weight left the range of its master."""
-    if over:
-        raise MasterRangeError(_RANGE)
-
-
 def runner(backend: str, device: torch.device, algorithm: int | None = None) -> str:
     """What runs the passes on `device`: "numba", "triton" or "reference"; `algorithm` by its code."""
     if algorithm == L.NO_KERNEL:
@@ -146,14 +139,11 @@ def runner(backend: str, device: torch.device, algorithm: int | None = None) -> 
 
 def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cuda.Plans) -> GradStats:
     """Finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
-    sets: dict[tuple[str, torch.device | None], list[Tensor]] = {}
-    numbers = list(map(Tensor.get_device, grads))
-    for number_ in dict.fromkeys(numbers):
-        own = [grad for grad, its in zip(grads, numbers) if its == number_]
-        name = runner(backend, own[0].device)
-        sets.setdefault((name, None if name == "reference" else own[0].device), []).extend(own)
     parts: list[GradStats] = []
-    for (name, _), own in sets.items():
+    devices = [grad.device for grad in grads]
+    for device in dict.fromkeys(devices):
+        own = [grad for grad, its in zip(grads, devices) if its == device]
+        name = runner(backend, device)
         if name == "numba":
             found = cpus_.measure(own, number(inv_scale))
             parts.append(GradStats(*map(torch.tensor, found)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import ConfigError, HalfstepWarning, MasterRangeError, UnsupportedError
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
     AnyStats,
@@ -308,7 +308,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         over = self._run(work, inv_scale, clip_coefs, found_inf, on_the_way)
         if look is not None and on_the_way:
             look.append(self._combined([table.totals() for table in tables], inv_scale))
-        backends.check_range(over)
+        if over:
+            raise MasterRangeError(backends.RANGE)
 
     def _completed(self, found: list[Bundle]) -> list[Work]:
         """These with all of their states, what runs each, and its table where that is a CPU's kernel."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from halfstep.distributed import first_element, local_of, shard_groups
+from halfstep.distributed import first_element, local_of
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
@@ -106,11 +106,6 @@ class Bundle:
     def grad_dtype(self) -> torch.dtype:
         """The dtype of all gradients."""
         return self.grads[0].dtype
-
-    @property
-    def set_of_groups(self) -> Any:
-        """The process groups over which the parameters are split."""
-        return shard_groups(self.params[0])
 
     @property
     def rounds_randomly(self) -> bool:
@@ -225,18 +220,14 @@ class Bundle:
         for line in range(lines):
             numbers += self._lines.get(line, absent)
         table = np.array(numbers, np.int64).reshape(lines, -1)
-        if 0 in numbers:
-            self._check_memory(table.min(0).tolist())
-        return table
-
-    def _check_memory(self, addresses: Sequence[int]) -> None:
-        for address, count, place in zip(addresses, self.elements, self.places):
-            if address == 0 and count:
+        for least, count, place in zip(table.min(0), self.elements, self.places) if 0 in numbers else ():
+            if least == 0 and count:
                 name = arguments.name_of(self.group, (self.number, place))
                 raise ConfigError(
                     f"{name}, its gradient or a state has no memory (on the meta device, or its storage was "
                     "freed): give it values before the step"
                 )
+        return table
 
     def base_keys(self, seed: int) -> list[int]:
         """What keys the random bits of each parameter, by its name or place."""

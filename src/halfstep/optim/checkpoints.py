@@ -89,7 +89,7 @@ def restore(
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
-    state = {key: torch.as_tensor(saved[key]).clone() for key in keys if saved.get(key) is not None}
+    state: Group = {key: torch.as_tensor(saved[key]).clone() for key in keys if saved.get(key) is not None}
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
     if lacking is not None and lacking.dtype != torch.int16:
         pass  # torch's optimizers cast these bits, and do not keep them in step with the weight

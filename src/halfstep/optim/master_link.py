@@ -102,23 +102,6 @@ class ModelHooks(HooksOfHolder):
             link.push()
 
 
-def _other_size(weight: Tensor, master: Tensor) -> UnsupportedError:
-    return UnsupportedError(
-        f"a parameter has shape {list(weight.shape)}, its master {list(master.shape)}: it was given another "
-        "size after prepare(); call revert(), change the model and prepare again, or train by an optimizer "
-        "of hs.optim, which follows"
-    )
-
-
-def _set_twice(name: str | None, weight: Tensor) -> ConfigError:
-    what = "a parameter of shape " + str(list(weight.shape)) if name is None else f"parameter {name!r}"
-    return ConfigError(
-        f"{what} was changed by hand both in the model and through optimizer.param_groups since its last "
-        "step, and which change came last cannot be known: change it on one side only. "
-        "MasterWeights.refresh() now keeps the model's values, MasterWeights.write_back() the optimizer's"
-    )
-
-
 def _is_free(weight: Tensor) -> bool:
     owner = OWNERS.get(weight)
     return owner is None or owner() is None
@@ -126,13 +109,13 @@ def _is_free(weight: Tensor) -> bool:
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """All masters whose weights are not their rounding, by value, and some whose weights are."""
-    kernels, found, rest = kernels_if_any(), list[Master](), list[Master]()
+    has_kernels, found, rest = kernels_if_any() is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
         dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
         alike = w.dtype in LOW and w.is_cpu and m.is_cpu and dense and w.stride() == m.stride()
-        if kernels is not None and alike and w.data_ptr() and m.data_ptr():
+        if has_kernels and alike and w.data_ptr() and m.data_ptr():
             rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
         else:
             rest.append(m)
@@ -140,7 +123,7 @@ def _differing(masters: Sequence[Master]) -> list[Master]:
         of_kind, sizes, *addresses = zip(*own)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
         flags = np.empty(len(work.sizes), np.bool_)
-        run_ranges(kernels.comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
+        run_ranges(kernels_if_any().comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
         found += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
     return found + rest if rest and _differ(rest) else found
 
@@ -306,7 +289,14 @@ class Link(HasMasters):
             of_weight, of_master, _ = master._seen
             if master._version != of_master:
                 if w._version != of_weight and _differing([master]):
-                    raise _set_twice(master._name, w)
+                    name = master._name
+                    what = f"a parameter of shape {list(w.shape)}" if name is None else f"parameter {name!r}"
+                    raise ConfigError(
+                        f"{what} was changed by hand both in the model and through optimizer.param_groups "
+                        "since its last step, and which change came last cannot be known: change it on one "
+                        "side only. MasterWeights.refresh() now keeps the model's values, "
+                        "MasterWeights.write_back() the optimizer's"
+                    )
                 w.copy_(master)
                 master.agree()
 
@@ -316,7 +306,11 @@ class Link(HasMasters):
         masters = [m for w, m in self.pairs.items() if only is None or w in only]
         for m in masters:
             if m._source.shape != m.shape:
-                raise _other_size(m._source, m)
+                raise UnsupportedError(
+                    f"a parameter has shape {list(m._source.shape)}, its master {list(m.shape)}: it was "
+                    "given another size after prepare(); call revert(), change the model and prepare again, "
+                    "or train by an optimizer of hs.optim, which follows"
+                )
         for m in _differing(masters):
             w, stored = m._source, m._seen[2]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
@@ -426,16 +420,6 @@ class Link(HasMasters):
         pending, self._pending = self._pending, None
         if pending is not None:
             self.seed_masters(pending)
-
-    def places(self, models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Master]]:
-        """Every place in the modules that holds one of our weights: (module, key, weight, master)."""
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        return [
-            (module, key, p, self.pairs[getattr(p, "_stands_for", p)])
-            for module in modules
-            for key, p in module._parameters.items()
-            if p is not None and getattr(p, "_stands_for", p) in self.pairs
-        ]
 
 
 def _is_place(name: str) -> bool:

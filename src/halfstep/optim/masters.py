@@ -217,11 +217,16 @@ class MasterWeights:
         if not self._models:
             raise ConfigError("swap() and checkpointing() need a model: MasterWeights(optimizer, model=...)")
         self.link.sync()
-        places = self.link.places(self._models)
-        stand_ins = {m: stand_in(w, m) for _, _, w, m in places}
+        stand_ins = {w: stand_in(w, m) for w, m in self.link.pairs.items()}
+        places = [
+            (module, key, p, stand_ins[weight])
+            for module in dict.fromkeys(module for model in self._models for module in model.modules())
+            for key, p in module._parameters.items()
+            if p is not None and (weight := getattr(p, "_stands_for", p)) in stand_ins
+        ]
         try:
-            for module, key, _, master in places:
-                _put(module, key, stand_ins[master])
+            for module, key, _, other in places:
+                _put(module, key, other)
             yield
         finally:
             for module, key, weight, _ in places:

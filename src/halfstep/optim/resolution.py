@@ -105,11 +105,15 @@ def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
     sampled (at most 65,536 a tensor); reads values back to the host.
     """
     lost = LostShares()
-    before = {p: (_known(optimizer, p), _moving(p)) for p, _, _ in optimizer._places() if p.grad is not None}
+    before = {
+        p: (_sample(optimizer.master_of(p)).clone(), _sample(p.grad) != 0)
+        for p, _, _ in optimizer._places()
+        if p.grad is not None
+    }
     yield lost
     kept, all_moving, random = 0, 0, rounded_at_random(optimizer)
     for p, (old, moving) in before.items():
-        same = 0 if p in random else int(((_known(optimizer, p) == old) & moving).sum())
+        same = 0 if p in random else int(((_sample(optimizer.master_of(p)) == old) & moving).sum())
         count = int(moving.sum())
         lost.shares[p] = same / count if count else 0.0
         kept, all_moving = kept + same, all_moving + count
@@ -129,15 +133,6 @@ def rounded_at_random(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     """The parameters that this optimizer rounds at random after an update, which loses nothing on average."""
     groups = [g["params"] for g in optimizer.param_groups if g.get("master") == "stochastic"]
     return {p for params in groups for p in params if p.dtype == torch.bfloat16}
-
-
-def _known(optimizer: OnePassOptimizer, p: Tensor) -> Tensor:
-    return _sample(optimizer.master_of(p)).clone()
-
-
-def _moving(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return _sample(p.grad) != 0
 
 
 def _sample(t: Tensor) -> Tensor:

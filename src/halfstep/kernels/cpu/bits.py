@@ -19,34 +19,22 @@ MASK = i32(0x7FFFFFFF)
 INF_BITS = i32(0x7F800000)
 
 
-@intrinsic
-def bits_of(typingctx, x):
-    """The 32 bits of a float32, as int32."""
+def bitcast(given: Any, wanted: Any, llvm: Any) -> Any:
+    """An intrinsic: the bits of a value of one type as a value of another, `llvm` in LLVM's words."""
 
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
+    @intrinsic
+    def cast(typingctx, x):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], llvm)
 
-    return types.int32(types.float32), codegen
+        return wanted(given), codegen
 
-
-@intrinsic
-def float_of(typingctx, bits):
-    """The float32 whose 32 bits are given as int32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+    return cast
 
 
-@intrinsic
-def double_of(typingctx, bits):
-    """The float64 whose 64 bits are given as int64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), codegen
+bits_of = bitcast(types.float32, types.int32, ir.IntType(32))
+float_of = bitcast(types.int32, types.float32, ir.FloatType())
+double_of = bitcast(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic

@@ -96,16 +96,6 @@ def put_pair_0(a, i, x, y):
 
 
 @compiled()
-def get_4(a, i):
-    return peek_f32(a, i)
-
-
-@compiled()
-def get_2(a, i):
-    return peek_i16(a, i)
-
-
-@compiled()
 def get_1(a, i):
     return i32(peek_u8(a, i))
 
@@ -116,29 +106,14 @@ def get_0(a, i):
 
 
 @compiled()
-def put_4(a, i, x):
-    poke_f32(a, i, x)
-
-
-@compiled()
-def put_2(a, i, x):
-    poke_i16(a, i, x)
-
-
-@compiled()
-def put_1(a, i, x):
-    poke_u8(a, i, x)
-
-
-@compiled()
 def put_0(a, i, x):
     pass
 
 
 PAIR = {4: pair_4, 2: pair_2, 1: pair_1, 0: pair_0}
 PUT_PAIR = {4: put_pair_4, 2: put_pair_2, 1: put_pair_1, 0: put_pair_0}
-GET = {4: get_4, 2: get_2, 1: get_1, 0: get_0}
-PUT = {4: put_4, 2: put_2, 1: put_1, 0: put_0}
+GET = {4: peek_f32, 2: peek_i16, 1: get_1, 0: get_0}
+PUT = {4: poke_f32, 2: poke_i16, 1: poke_u8, 0: put_0}
 
 
 def widths(algorithm: int, weight: int, grad: int, state: int) -> tuple[int, int, int, int, int]:
