@@ -86,7 +86,7 @@ def test_queue_reads_host_outcomes_at_once():
 
 def test_queue_waits_for_at_most_two_steps(monkeypatch):
     monkeypatch.setattr(Outcome, "arrived", property(lambda self: False))
-    queue = OutcomeQueue(late=2)
+    queue = OutcomeQueue()
     arrived = [len(queue.push(outcome())) for _ in range(5)]
     assert arrived == [0, 0, 1, 1, 1]
     assert len(queue.drain()) == 2

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.gradients import widen as _widen
-from halfstep.gradients.widen import LEAST, widen
+from halfstep.gradients import cpu as _cpu
+from halfstep.gradients.cpu import LEAST
+from halfstep.gradients.widen import widen
 from halfstep.session import steppers
 
 LOW = [torch.bfloat16, torch.float16]
@@ -22,7 +23,7 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_widen, "kernels_if_any", lambda: None)
+    monkeypatch.setattr(_cpu, "kernels_if_any", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -125,7 +126,7 @@ def test_training_has_the_same_bits_and_outcomes_without_the_kernel(
     torch.manual_seed(0)
     model = WithNorm()
     fused, told = trained(model, dtype, bad)
-    monkeypatch.setattr(_widen, "kernels_if_any", lambda: None)
+    monkeypatch.setattr(_cpu, "kernels_if_any", lambda: None)
     plain, expected = trained(model, dtype, bad)
     for (name, p), q in zip(fused.named_parameters(), plain.parameters()):
         assert torch.equal(p, q), name

@@ -19,6 +19,7 @@ from halfstep.kernels import codes as L
 from halfstep.trees import as_float32
 
 ITEM = 65536  # elements of a work item: a multiple of the panel and of the 8-bit block
+LEAST = 1 << 18  # elements worth importing Numba for
 FEW = 64  # work items that Python adds up faster than numpy
 TINY, HUGE = 1e-12, 1e17
 GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
@@ -48,6 +49,12 @@ def kernels_if_any() -> Any:
     except ImportError:
         return None
     return models
+
+
+def kernels_worth(tensors: Sequence[Tensor]) -> Any:
+    """`kernels_if_any` where they can read these tensors and are worth their import, else None."""
+    fit = all(type(t) is Tensor and t.is_cpu and t.dtype in GRADS and t.is_contiguous() for t in tensors)
+    return kernels_if_any() if fit and sum(t.numel() for t in tensors) >= LEAST else None
 
 
 @cache
@@ -140,20 +147,18 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
     Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
     tensors are cut up.
     """
-    return combined(sums_of(grads), inv_scale)
+    found: list[tuple[float, float]] = []
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        work, table = work_on([g for g in grads if g.dtype is dtype])
+        found.append(work.measure(GRADS[dtype], table))
+    return combined(found, inv_scale)
 
 
-def sums_of(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Sums of squares, in float64, and largest magnitudes of dense CPU gradients, a pair for each dtype."""
-    return [_of_dtype(dtype, grads) for dtype in dict.fromkeys(g.dtype for g in grads)]
-
-
-def _of_dtype(dtype: torch.dtype, grads: Sequence[Tensor]) -> tuple[float, float]:
-    same = [g for g in grads if g.dtype is dtype]
-    work = WorkItems(tuple(map(Tensor.numel, same)))
-    table = np.zeros((3, len(same)), np.int64)
-    table[2] = list(map(Tensor.data_ptr, same))
-    return work.measure(GRADS[dtype], table)
+def work_on(tensors: Sequence[Tensor]) -> tuple[WorkItems, Any]:
+    """The work items and the table for measuring dense CPU tensors of one dtype."""
+    table = np.zeros((3, len(tensors)), np.int64)
+    table[2] = list(map(Tensor.data_ptr, tensors))
+    return WorkItems(tuple(map(Tensor.numel, tensors))), table
 
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:

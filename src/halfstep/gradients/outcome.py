@@ -195,17 +195,16 @@ def _reason(taken: bool, finite: bool) -> str:
 
 
 class OutcomeQueue:
-    """Reads outcomes at most `late` steps after they were pushed, without making the accelerator wait.
+    """Reads outcomes at most two steps after they were pushed, without making the accelerator wait.
 
     An outcome whose values are on the host is read at once.
     """
 
-    def __init__(self, late: int = 2) -> None:
-        self._late = late
+    def __init__(self) -> None:
         self._waiting: deque[Outcome] = deque()
 
     def __copy__(self) -> OutcomeQueue:
-        twin = OutcomeQueue(self._late)
+        twin = OutcomeQueue()
         twin._waiting.extend(self._waiting)
         return twin
 
@@ -213,7 +212,7 @@ class OutcomeQueue:
         """Queue one outcome; return, oldest first, the records of those that have arrived."""
         outcome.start_copy()
         self._waiting.append(outcome)
-        return self._take(self._late)
+        return self._take(2)
 
     def drain(self) -> list[StepRecord]:
         """Wait for all that are queued and return their records, oldest first."""

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any
-from halfstep.gradients.widen import LEAST
+from halfstep.gradients.cpu import GRADS, kernels_worth, work_on
 from halfstep.trees import dense_values, home_device
 
 Ends = tuple[Tensor, Tensor]
@@ -48,23 +47,14 @@ def amaxes(gradients: Sequence[Tensor]) -> Tensor:
     tensors = [dense_values(g) for g in gradients]
     home = home_device(tensors)
     if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
-        kernels = kernels_if_any() if _fit(tensors) else None
+        kernels = kernels_worth(tensors) if len({t.dtype for t in tensors}) == 1 else None
         return _peaks(kernels, tensors) if kernels else amaxes_of([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
     return _together(norms, home)
 
 
-def _fit(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel that `halfstep.optim` measures with can read these, and is worth its import."""
-    kinds = {(type(t), t.dtype) for t in tensors}
-    plain = kinds <= {(Tensor, dtype) for dtype in GRADS} and len(kinds) == 1
-    return plain and sum(t.numel() for t in tensors) >= LEAST and all(t.is_contiguous() for t in tensors)
-
-
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
-    work = WorkItems(tuple(map(Tensor.numel, tensors)))
-    table = np.zeros((3, len(tensors)), np.int64)
-    table[2] = [t.data_ptr() for t in tensors]
+    work, table = work_on(tensors)
     work.run(kernels.measurer(GRADS[tensors[0].dtype]), table)
     peaks, found = work.found[1].astype(np.float32), np.zeros(len(tensors), np.float32)
     # As integers: magnitudes keep their order, and NaN lies above infinity.

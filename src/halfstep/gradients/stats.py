@@ -119,23 +119,20 @@ _SMALL = 8192
 def measure(
     grads: Iterable[Tensor | None],
     inv_scale: float | Tensor | None = None,
-    *,
-    device: torch.device | None = None,
 ) -> GradStats:
     """Return finite flag, total 2-norm and largest magnitude of `grads`, each times `inv_scale`.
 
     `grads` may mix dtypes (fp16, bf16, fp32, fp64, complex), devices and layouts (sparse gradients count with
     duplicates summed; of a sharded tensor only the local shard is seen: see `measure_shards`); None is
-    left out. The answer lies on `device`, by default the first accelerator met. Norms are accumulated in at
+    left out. The answer lies on the first accelerator met. Norms are accumulated in at
     least float32, per tensor and then over tensors, as `torch.nn.utils.clip_grad_norm_` does, so float32
     norms are bit-identical to its. Where the squares of finite gradients overflow float32 (a norm above
     1.8e19) the norm is recomputed in float64 on a CPU, elsewhere replaced by amax * sqrt(elements).
     """
     tensors = [t for g in grads if g is not None and (t := dense_values(g.detach())).numel()]
-    home = device or (home_device(tensors) if tensors else torch.device("cpu"))
     if not tensors:
-        zero = torch.zeros((), device=home)
-        return GradStats(torch.ones((), dtype=torch.bool, device=home), zero, zero)
+        return GradStats(torch.ones((), dtype=torch.bool), torch.zeros(()), torch.zeros(()))
+    home = home_device(tensors)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)
     finite = torch.isfinite(amax)
@@ -198,13 +195,11 @@ def measure_shards(
 
 
 @torch.no_grad()
-def measure_whole(
-    grads: Sequence[Tensor], inv_scale: float | Tensor | None = None, *, stages: Any = None
-) -> GradStats:
+def measure_whole(grads: Sequence[Tensor], *, stages: Any = None) -> GradStats:
     """Return `measure` where no gradient is elsewhere, else `measure_shards`, which every rank must call."""
     if stages is not None or any(distributed.local_of(g) is not g for g in grads):
-        return measure_shards(grads, inv_scale, stages=stages)
-    return measure(grads, inv_scale)
+        return measure_shards(grads, stages=stages)
+    return measure(grads)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, HUGE, TINY, WorkItems, kernels_if_any
+from halfstep.gradients.cpu import GRADS, HUGE, TINY, WorkItems, kernels_worth
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.torch_private import foreach_copy_
-
-#: Fewer elements than this are not worth importing Numba for.
-LEAST = 1 << 18
 
 
 @torch.no_grad()
@@ -29,7 +26,7 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
     have overflowed or vanished.
     """
     wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
-    kernels = kernels_if_any() if _fit(grads) else None
+    kernels = kernels_worth(grads)
     if kernels is None:
         foreach_copy_(wide, grads)
         return wide, None
@@ -43,8 +40,3 @@ def widen(grads: Sequence[Tensor]) -> tuple[list[Tensor], HostStats | None]:
         total, largest = total + squares, float(np.maximum(largest, peak))
     sound = largest == 0 or TINY < largest < HUGE
     return wide, GradStats(True, math.sqrt(total), largest) if sound else None
-
-
-def _fit(grads: Sequence[Tensor]) -> bool:
-    plain = all(type(g) is Tensor and g.is_cpu and g.is_contiguous() for g in grads)
-    return plain and sum(g.numel() for g in grads) >= LEAST

@@ -16,8 +16,6 @@ from halfstep.gradients.stats import check_clip
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
 
-HARMLESS: dict[str, Any] = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-"""torch's arguments about how a step runs, with its defaults. Here each is fused and, on CUDA, capturable."""
 MASTERS = ("exact", "fp32", "stochastic", None)
 STATE_DTYPES = {"fp32": L.STATE_FP32, "bf16": L.STATE_BF16, "8bit": L.STATE_8BIT}
 _KINDS: dict[tuple[torch.dtype, str | None], int] = {
@@ -40,20 +38,17 @@ def name_of(group: Mapping[str, Any], place: tuple[int, int]) -> str:
 
 
 def settle_group(group: dict[str, Any]) -> None:
-    """Complete a group with torch's keys and make numpy's numbers Python's, in place.
+    """Check a group and make numpy's numbers Python's, in place.
 
     Raises:
         ConfigError: values no optimizer here can mean. UnsupportedError: differentiable=True.
     """
-    for name, default in HARMLESS.items():
-        group.setdefault(name, default)
     for name, value in group.items():
         if name not in ("params", "param_names"):
             group[name] = _without_numpy(value)
     check_storage(group)
-    group.setdefault("clip_norm", None)
     limits_of([group], None)
-    if not isinstance(group.setdefault("skip_nonfinite", False), bool):
+    if not isinstance(group["skip_nonfinite"], bool):
         raise ConfigError(f"skip_nonfinite={show(group['skip_nonfinite'])}: expected True or False")
     if group["differentiable"]:
         raise UnsupportedError(

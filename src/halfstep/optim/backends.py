@@ -52,7 +52,7 @@ class LateErrors:
 
         While a graph is captured it does nothing.
         """
-        if not self._flags or captures():
+        if any(map(cuda.capturing, self._flags)):
             return
         due, self._sent = self._sent, [send_to_host(flag) for flag in self._flags.values()]
         if any(bool(copy.wait()) for copy in due):
@@ -60,11 +60,6 @@ class LateErrors:
             for flag in self._flags.values():
                 flag.zero_()
             raise MasterRangeError(RANGE)
-
-
-def captures() -> bool:
-    """Whether a CUDA graph is being captured, during which nothing can be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def number(value: Factor) -> float:

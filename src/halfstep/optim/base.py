@@ -352,7 +352,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self.outcome = Outcome(
             taken=taken, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, reason=reason
         )
-        if not backends.captures() and not all(r.finite for r in self._outcomes.push(self.outcome)):
+        if isinstance(stats.norm, Tensor) and cuda.capturing(stats.norm.device):
+            return
+        if not all(record.finite for record in self._outcomes.push(self.outcome)):
             how = "and was skipped" if skips else "and was taken: skip_nonfinite=True skips such steps"
             warnings.warn(
                 f"a step of {type(self).__name__} had gradients that hold inf or NaN, {how}; "

@@ -54,6 +54,11 @@ class Master(nn.Parameter):
         """Note that it and its weight agree now."""
         self._seen = self._source._version, self._version, self._source.dtype
 
+    def write(self) -> None:
+        """Round it into its weight: nearest, ties to even, as torch casts."""
+        self._source.copy_(self)
+        self.agree()
+
     @property
     def data(self) -> Tensor:
         """The values, without gradient."""
@@ -158,7 +163,6 @@ class Link(HasMasters):
         self._optimizer = weakref.ref(optimizer)
         self._models = [weakref.ref(model) for model in models]
         self._given = names
-        self._pending: dict[Tensor, Tensor] | None = None
         self._together: list[dict[str, Any]] = []
         """Groups whose option `foreach` is set for the step that is under way."""
         self.finish: Callable[[], None] | None = None
@@ -297,8 +301,7 @@ class Link(HasMasters):
                         "side only. MasterWeights.refresh() now keeps the model's values, "
                         "MasterWeights.write_back() the optimizer's"
                     )
-                w.copy_(master)
-                master.agree()
+                master.write()
 
     @torch.no_grad()
     def pull(self, only: AnySet[Tensor] | None = None) -> None:
@@ -331,8 +334,7 @@ class Link(HasMasters):
         for w, master in self.pairs.items():
             if w in values:
                 master.copy_(values[w])
-                w.copy_(master)
-                master.agree()
+                master.write()
 
     def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
         """The saved masters by weight; CheckpointError where names or shapes do not fit.
@@ -407,19 +409,12 @@ class Link(HasMasters):
         places = [known[id(master)] for master in masters if id(master) in known]
         return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}
 
-    def before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Check the saved masters before torch changes anything; a state without them leaves ours alone."""
-        saved, names = state.get(checkpoints.MASTERS), self._known()
-        frozen = (p for p in parameters_of(optimizer) if p.dtype in LOW and not p.requires_grad)
+    def saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
+        """Masters and what each was saved as; CheckpointError where names or shapes do not fit."""
+        names = self._known()
+        frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
         self.adopt({p: p.detach() for p in frozen if names.get(p) in (saved or ())})
-        self._pending = None if saved is None else self.matched(saved)
-        return {key: value for key, value in state.items() if key != checkpoints.MASTERS}
-
-    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the masters that `before_load` found."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.seed_masters(pending)
+        return [] if saved is None else [(self.pairs[w], value) for w, value in self.matched(saved).items()]
 
 
 def _is_place(name: str) -> bool:

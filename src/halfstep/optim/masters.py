@@ -94,9 +94,7 @@ class MasterWeights:
             optimizer.register_step_pre_hook(link.before_step),
             optimizer.register_step_post_hook(link.after_step),
             optimizer.register_state_dict_post_hook(link.on_state_dict),
-            optimizer.register_load_state_dict_pre_hook(link.before_load),
-            optimizer.register_load_state_dict_post_hook(link.after_load),
-            *SavedMasters(link.sync, link.write_back).attach(optimizer),
+            *SavedMasters(link).attach(optimizer),
             *LoadedMasters(link).attach(self._models),
         ]
         modules = dict.fromkeys(module for model in self._models for module in model.modules())

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, HalfstepWarning
-from halfstep.gradients.stats import GradStats, combine
+from halfstep.errors import HalfstepWarning
+from halfstep.gradients.stats import GradStats, check_clip, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -56,8 +56,7 @@ class GradientRelease:
         With `inv_scale` given, or with `skip_nonfinite` in a group of the optimizer, a tensor whose gradient
         is not finite is skipped. `clip_norm` replaces that of the groups.
         """
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"clip_norm={clip_norm}: must be above 0")
+        check_clip(clip_norm)
         self._inv_scale, self.clip_norm = inv_scale, clip_norm
 
     @contextmanager

@@ -6,7 +6,7 @@ never changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import CheckpointError
 from halfstep.kernels import codes as L
 from halfstep.optim import checkpoints, entries, storage
+from halfstep.optim.master_link import Link, Master
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
 from halfstep.trees import parameters_of
@@ -27,14 +28,12 @@ _SIGNED = ("exp_avg", "momentum_buffer")
 class SavedMasters:
     """Load hooks of a torch optimizer, which take out of a state what only `halfstep` keeps, and use it.
 
-    fp32 masters go into the parameters, 8-bit states become fp32. `settle` is called before parameters are
-    looked at and `finish` after they were set: that brings 16-bit weights beside them in step with them.
+    fp32 masters go into the parameters, 8-bit states become fp32. `link`: what ties the parameters to 16-bit
+    weights, where they are their masters; then masters that were saved by name go to that name.
     """
 
-    def __init__(
-        self, settle: Callable[[], None] | None = None, finish: Callable[[], None] | None = None
-    ) -> None:
-        self._settle, self._finish = settle, finish
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link
         self._found: list[tuple[Tensor, Tensor]] = []
 
     def attach(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
@@ -49,6 +48,9 @@ class SavedMasters:
     def before(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Take out masters and 8-bit codes; CheckpointError, with nothing changed, where they do not fit."""
         self._found = []
+        if self._link is not None:
+            self._found = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            state = {key: value for key, value in state.items() if key != checkpoints.MASTERS}
         groups = state["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
             return None  # torch refuses it
@@ -56,10 +58,8 @@ class SavedMasters:
         kept = dict(spread["state"])
         numbers = [number for group in groups for number in group["params"]]
         mine = [(n, p) for n, p in zip(numbers, parameters_of(optimizer)) if _is_own(kept.get(n))]
-        if not mine:
-            return spread
-        if self._settle is not None:
-            self._settle()
+        if mine and self._link is not None:
+            self._link.sync()
         for place, (number, p) in enumerate(mine):
             entry = kept[number]
             value = _value(f"parameter {place}", entry, p)
@@ -76,8 +76,8 @@ class SavedMasters:
         found, self._found = self._found, []
         for p, value in found:
             p.copy_(value)
-        if found and self._finish is not None:
-            self._finish()
+            if isinstance(p, Master):
+                p.write()
 
 
 def _is_own(entry: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +168,17 @@ def mnist(folder: str | Path) -> Dataset:
     return Dataset("mnist", images["train"], labels["train"], images["test"], labels["test"])
 
 
-def image_data(folder: str | Path | None, size: int = 28) -> Dataset:
+def image_data(folder: str | Path | None) -> Dataset:
     """MNIST when a folder is given, else the bundled digits; always [N, 1, 28, 28] in 0..255."""
-    data = digits(size) if folder is None else mnist(folder)
-    if data.train_x.shape[-2:] != (size, size):
-        raise DataError(
-            f"images in {folder} are {list(data.train_x.shape[-2:])}; the recipe wants {size}x{size}"
-        )
+    data = digits() if folder is None else mnist(folder)
+    if data.train_x.shape[-2:] != (28, 28):
+        raise DataError(f"images in {folder} are {list(data.train_x.shape[-2:])}; the recipe wants 28x28")
     return data
 
 
 _ALPHABET = "\n" + "".join(chr(c) for c in range(32, 127))
 VOCABULARY = len(_ALPHABET)
+CHARACTERS = 1_000_000  # of text at most
 
 
 def encode(text: str) -> Tensor:
@@ -192,8 +191,8 @@ def encode(text: str) -> Tensor:
     return codes[torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()]
 
 
-@lru_cache(maxsize=2)
-def stdlib_text(characters: int = 1_000_000) -> tuple[Tensor, Tensor]:
+@cache
+def stdlib_text() -> tuple[Tensor, Tensor]:
     """The standard library's top-level modules in name order, as codes: (train, test = last 5 %)."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[str] = []
@@ -201,10 +200,10 @@ def stdlib_text(characters: int = 1_000_000) -> tuple[Tensor, Tensor]:
     for path in sorted(folder.glob("*.py")):
         pieces.append(path.read_text(encoding="utf-8", errors="replace"))
         total += len(pieces[-1])
-        if total >= characters:
+        if total >= CHARACTERS:
             break
     if total < 10_000:
         raise DataError(f"found {total} characters of Python source in {folder}; text-gpt needs 10,000")
-    codes = encode("".join(pieces)[:characters])
+    codes = encode("".join(pieces)[:CHARACTERS])
     cut = int(0.95 * len(codes))
     return codes[:cut], codes[cut:]

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def digits_mlp(width: int = 512) -> nn.Module:
+def digits_mlp() -> nn.Module:
     """784-512-512-10 on flattened 28x28 images; returns logits [batch, 10]."""
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(784, width),
+        nn.Linear(784, 512),
         nn.ReLU(),
-        nn.Linear(width, width),
+        nn.Linear(512, 512),
         nn.ReLU(),
-        nn.Linear(width, 10),
+        nn.Linear(512, 10),
     )
 
 
@@ -114,12 +114,12 @@ class SignedLinear(nn.Module):
         return F.linear(x * self.factor, self.weight)
 
 
-def ink_autoencoder(width: int = 512) -> nn.Module:
+def ink_autoencoder() -> nn.Module:
     """784-512-784; images [batch, 1, 28, 28] -> log-probabilities [batch, 784] of where the ink is."""
     return nn.Sequential(
         nn.Flatten(),
-        SignedLinear(784, width),
+        SignedLinear(784, 512),
         nn.ReLU(),
-        SignedLinear(width, 784, gain=2.0),
+        SignedLinear(512, 784, gain=2.0),
         nn.LogSoftmax(dim=1),
     )

@@ -23,14 +23,13 @@ class SkipCount:
     def __post_init__(self) -> None:
         check_count("skips in a row", "max_skips", self.limit)
 
-    def after(self, taken: bool, *, scale: float | None = None, first_bad_op: str = "") -> SkipCount:
+    def after(self, taken: bool, *, scale: float | None = None) -> SkipCount:
         """Return the count after one more step.
 
-        Raises LossScaleCollapsed when `limit` steps in a row were skipped; `scale` and `first_bad_op`
-        (where tracing is on) go into the message.
+        Raises LossScaleCollapsed when `limit` steps in a row were skipped; its message names `scale`.
         """
         counted = self.counted(taken)
-        counted.check(scale=scale, first_bad_op=first_bad_op)
+        counted.check(scale=scale)
         return counted
 
     def counted(self, taken: bool) -> SkipCount:
@@ -38,13 +37,12 @@ class SkipCount:
         in_row = 0 if taken else self.in_row + 1
         return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)
 
-    def check(self, *, scale: float | None = None, first_bad_op: str = "") -> None:
+    def check(self, *, scale: float | None = None) -> None:
         """Raise LossScaleCollapsed where `limit` steps in a row were skipped."""
         if self.in_row >= self.limit:
-            where = f" The first bad op was {first_bad_op}." if first_bad_op else ""
             at = "" if scale is None else f" The loss scale is down to {scale:g}."
             raise LossScaleCollapsed(
                 f"{self.in_row} steps in a row were skipped because the gradients held inf or NaN.{at}"
-                f"{where} The cause is not the scale: look for NaN in the data, a division by zero or an op "
+                " The cause is not the scale: look for NaN in the data, a division by zero or an op "
                 "that overflows in the forward pass (`halfstep doctor` names it), or train in bf16."
             )
