@@ -520,14 +520,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         state_dict = checkpoints.into_entries(state_dict)
         self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
-        self._load(*checkpoints.read(self, state_dict))
-        release = state_dict["param_groups"][0].get("release")
-        if self.release is not None and release is not None:
-            self.release.load(release)
-        for hook in load_hooks(self)[1].values():
-            hook(self)
-
-    def _load(self, groups: Sequence[Group], held: Mapping[Tensor, tuple[Group, Tensor | None]]) -> None:
+        groups, held = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)
         self.state.clear()
@@ -537,6 +530,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             shards.show(own, self.state.setdefault(p, {}), p)
         for p, lacking, _ in self._pairs():
             hand_edits.even(p, lacking)
+        release = state_dict["param_groups"][0].get("release")
+        if self.release is not None and release is not None:
+            self.release.load(release)
+        for hook in load_hooks(self)[1].values():
+            hook(self)
 
 
 @disable_dynamo

@@ -83,14 +83,10 @@ class MasterWeights:
         _refuse_own_references(optimizer)
         self.optimizer = optimizer
         self._models = _as_models(model)
-        given = _names_of(names)
         wide = accumulate == "fp32"
-        self._link: Link | None = Link(optimizer, self._models, given, initial or {}, wide)
-        self._handles = self._register(self._link)
-
-    def _register(self, link: Link) -> list[Any]:
-        optimizer, push = self.optimizer, ModelHooks(link)
-        handles: list[Any] = [
+        self._link: Link | None = Link(optimizer, self._models, _names_of(names), initial or {}, wide)
+        link, push = self._link, ModelHooks(self._link)
+        self._handles: list[Any] = [
             optimizer.register_step_pre_hook(link.before_step),
             optimizer.register_step_post_hook(link.after_step),
             optimizer.register_state_dict_post_hook(link.on_state_dict),
@@ -98,9 +94,8 @@ class MasterWeights:
             *LoadedMasters(link).attach(self._models),
         ]
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
-        handles += [module.register_state_dict_pre_hook(push) for module in modules]
-        handles += [model.register_forward_pre_hook(push, prepend=True) for model in self._models]
-        return handles
+        self._handles += [module.register_state_dict_pre_hook(push) for module in modules]
+        self._handles += [model.register_forward_pre_hook(push, prepend=True) for model in self._models]
 
     @property
     def link(self) -> Link:
@@ -166,12 +161,16 @@ class MasterWeights:
         weights = dict(zip(self.link.names(), self.link.pairs))
         if given and not given.keys() & weights.keys():
             raise ConfigError(f"refresh got no master's name; expected names such as {next(iter(weights))!r}")
-        found = {
-            weights[name]: _checked(name, value, weights[name])
-            for name, value in given.items()
-            if name in weights
-        }
-        self.link.seed_masters(found)
+        found = {name: value for name, value in given.items() if name in weights}
+        for name, value in found.items():
+            got, shape = getattr(value, "shape", None), weights[name].shape
+            if not isinstance(value, Tensor) or got != shape:
+                got = type(value).__name__ if got is None else f"shape {list(got)}"
+                raise ConfigError(
+                    f"refresh got {got} for {name!r}, expected a tensor of shape {list(shape)}: give the "
+                    "values of this model"
+                )
+        self.link.seed_masters({weights[name]: value for name, value in found.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the masters by fully qualified name, or `group.position` where no name is known."""
@@ -249,17 +248,6 @@ def check_accumulate(accumulate: Any) -> None:
     """Raise ConfigError unless it is None or "fp32"."""
     if accumulate not in (None, "fp32"):
         raise ConfigError(f"accumulate={show(accumulate)}: choose 'fp32' or None (the weights' own dtype)")
-
-
-def _checked(name: str, value: Any, weight: Tensor) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"refresh got {type(value).__name__} for {name!r}, expected a tensor")
-    if value.shape != weight.shape:
-        raise ConfigError(
-            f"refresh got shape {list(value.shape)} for {name!r}, expected the weight's "
-            f"{list(weight.shape)}: give the values of this model"
-        )
-    return value
 
 
 def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

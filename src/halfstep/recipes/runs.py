@@ -319,19 +319,13 @@ def measure_rows(
     rows = [row for row in rows if not row.stopped]
     benches = [TimedSetting(recipe, task, row.setting, device) for row in rows]
     with _our_warnings([]):  # the trainings have told them already
-        _measure(rows, benches, device, rounds)
-
-
-def _measure(
-    rows: Sequence[SettingRuns], benches: Sequence[TimedSetting], device: torch.device, rounds: int
-) -> None:
-    seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
-    for row, bench, taken in zip(rows, benches, seconds):
-        row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
-        row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
-        row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
-        row.bound = measure.bound_of(measure.work_of(bench.step), device)
-        row.times = step_times(bench.step, [bench.model], steps=2)
+        seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
+        for row, bench, taken in zip(rows, benches, seconds):
+            row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
+            row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
+            row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
+            row.bound = measure.bound_of(measure.work_of(bench.step), device)
+            row.times = step_times(bench.step, [bench.model], steps=2)
 
 
 def run_recipe(
