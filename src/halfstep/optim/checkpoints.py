@@ -8,7 +8,8 @@ refused by name where it does not fit, before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -78,12 +79,12 @@ def restore(
     saved: Mapping[str, Any],
     p: Tensor,
     formats: tuple[Algorithm, int, int],
-    present: Tensor | None = None,
+    present: Callable[[], Tensor] | None = None,
 ) -> tuple[dict[str, Any], Tensor | None]:
     """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
 
-    `formats`: algorithm, format of the weight and of its states; `present`: the fp32 value of `p`, where the
-    optimizer that loads keeps more of it than its 16 bits.
+    `formats`: algorithm, format of the weight and of its states; `present` gives the fp32 value of `p`, where
+    the optimizer that loads keeps more of it than its 16 bits.
     """
     algorithm, kind, state_kind = formats
     saved = _unpack(saved, name)
@@ -94,7 +95,7 @@ def restore(
     if lacking is not None and lacking.dtype != torch.int16:
         pass  # torch's optimizers cast these bits, and do not keep them in step with the weight
     elif not has_master(saved):
-        value = present
+        value = None if present is None else local_of(present())
     elif kind not in _EXACTLY and "master" not in saved and _dtype_of(saved, p) != p.dtype:
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
@@ -145,7 +146,12 @@ def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:
 
 
 def master_value(
-    name: str, saved: Mapping[str, Any], p: Tensor, present: Tensor | None = None, *, alone: bool = True
+    name: str,
+    saved: Mapping[str, Any],
+    p: Tensor,
+    present: Callable[[], Tensor] | None = None,
+    *,
+    alone: bool = True,
 ) -> Tensor | None:
     """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`.
 
@@ -154,7 +160,7 @@ def master_value(
     """
     if not has_master(saved):
         return None
-    values, here = [own for own in (p, present) if own is not None], p.dtype
+    values, here = [p, *([] if present is None else [local_of(present())])], p.dtype
     if "master" in saved:
         dtype, value = torch.float32, cast(Tensor, saved["master"]).to(p.device)
         fitting = [own for own in values if not alone or _of_one_weight(own, value)]
@@ -238,7 +244,7 @@ def read(
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
         weight, own = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
-        present = local_of(optimizer.master_of(p)) if keeps else None
+        present = partial(optimizer.master_of, p) if keeps else None
         name, formats = arguments.name_of(group, place), optimizer._formats(weight, group)
         found[p] = restore(name, own, weight, formats, present)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found

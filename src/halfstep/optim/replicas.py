@@ -35,9 +35,6 @@ class Training(Protocol):
 class Wrapped(Protocol):
     """Who wants to know of each DDP that is made around its weights."""
 
-    number: int
-    """Later ones have higher numbers."""
-
     def trains_in(self, module: nn.Module) -> bool:
         """Whether its weights are the module's."""
         ...
@@ -48,7 +45,8 @@ class Wrapped(Protocol):
 
 
 _TRAININGS: weakref.WeakSet[Training] = weakref.WeakSet()
-_TOLD: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+_TOLD: weakref.WeakKeyDictionary[Wrapped, None] = weakref.WeakKeyDictionary()
+"""The latest last."""
 
 
 class Replica:
@@ -97,7 +95,7 @@ def follow_wraps(training: Training) -> None:
 def tell_of_wraps(told: Wrapped) -> None:
     """From now on, `told` hears of every DDP around its weights."""
     if torch.distributed.is_available():
-        _TOLD.add(told)
+        _TOLD[told] = None
         _watch()
 
 
@@ -112,7 +110,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
         return
     if hasattr(parent, "reducer"):  # another module in the place of the one that it was made around
         return
-    told = sorted((one for one in _TOLD if one.trains_in(module)), key=lambda one: one.number)
+    told = [one for one in _TOLD if one.trains_in(module)]
     for one in told:  # collectives for the latest alone: older ones may be gone on other ranks
         one.wrapped(parent, one is told[-1])
     replica = Replica(parent, module, list(_TRAININGS))

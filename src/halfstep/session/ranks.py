@@ -6,7 +6,6 @@ each DDP that is made around the model.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from halfstep.session.setup import Setup
 from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
 
-_NUMBERS = itertools.count()
 MEASURING = 10.0
 """Seconds for which ranks wait at most while the first of them measures kernels."""
 
@@ -35,7 +33,6 @@ class RankGuard:
 
     def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
         self._setup, self._given, self._stages = weakref.proxy(setup), group, norm_group
-        self.number = next(_NUMBERS)
         parameters = [p for model in setup.models for p in model.parameters()]
         self._wrappers = [weakref.ref(ddp) for ddp in (ddp_around(parameters) if world_size() > 1 else ())]
         self.asks = True
