@@ -411,9 +411,9 @@ class Link(HasMasters):
 
     def saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
         """Masters and what each was saved as; CheckpointError where names or shapes do not fit."""
-        names = self._known()
+        names, held = self._known(), saved if isinstance(saved, Mapping) else {}
         frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
-        self.adopt({p: p.detach() for p in frozen if names.get(p) in (saved or ())})
+        self.adopt({p: p.detach() for p in frozen if names.get(p) in held})
         return [] if saved is None else [(self.pairs[w], value) for w, value in self.matched(saved).items()]
 
 
