@@ -79,20 +79,16 @@ def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: in
             )
         return
     _check(key, given, p, name)
-    exponents = entry.get(key + "_exponents")
+    kept, exponents = {held: given}, None
     if given.dtype == torch.uint8:
+        exponents = entry.get(key + "_exponents")
         _check_exponents(key, exponents, given, name)
-    else:
-        exponents = None
-    there = _placed(given, p) and given.dtype == storage.STORED[state_kind]
+        kept[key + "_exponents"] = exponents
+    placed = _placed(given, p) and all(t.device == p.device for t in kept.values())
     for old in (key, key + storage.CODES, key + "_exponents"):
         entry.pop(old, None)
-    if not there or (exponents is not None and exponents.device != p.device):
-        entry.update(moment(key, index, given, exponents, p, state_kind))
-        return
-    entry[held] = given
-    if exponents is not None:
-        entry[key + "_exponents"] = exponents
+    fits = placed and given.dtype == storage.STORED[state_kind]
+    entry.update(kept if fits else moment(key, index, given, exponents, p, state_kind))
 
 
 def _check(key: str, given: Any, p: Tensor, name: str) -> None:
