@@ -59,17 +59,12 @@ Work = tuple[Bundle, str, backends.Table | None]
 class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
-    `master` and `state_dtype` may differ between parameter groups. fp32 parameters are updated in place and
-    need no master. `release_gradients` updates each parameter during backward (`.release` has the details),
-    `accumulate="fp32"` adds up micro-batches' gradients in fp32. `seed` keys all random rounding;
-    `backend="reference"` runs plain torch everywhere; "auto" runs Numba kernels on a CPU, Triton kernels on
-    CUDA and the reference elsewhere; "triton" insists on those (on a CPU, in Triton's interpreter alone).
+    `Keeping` says what the options mean; those in `defaults` may differ between parameter groups. fp32
+    parameters are updated in place and need no master. On a CPU "triton" runs in its interpreter alone.
 
-    `clip_norm` and `skip_nonfinite` are for loops that call a bare `step()`, a framework's for instance; a
-    session has its own. `clip_norm` clips by the 2-norm of all gradients of the optimizer, as
-    `clip_grad_norm_` does; a group may have its own limit, or None. With `skip_nonfinite=True`, in one group
-    at least, a step on gradients that hold inf or NaN changes nothing. `outcome` then says what the last step
-    did, and a step on such gradients warns; on an accelerator nothing waits for it.
+    `clip_norm` and `skip_nonfinite` (in one group at least) are for loops that call a bare `step()`, a
+    framework's for instance; a session has its own. `outcome` then says what the last step did, and a step on
+    gradients that hold inf or NaN warns; on an accelerator nothing waits for it.
 
     Nothing is remembered between steps: all that one uses stands in `param_groups` and `state` (law 15).
     """

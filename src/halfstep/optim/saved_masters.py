@@ -66,8 +66,6 @@ class SavedMasters:
             if value is not None:
                 self._found.append((p, value))
             kept[number] = _plain(entry, p)
-            if not kept[number]:
-                del kept[number]
         return {**spread, "state": kept}
 
     @torch.no_grad()

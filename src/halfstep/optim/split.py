@@ -9,19 +9,13 @@ to even); from 2^-16 up the lacking bits are again the distance of the patterns,
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
-
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
 
 
 def join(half: Tensor, lacking: Tensor) -> Tensor:
     """Return the fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape."""
-    if half.dtype == torch.bfloat16:
-        return join_bf16(half, lacking)
-    if half.dtype == torch.float16:
-        return join_fp16(half, lacking)
-    raise ConfigError(f"join takes a bf16 or fp16 half, not {half.dtype}")
+    return join_bf16(half, lacking) if half.dtype == torch.bfloat16 else join_fp16(half, lacking)
 
 
 def round_away(values: Tensor) -> Tensor:
