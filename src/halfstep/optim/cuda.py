@@ -55,15 +55,14 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _pinned(values: Sequence[Any] | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _room(count: int, device: torch.device) -> Tensor:
+    """Memory on the host for so many int64 numbers, from which `device` copies without waiting."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+
+
+def _upload(values: Sequence[Any], device: torch.device) -> Tensor:
     pin = device.type == "cuda"
-    if isinstance(values, int):
-        return torch.empty(values, dtype=dtype, pin_memory=pin, device="cpu")
-    return torch.tensor(values, dtype=dtype, pin_memory=pin, device="cpu")
-
-
-def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _pinned(values, dtype, device).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=pin, device="cpu").to(device, non_blocking=True)
 
 
 class DeviceTable:
@@ -74,7 +73,7 @@ class DeviceTable:
         self._values: Any = None
         self._tensor: Tensor | None = None
         # Not every torch gives pinned memory while a graph is captured, so some is had before.
-        self._spare: Tensor | None = _pinned(count, torch.int64, device)
+        self._spare: Tensor | None = _room(count, device)
 
     def get(self, values: Any, captured: list[Any] | None) -> Tensor:
         """The device tensor of an array; `captured` is where a graph under capture keeps what it uses."""
@@ -83,17 +82,17 @@ class DeviceTable:
             if captured is not None:
                 captured.append(there)
         elif captured is None:
-            there = _upload(values, torch.int64, self._device)
+            there = _upload(values, self._device)
             self._values, self._tensor = values, there
         else:
             host, self._spare = self._spare, None
             if host is None:
-                host = _pinned(len(values), torch.int64, self._device)
+                host = _room(len(values), self._device)
             host.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
             there = host.to(self._device, non_blocking=True)
             captured += [host, there]
         if self._spare is None and captured is None:
-            self._spare = _pinned(len(values), torch.int64, self._device)
+            self._spare = _room(len(values), self._device)
         return there
 
 
@@ -116,10 +115,8 @@ class UpdatePlan:
             most = ITEM if bundle.widths is None else BLOCKS
             items.setdefault((*formats, *alignments), []).extend(_items_of(i, 0, even, most))
             items.setdefault((*formats, False, False), []).extend(_items_of(i, even, end, most))
-        self.table = _upload(rows.ravel(), torch.int64, device)
-        self.items = {
-            key: (_upload(own, torch.int64, device), len(own) // 3) for key, own in items.items() if own
-        }
+        self.table = _upload(rows.ravel(), device)
+        self.items = {key: (_upload(own, device), len(own) // 3) for key, own in items.items() if own}
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
@@ -142,7 +139,7 @@ class MeasurePlan:
             for start in range(0, size, ITEM):
                 own += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
-        self.items = {key: (_upload(own, torch.int64, device), len(own) // 4) for key, own in items.items()}
+        self.items = {key: (_upload(own, device), len(own) // 4) for key, own in items.items()}
         self.grads = DeviceTable(self.size, device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
