@@ -167,8 +167,8 @@ class MasterWeights:
             if not isinstance(value, Tensor) or got != shape:
                 got = type(value).__name__ if got is None else f"shape {list(got)}"
                 raise ConfigError(
-                    f"refresh got {got} for {name!r}, expected a tensor of shape {list(shape)}: give the "
-                    "values of this model"
+                    f"refresh got {got} for {name!r}, expected the weight's {list(shape)}: give tensors with "
+                    "the values of this model"
                 )
         self.link.seed_masters({weights[name]: value for name, value in found.items()})
 
