@@ -119,7 +119,7 @@ def _plain(value: Any, place: str) -> Any:
     if numpy is not None and isinstance(value, numpy.bool_ | numpy.number):
         return value.item()
     raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint that runs no code cannot hold: "
+        f"{place} is of type {type(value).__name__}, which a checkpoint that runs no code cannot hold: "
         "use tensors, Python's numbers and strings, and lists, tuples and dicts of these"
     )
 

@@ -74,7 +74,7 @@ def test_words(word: object, level: str, dtype: torch.dtype | None) -> None:
         ("2", "unknown level '2': did you mean 'O2'"),
         (4, "unknown level '4': expected one of O0"),
         (True, "unknown level 'True': expected one of O0"),
-        ("atuo", r"or a word such as bf16-mixed; prepare\(\) takes 'auto' too"),
+        ("atuo", r"a word such as bf16-mixed, or 'auto' where the choice can be measured"),
     ],
 )
 def test_unknown_levels(word: object, message: str) -> None:

@@ -79,6 +79,12 @@ def test_evaluation_is_a_weighted_mean_and_leaves_the_mode():
         trainer.evaluate([])
 
 
+def test_a_metric_of_each_sample_is_refused_by_name():
+    trainer = make(metrics={"hits": lambda output, y: (output.argmax(1) == y).float()})
+    with pytest.raises(ConfigError, match=r"hits has shape \(\d+,\), expected one number"):
+        trainer.evaluate([(X, Y)])
+
+
 class Recorder(Callback):
     def __init__(self):
         self.events = []

@@ -160,6 +160,6 @@ def level_of(word: str | int | Level | None) -> tuple[Level, torch.dtype | None]
     near = difflib.get_close_matches(text.lower(), list(WORDS), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(
-        f"unknown level {text!r}: expected one of {', '.join(LEVELS)}, or a word such as bf16-mixed; "
-        f"prepare() takes 'auto' too{hint}"
+        f"unknown level {text!r}: expected one of {', '.join(LEVELS)}, a word such as bf16-mixed, or "
+        f"'auto' where the choice can be measured{hint}"
     )

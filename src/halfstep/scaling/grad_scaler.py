@@ -358,7 +358,7 @@ class GradScaler(torchs.GradScaler):
         return self._across_ranks and distributed.world_size(self._group) > 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries; empty when disabled.
+        """Return torch's five entries, and one more where they do not say all; empty when disabled.
 
         What those five cannot say (another kind of loss scale, bounds, hysteresis, a run of skips) goes under
         the key "halfstep", which torch's scaler ignores. Call after `update`.

@@ -349,4 +349,4 @@ class NonFinite:
 def _cure_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     found = zero_epsilons(optimizers)
     cures = (f"{where}: {text}: {cure}" for where, text, cure in found)
-    return next(cures, "pass skip_nonfinite=True to prepare(), or to a host's adapter, to skip such steps")
+    return next(cures, "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps")

@@ -510,6 +510,10 @@ class Trainer:
                         values = {"loss": self.loss_fn(output, y)}
                     values |= {name: metric(output, y) for name, metric in self.metrics.items()}
                     for name, value in values.items():
+                        if value.numel() != 1:
+                            raise ConfigError(
+                                f"{name} has shape {tuple(value.shape)}, expected one number a batch (mean())"
+                            )
                         sums[name] = sums.get(name, 0.0) + value.double() * len(x)
                     count += len(x)
         finally:
