@@ -115,7 +115,7 @@ def test_data_and_learning_rates_have_no_diff_and_no_plan(tmp_path, monkeypatch)
     document = examined(script.text, tmp_path / "x.py", script.steps, monkeypatch, diff=True, plan=True)
     assert (document.diff, document.plan) == ("", "")
     told = "\n".join(document.notes)
-    assert "no diff for step 5: no change was seen to cure it (data)" in told
+    assert "no diff for step 5 (data): what cures it, above, is to be written by hand" in told
     assert "no plan rule for step 5 (data): a plan says in which precision the ops of a module run" in told
 
 
@@ -300,3 +300,40 @@ def test_a_plan_cures_what_shows_behind_its_first_rule_too(tmp_path, monkeypatch
     plan.write_text(document.plan)
     assert [rule.pattern for rule in hs.Plan.read(plan).rules] == ["blocks.0", "blocks.1"]
     assert examined(with_plan(script.text, str(plan)), path, 0, monkeypatch).healthy
+
+
+UNCLEARED = """import torch
+
+model = torch.nn.Linear(8, 3)
+optimizer = torch.optim.Adam(model.parameters())
+for i in range(24):
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "cleared"),
+    [
+        (
+            "{0}    {1}.backward()\n    optimizer.step()\n",
+            "    {0}    {1}.backward()\n    optimizer.step()\n",
+        ),
+        (
+            "    for _ in range(2):\n        {1}.backward()\n    optimizer.step()\n",
+            "    {0}    for _ in range(2):\n        {1}.backward()\n    optimizer.step()\n",
+        ),
+        (
+            "    {1}.backward()\n    if i % 3 == 2:\n        optimizer.step()\n",
+            "    {1}.backward()\n    if i % 3 == 2:\n        optimizer.step()\n        {0}",
+        ),
+    ],
+    ids=["plain", "micro-batches", "every third"],
+)
+def test_gradients_that_nobody_clears_are_where_the_script_does_not_accumulate(
+    loop, cleared, tmp_path, monkeypatch
+):
+    loss, clear = "model(torch.randn(16, 8)).square().mean()", "optimizer.zero_grad()\n"
+    text = UNCLEARED + loop.format("", loss)
+    document = examined(text, tmp_path / "train.py", 24, monkeypatch, diff=True)
+    new = applied(text, document.diff, tmp_path / "train.py")
+    assert new == UNCLEARED + cleared.format(clear, loss)
+    assert document.faults[0].cures[0].status == WORKS

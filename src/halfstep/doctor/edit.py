@@ -411,6 +411,27 @@ def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
     yield script.text()
 
 
+def _cleared(text: str, code: str, line: int) -> Iterator[str]:
+    """Clears the optimizer that steps on this line before the backward passes of that step, else after it."""
+    script = Script(text)
+    step, call = script.statement(line), next((c for c in script.calls("step") if _on(c, line)), None)
+    if step is None or call is None or not isinstance(call.func, ast.Attribute):
+        return
+    clear = f"{script.of(call.args[0] if call.args else call.func.value)}.zero_grad()"
+    bodies = (getattr(node, name, None) for node in ast.walk(script.tree) for name in ("body", "orelse"))
+    block = next(body for body in bodies if isinstance(body, list) and step in body)
+    before = [s for s in block[: block.index(step)] if any(_is_backward(node) for node in ast.walk(s))]
+    if before:
+        script.above(before[-1], clear)
+    else:
+        script.around(step, "", f"{script.newline}{' ' * step.col_offset}{clear}")
+    yield script.text()
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _called(node) == "backward"
+
+
 def _makes_updates(call: Any) -> bool:
     return bool(call.args) and "parameters" in ast.dump(call.args[0])
 
@@ -421,4 +442,5 @@ _ANYWHERE: dict[str, Callable[..., Iterator[str]]] = {
     "loss": _divided,
     "loss_scale": _with_scale,
     "rate": _no_faster,
+    "clear": _cleared,
 }

@@ -466,7 +466,8 @@ def _uncleared(ledger: Ledger) -> list[Fault]:
     if len(stale) < 3 or len(stale) < ledger.iterations // 2:
         return []
     text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
-    cures = [Cure("advice", "clear the gradients before each backward", "optimizer.zero_grad()")]
+    text_, code = "clear the gradients before each backward", "optimizer.zero_grad()"
+    cures = [Cure("clear", text_, code, specs=[("clear", stale[0].where[1])])]
     return [_fault(stale[0].number, "optimizer", Cause("accumulation", text), cures, stale[0].where)]
 
 

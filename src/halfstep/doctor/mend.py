@@ -73,6 +73,8 @@ def _unwritten(fault: Fault) -> str:
     """Why a fault has no diff."""
     number = f"no diff for step {fault.step + 1}"
     cure = next((c for c in fault.cures if c.status == WORKS), None)
+    if not any(c.specs for c in fault.cures):
+        return f"{number} ({fault.cause.kind}): what cures it, above, is to be written by hand"
     if cure is None:
         return f"{number}: no change was seen to cure it ({fault.cause.kind}); what to look at stands above"
     return f"{number}: the cure could not be written into the script, write it by hand: {cure.text}"

@@ -109,8 +109,8 @@ class Cause:
 class Cure:
     """What to change.
 
-    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, data or
-    advice.
+    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, clear,
+    data or advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
     them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
     plain values, of which `cures.placed` puts each in place in any process, the weakest first; `doses`: text
