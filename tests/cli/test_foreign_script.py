@@ -62,9 +62,17 @@ def test_losses_and_gradients_are_near_those_of_fp32(script: Foreign, tmp_path: 
         assert 0 < error < gradient_bound(name)
 
 
-def test_lines_below_a_choice_of_fp32_say_why_one_may_want_them() -> None:
+def test_lines_below_a_choice_of_fp32_say_why_one_may_want_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     slower = (Trial(LevelChoice("O0"), (1.0,), losses=(1.0,)), Trial(LevelChoice("O1", "bf16"), (2.0,)))
-    assert "to train in bf16 all the same (for its memory" in _lines(Tuning(slower, decide(slower), 0.0))
+    found = Tuning(slower, decide(slower), 0.0)
+    assert "to train in bf16 all the same (for its memory" in _lines(found)
+    monkeypatch.setattr(_tune_script, "tune_script", lambda *_: found)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["tune", str(script), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == _lines(found)
 
 
 LOSSES = {"bce": lambda out: nn.BCELoss()(out.sigmoid(), torch.ones_like(out))}
@@ -185,7 +193,9 @@ def test_every_script_through_the_command(
         assert len(said.err.strip().splitlines()) == 1
         return
     assert code == 0
-    base, *others = json.loads(said.out)["measured"]
+    document = json.loads(said.out)
+    assert "amp = hs.prepare(" in document["lines"]
+    base, *others = document["measured"]
     assert [row["setting"] for row in others] == ["O1 bf16", "O1 fp16"]
     for row in others:
         assert row["note"] == ""

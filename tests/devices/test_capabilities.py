@@ -191,10 +191,6 @@ def test_unknown_devices_are_refused():
             capabilities.default_dtype("cuda")
 
 
-def test_matmul_precision_is_reported():
-    assert memory.float32_matmul_precision() == torch.get_float32_matmul_precision()
-
-
 FAULTS = """
 import resource, torch
 from halfstep import devices

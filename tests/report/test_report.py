@@ -8,30 +8,19 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
-from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
+from halfstep.report.comparison import Bound, Comparison, RecipeRows, SeedRun, SettingRow
 from halfstep.report.page import smooth
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
 from halfstep.report.words import bounds, busy, cells, columns, recommended, sentence, verdict
 
-BOUND = {
-    "arithmetic": 0.004, "memory": 0.001, "latency": 0.00005, "flops": 2 * 10**9, "bytes": 10**7, "ops": 40,
-    "what": "arithmetic",
-}  # fmt: skip
+BOUND = Bound(0.004, 0.001, 0.00005, flops=2 * 10**9, bytes=10**7, ops=40)
 
 
 def run(scales=None, skipped=(), losses=(2.0, 1.5, 1.2, 1.0)):
-    return {
-        "seed": 0, "losses": list(losses), "scales": scales or [1.0] * 4, "skipped": list(skipped),
-        "test": {}, "diverged_at": None, "failed": None, "stopped": None,
-    }  # fmt: skip
+    return SeedRun(0, list(losses), scales or [1.0] * 4, list(skipped))
 
 
 def row(level="O0", dtype="fp32", **changes):
-    return SettingRow.from_dict(as_words(level, dtype, **changes))
-
-
-def as_words(level="O0", dtype="fp32", **changes):
-    """A row as JSON has it."""
     made = {
         "label": level if level == "O0" else f"{level} {dtype}", "level": level, "dtype": dtype,
         "mean": 0.975, "spread": 0.0021, "difference": 0.0,
@@ -40,41 +29,32 @@ def as_words(level="O0", dtype="fp32", **changes):
         "bound": BOUND,
         "runs": [run()],
     }  # fmt: skip
-    return made | changes
+    return SettingRow(**made | changes)
 
 
 def document(**changes):
-    """Three settings; `changes` of the recipe's words."""
-    words = in_json()
-    words["recipes"][0] |= changes
-    return Comparison.from_dict(words)
+    """Three settings; `changes` of the recipe."""
+    fp16 = row(
+        "O1", "fp16", seconds=0.006, saved_bytes=6e6, difference=-0.001, skipped=1, last_scale=32768.0,
+        runs=[run([65536.0, 65536.0, 32768.0, 32768.0], [2])],
+    )  # fmt: skip
+    failed = row(
+        "O3", "fp16", mean=None, spread=None, difference=None, failed="<b>boom</b>", seconds=None,
+        peak_bytes=None, saved_bytes=None, samples_per_second=None, bound=None,
+        runs=[run(losses=[2.0, math.nan, math.inf, math.nan])],
+    )  # fmt: skip
+    shown = {
+        "name": "digits<script>", "about": "a & b", "data": "digits", "metric": "accuracy", "steps": 4,
+        "batch_size": 64, "seeds": 1, "rows": [row(), fp16, failed],
+    }  # fmt: skip
+    machine = {"halfstep": "1", "torch": "2", "device": "cpu", "slow": {"fp16": "no unit"}}
+    return Comparison(machine, [RecipeRows(**shown | changes)])
 
 
 def recipe(rows, metric="accuracy"):
     """Rows alone."""
     words = {"name": "r", "about": "a", "data": "d", "steps": 4, "batch_size": 1, "seeds": 1}
     return RecipeRows(rows=rows, metric=metric, **words)
-
-
-def in_json():
-    """What `halfstep train --json` prints."""
-    fp16 = as_words(
-        "O1", "fp16", seconds=0.006, saved_bytes=6e6, difference=-0.001, skipped=1, last_scale=32768.0,
-        runs=[run([65536.0, 65536.0, 32768.0, 32768.0], [2])],
-    )  # fmt: skip
-    failed = as_words(
-        "O3", "fp16", mean=None, spread=None, difference=None, failed="<b>boom</b>", seconds=None
-    )
-    failed |= {"peak_bytes": None, "saved_bytes": None, "samples_per_second": None, "bound": None}
-    failed |= {"runs": [run(losses=[2.0, math.nan, math.inf, math.nan])]}
-    shown = {
-        "name": "digits<script>", "about": "a & b", "data": "digits", "metric": "accuracy", "steps": 4,
-        "batch_size": 64, "seeds": 1, "rows": [as_words(), fp16, failed], "interrupted": False,
-    }  # fmt: skip
-    return {
-        "machine": {"halfstep": "1", "torch": "2", "device": "cpu", "slow": {"fp16": "no unit"}},
-        "recipes": [shown],
-    }
 
 
 class Checker(HTMLParser):
@@ -134,20 +114,21 @@ def test_the_page_shows_every_row_chart_and_sentence():
 
 
 def test_a_recipe_without_scales_has_no_scale_chart():
-    assert "Loss scale" not in render(document(rows=[as_words()]))
+    assert "Loss scale" not in render(document(rows=[row()]))
 
 
 def test_what_json_says_is_what_was_found():
-    words = in_json()
-    assert Comparison.from_dict(words).as_dict()["recipes"][0].keys() == words["recipes"][0].keys()
-    assert repr(Comparison.from_dict(document().as_dict())) == repr(document())  # NaN is not itself
+    base, fp16, failed = document().as_dict()["recipes"][0]["rows"]
+    assert base["bound"] == vars(BOUND)
+    assert fp16["runs"] == [vars(run([65536.0, 65536.0, 32768.0, 32768.0], [2]))]
+    assert (failed["failed"], failed["seconds"]) == ("<b>boom</b>", None)
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path):
     path = write_report(document(), tmp_path / "r.html")
     assert path.read_text().endswith("</html>")
     with pytest.raises(KeyError):
-        write_report(document(rows=[as_words("O7")]), path)
+        write_report(document(rows=[row("O7")]), path)
     assert path.read_text().endswith("</html>")
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
     with pytest.raises(ConfigError, match="cannot write the report"):
@@ -185,7 +166,7 @@ def test_the_verdict_is_one_sentence_with_the_call_to_write(rows, words):
 
 
 def test_a_busy_machine_is_named_once_in_the_verdict():
-    page = render(document(rows=[as_words(noise=0.4), as_words("O1", "bf16", noise=0.4)]))
+    page = render(document(rows=[row(noise=0.4), row("O1", "bf16", noise=0.4)]))
     assert page.count("this machine is busy: times differ by 40 %") == 1
 
 
@@ -200,14 +181,14 @@ def test_one_setting_that_varies_does_not_make_the_machine_busy():
 
 def test_losses_are_drawn_against_o0_with_the_band_of_its_seeds():
     runs = [run(), run(losses=(2.1, 1.6, 1.1, 0.9))]
-    page = render(document(rows=[as_words(runs=runs), as_words("O1", "fp16", runs=runs)]))
+    page = render(document(rows=[row(runs=runs), row("O1", "fp16", runs=runs)]))
     assert "Training loss minus O0" in page
     assert page.count("class='band'") == 2  # on a page and on a phone
     assert "class='band'" not in render(document())
 
 
 def test_a_constant_scale_is_a_line_of_text():
-    page = render(document(rows=[as_words(), as_words("O1", "fp16", runs=[run([1024.0] * 4)])]))
+    page = render(document(rows=[row(), row("O1", "fp16", runs=[run([1024.0] * 4)])]))
     assert "Loss scale: O1 fp16 stayed at 1,024." in page
     assert "<h3>Loss scale</h3>" not in page
 

@@ -162,16 +162,8 @@ class _Timer:
     it makes the file `begun`.
     """
 
-    def __init__(
-        self,
-        choice: LevelChoice,
-        steps: int,
-        warm: int,
-        seconds: float = float("inf"),
-        begun: Path | None = None,
-    ) -> None:
-        self.choice, self.steps, self.warm = choice, steps, warm
-        self.seconds, self.begun = seconds, begun
+    def __init__(self, choice: LevelChoice, seconds: float, begun: Path) -> None:
+        self.choice, self.seconds, self.begun = choice, seconds, begun
         self.until = float("inf")
         self.session: Session | None = None
         self.foreign: ForeignScript | None = None
@@ -229,7 +221,7 @@ class _Timer:
         self.memory.close()
         resident = self.foreign.resident()
         self._end(resident[0].device)
-        if len(self.ends) == self.warm - 1:
+        if len(self.ends) == WARM - 1:
             self.peak = self.memory.enter_context(memory_peak(resident, resident[0].device))
 
     def _end(self, device: torch.device, whole: bool = True) -> None:
@@ -238,25 +230,24 @@ class _Timer:
             self.ends.append(clock_of(device)())
         if self.ends and self.until == float("inf"):
             self.until = time.perf_counter() + self.seconds
-            if self.begun is not None:
-                self.begun.touch()
-        last = self.steps + 1 if self.foreign is None else FOREIGN_STEPS
+            self.begun.touch()
+        last = STEPS + 1 if self.foreign is None else FOREIGN_STEPS
         if len(self.ends) >= last or time.perf_counter() > self.until:
             raise Enough
 
     def found(self, failed: str | None) -> dict[str, Any]:
         """What goes back to the command."""
         self.memory.close()
-        seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][self.warm - 1 :]
+        seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
         if self.foreign is not None:
             failed = self.foreign.refused or failed
         if failed is None and self.session is None and not self.ends:
             failed = "it neither calls hs.prepare nor steps a torch optimizer (weights updated by hand?)"
         if failed is None and not seconds and time.perf_counter() > self.until:
-            failed = too_long(self.warm + 1, self.seconds)
+            failed = too_long(WARM + 1, self.seconds)
         if failed is None and not seconds:
             taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
-            failed = f"it took {taken}, and {self.warm + 1} are needed"
+            failed = f"it took {taken}, and {WARM + 1} are needed"
         if failed is not None:
             return {"failed": failed}
         return {"failed": None, "seconds": seconds, **self._seen()}
@@ -300,7 +291,7 @@ def timed(
 
     `foreign`: whether it never calls `hs.prepare`, where that is known.
     """
-    timer = _Timer(choice, STEPS, WARM, seconds, begun)
+    timer = _Timer(choice, seconds, begun)
     timer.install(foreign is not False)
     seed(0)
     error = run_main(script, args)

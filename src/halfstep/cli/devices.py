@@ -16,7 +16,7 @@ import tyro
 from halfstep import devices
 from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
-from halfstep.conformance.probe import Observed, groups, probe_casting, summary
+from halfstep.conformance.probe import Observed, groups, probe_casting
 from halfstep.devices.capabilities import Capability
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
@@ -108,12 +108,12 @@ def _bring_up(module: str) -> None:
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
     """The conformance battery: 0 where nothing fails, 1 otherwise."""
-    from halfstep.conformance.battery import GROUPS, parse_dtypes, run_battery
+    from halfstep.conformance.battery import GROUPS, run_battery
 
     groups = only.split(",") if only else GROUPS
 
     with without_remarks():
-        wanted = parse_dtypes(dtypes) if dtypes else None
+        wanted = dtypes.split(",") if dtypes else None
         checks = list(run_battery(device, levels.split(","), wanted, policy, groups))
     if json:
         print_json([asdict(c) for c in checks])
@@ -173,7 +173,7 @@ def _facts(device: torch.device) -> dict[str, object]:
         "device": str(device),
         "machine": dict(devices.machine(device)),
         "default_dtype": dtype_name(devices.default_dtype(device)),
-        "float32_matmul_precision": devices.float32_matmul_precision(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cache": str(devices.cache_file(device)),
         "dtypes": rows,
     }
@@ -190,7 +190,7 @@ def _print_device(device: torch.device) -> None:
     dtype = devices.default_dtype(device)
     slow = " (slow here: fp32 arithmetic with rounding)" if devices.is_slow(device, dtype) else ""
     out.print(f"default dtype: {dtype_name(dtype)}{slow}")
-    out.print(f"float32 matmul precision: {devices.float32_matmul_precision()} (never changed by halfstep)")
+    out.print(f"float32 matmul precision: {torch.get_float32_matmul_precision()} (never changed by halfstep)")
     out.print(f"measurements kept in {devices.cache_file(device)}")
 
 
@@ -257,7 +257,7 @@ def _print_ops(device: torch.device, seen: list[Observed]) -> None:
     ]
     columns = ("rule", "given", "computes in", "gives", "observed", "ops")
     out.print(table(f"What a region does with each op on {device}", columns, rows))
-    counts = summary(seen)
+    counts = Counter(o.verdict for o in seen)
     out.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
 

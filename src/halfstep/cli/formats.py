@@ -67,23 +67,15 @@ def parse_number(text: str) -> float | Fraction:
     return exact
 
 
+_FACTS = (
+    *("name", "bits", "exponent_bits", "mantissa_bits", "max"),
+    *("smallest_normal", "smallest_subnormal", "epsilon", "has_inf"),
+)
+
+
 def _print_formats(json: bool) -> None:
-    rows = [
-        {
-            "name": f.name,
-            "bits": f.bits,
-            "exponent_bits": f.exponent_bits,
-            "mantissa_bits": f.mantissa_bits,
-            "max": f.max,
-            "smallest_normal": f.smallest_normal,
-            "smallest_subnormal": f.smallest_subnormal,
-            "epsilon": f.epsilon,
-            "has_inf": f.has_inf,
-        }
-        for f in FORMATS.values()
-    ]
     if json:
-        return print_json(rows)
+        return print_json([{fact: getattr(f, fact) for fact in _FACTS} for f in FORMATS.values()])
     columns = ("format", "bits", "layout", "max", "smallest normal", "smallest subnormal", "epsilon", "inf")
     cells = [_format_cells(f) for f in FORMATS.values()]
     right = "bits,max,smallest normal,smallest subnormal,epsilon"

@@ -292,7 +292,7 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": str(device),
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": devices.float32_matmul_precision(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "freed_memory_kept": kept,
         **devices.machine(device),
     }

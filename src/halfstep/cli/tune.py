@@ -99,6 +99,7 @@ def _document(target: str, found: Tuning) -> dict[str, Any]:
         "chosen": settings.to_table(),
         "measured": [vars(row) | seen for row, seen in zip(settings.measured, more)],
         "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in found.plan.rules],
+        "lines": _lines(found) if losses else None,
         "seconds": found.seconds,
     }
 
@@ -127,9 +128,16 @@ def _print(target: str, found: Tuning, out: Path | None) -> None:
     heads, right = ["setting", "step", "against fp32", "gradient error", ""], 4
     losses = last_losses(found.trials)
     if losses:
+        skipped = "steps skipped on inf or NaN gradients:"
         heads, right = ["setting", "loss", "peak memory", *heads[1:]], 6
         rows = [
-            (row[0], *_loss_and_memory(loss, trial), *row[1:-1], row[-1] or _skips(trial))
+            (
+                row[0],
+                "" if loss is None else f"{loss:.5g}",
+                "" if trial.peak_bytes is None else f"{trial.peak_bytes / 1e6:,.4g} MB",
+                *row[1:-1],
+                row[-1] if row[-1] or not trial.skipped else f"{skipped} {trial.skipped}",
+            )
             for row, loss, trial in zip(rows, losses, found.trials)
         ]
     said = console()
@@ -141,15 +149,6 @@ def _print(target: str, found: Tuning, out: Path | None) -> None:
         said.print(_lines(found), markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         said.print(f"plan: {out}", markup=False, soft_wrap=True)
-
-
-def _loss_and_memory(loss: float | None, trial: Trial) -> tuple[str, str]:
-    memory = "" if trial.peak_bytes is None else f"{trial.peak_bytes / 1e6:,.4g} MB"
-    return "" if loss is None else f"{loss:.5g}", memory
-
-
-def _skips(trial: Trial) -> str:
-    return f"steps skipped on inf or NaN gradients: {trial.skipped}" if trial.skipped else ""
 
 
 def _lines(found: Tuning) -> str:

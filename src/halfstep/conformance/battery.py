@@ -23,7 +23,7 @@ from halfstep.casting.context import autocast
 from halfstep.conformance import numbers
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.formats import dtype_name, format_of, parse_dtype
+from halfstep.formats import dtype_name, format_of
 from halfstep.gradients.unscale import kernels_of, plain_check_and_unscale, unscale_
 from halfstep.policy.levels import level_of
 from halfstep.policy.policy import Policy
@@ -370,8 +370,3 @@ def _resumes(at: torch.device, level: str, low: torch.dtype) -> Outcome:
 
 def _parts(session: Session) -> dict[str, Any]:
     return {"model": session.model, "optimizer": session.optimizers[0], "amp": session}
-
-
-def parse_dtypes(text: str) -> list[torch.dtype]:
-    """Dtypes from a list such as `bf16,fp16`."""
-    return [parse_dtype(word) for word in text.split(",")]

@@ -186,11 +186,6 @@ def _first_line(error: Exception) -> str:
     return lines[0].partition(". ")[0][:160]
 
 
-def summary(seen: Iterable[Observed]) -> Mapping[Verdict, int]:
-    """How many ops got each verdict."""
-    return Counter(o.verdict for o in seen)
-
-
 def groups(seen: Iterable[Observed]) -> Iterator[tuple[Observed, list[str]]]:
     """Observations that look alike, with the names of their ops: one of them, and all names."""
     found: dict[tuple[Any, ...], tuple[Observed, list[str]]] = {}

@@ -15,7 +15,7 @@ from halfstep.devices.capabilities import (
     machine,
     resolve,
 )
-from halfstep.devices.memory import float32_matmul_precision, keep_freed_memory
+from halfstep.devices.memory import keep_freed_memory
 from halfstep.devices.register import Accelerator, on_register, register
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 
@@ -32,7 +32,6 @@ __all__ = [
     "check_dtype",
     "declare",
     "default_dtype",
-    "float32_matmul_precision",
     "is_slow",
     "keep_freed_memory",
     "machine",

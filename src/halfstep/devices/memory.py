@@ -1,4 +1,4 @@
-"""What the process does with memory and float32 products, on request or reported."""
+"""What the process does with freed memory, on request."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import platform
 import sys
 import warnings
 
-import torch
-
 from halfstep.errors import HalfstepWarning
-
-
-def float32_matmul_precision() -> str:
-    """What torch may do to fp32 matrix products (`highest` is true fp32); reported, never changed here."""
-    return torch.get_float32_matmul_precision()
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 

@@ -81,17 +81,6 @@ class SettingRow:
     profiled: float | None = None
     runs: Sequence[SeedRun] = ()
 
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> SettingRow:
-        """The row that JSON describes."""
-        bound = row.get("bound")
-        made: dict[str, Any] = {
-            "bound": None if bound is None else Bound(**{k: v for k, v in bound.items() if k != "what"}),
-            "ops": [OpCost(**op) for op in row.get("ops", ())],
-            "runs": [SeedRun(**run) for run in row.get("runs", ())],
-        }
-        return cls(**{**row, **made})
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRows:
@@ -120,12 +109,6 @@ class RecipeRows:
         """How many steps and seeds, in words."""
         return f"{self.steps} steps, {self.seeds} seed" + ("s" if self.seeds > 1 else "")
 
-    @classmethod
-    def from_dict(cls, recipe: Mapping[str, Any]) -> RecipeRows:
-        """The recipe that JSON describes."""
-        rows = [SettingRow.from_dict(row) for row in recipe["rows"]]
-        return cls(rows=rows, **{key: value for key, value in recipe.items() if key != "rows"})
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -142,8 +125,3 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {"machine": dict(self.machine), "recipes": [asdict(recipe) for recipe in self.recipes]}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
-        """What `halfstep train --json` printed; KeyError or TypeError for anything else."""
-        return cls(document["machine"], [RecipeRows.from_dict(recipe) for recipe in document["recipes"]])

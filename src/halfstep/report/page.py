@@ -44,7 +44,7 @@ class _Figure:
 
 
 def render(document: Comparison) -> str:
-    """The page of what `halfstep train` found; `Comparison.from_dict` reads what its --json prints."""
+    """The page of what `halfstep train` found."""
     context = {
         "style": text_of("style.css"),
         "machine": _machine(document.machine),

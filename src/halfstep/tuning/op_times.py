@@ -55,11 +55,6 @@ class StepTimes:
     ops: tuple[OpTime, ...]
     seconds: float
 
-    @property
-    def rest(self) -> float:
-        """Seconds in no op: the update of the weights, and Python."""
-        return max(0.0, self.seconds - sum(op.seconds for op in self.ops))
-
     def by_module(self) -> dict[str, float]:
         """Seconds of each module's own ops, casts left out."""
         found: dict[str, float] = defaultdict(float)
