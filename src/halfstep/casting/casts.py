@@ -125,9 +125,13 @@ def runner(
     if rule is Rule.BANNED:
         return functools.partial(_refuse, site.name, row.reason, compute)
     if rule is Rule.LOW:
-        if kernels is not None:
-            return _chosen_runner(site, compute, kernels)
-        return _slow_runner(site, compute) if slow else _unchosen_runner(site, compute)
+        casts_in_cpp = native is Rule.LOW
+        low = (_native_low_runner if casts_in_cpp else _low_runner)(site, compute)
+        rounded = _slow_runner(site, compute)
+        if kernels is None:
+            return rounded if slow else low
+        straight = site.native.call_boxed if casts_in_cpp else None
+        return chosen(site.op.name(), compute, kernels, site.under, low, rounded, straight)
     if rule is Rule.FULL:
         if native is Rule.FULL:
             return None
@@ -200,18 +204,6 @@ def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
         return call(keyset, *args, **kwargs)
 
     return run
-
-
-def _unchosen_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
-    native = site.native_rule is Rule.LOW
-    return _native_low_runner(site, compute) if native else _low_runner(site, compute)
-
-
-def _chosen_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTable) -> Runner:
-    """By the implementation that `kernels` says for this op and these arguments."""
-    whole = _unchosen_runner(site, compute), _slow_runner(site, compute)
-    straight = site.native.call_boxed if site.native_rule is Rule.LOW else None
-    return chosen(site.op.name(), compute, kernels, site.under, *whole, straight)
 
 
 def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import torch
-
 from halfstep.casting import casts, regions
 from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_runners import tensors_of
@@ -60,12 +58,10 @@ def record_casts() -> None:
 
 def _run_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
     """What the region does with an op; None where it leaves the op alone, or there is none of ours."""
-    if not torch.is_autocast_enabled(regions.CARRIERS[0]):
-        return None
     for device_type in dict.fromkeys(t.device.type for t in tensors_of((*args, *kwargs.values()))):
-        policy = regions.coded_policy(device_type) if torch.is_autocast_enabled(device_type) else None
-        if policy is not None:
-            return _runner(func, device_type, policy)
+        setting = regions.in_force(device_type)
+        if setting is not None:
+            return _runner(func, device_type, setting.policy)
     return None
 
 

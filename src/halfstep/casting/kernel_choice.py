@@ -136,7 +136,6 @@ class KernelTable:
         self.measured = measured or measure is not None
         self._measure, self._overhead, self._pays = measure, overhead, pays
         self._known: dict[tuple[OpClass, str], Row] = {}
-        self._derived: dict[tuple[OpClass, str], Row] = {}
         self._open: list[Row] = []
         self._lock = threading.RLock()
         for row in rows:
@@ -158,15 +157,12 @@ class KernelTable:
         """The same with its reason."""
         with self._lock:
             key = cls, needs
-            found = self._known.get(key) or self._derived.get(key)
-            if found is None:
-                row = next((row for row in self._open if row.fits(cls, needs)), None)
-                if row is None and self._measure is not None:
-                    choice, why = self._decided(self._measure, cls, needs)
-                    found = self._known[key] = Row(choice, **asdict(cls), needs=needs, why=why)
-                else:
-                    found = self._derived[key] = row or Row(NATIVE, why="not in this table")
-            return found
+            fitting = (row for row in self._open if row.fits(cls, needs))
+            found = self._known.get(key) or next(fitting, None)
+            if found is None and self._measure is not None:
+                choice, why = self._decided(self._measure, cls, needs)
+                found = self._known[key] = Row(choice, **asdict(cls), needs=needs, why=why)
+            return found or Row(NATIVE, why="not in this table")
 
     def _decided(
         self, measure: Callable[[OpClass, str], Times], cls: OpClass, needs: str
@@ -199,7 +195,8 @@ class KernelTable:
         It is this one where they are its own: each table is held for good by the regions that ran under it.
         """
         theirs = tuple(rows)
-        if all(row.exact is not None and self._knows(row) for row in theirs):
+        own = [None if row.exact is None else self._known.get(row.exact) for row in theirs]
+        if all(known is not None and known.choice == row.choice for known, row in zip(own, theirs)):
             return self
         broad = [row for row in theirs if row.exact is None]
         mine = [
@@ -211,10 +208,6 @@ class KernelTable:
         last = [row for row in mine if row.exact is None]
         asked = self._measure, self._overhead, "pinned", self.measured, self._pays
         return KernelTable((*exact, *broad, *last), *asked)
-
-    def _knows(self, row: Row) -> bool:
-        own = None if row.exact is None else self._known.get(row.exact)
-        return own is not None and own.choice == row.choice
 
     @property
     def digest(self) -> str:

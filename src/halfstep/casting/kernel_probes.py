@@ -173,8 +173,7 @@ class Measurements:
             rows = self._load()
             found = rows.get(key)
             if found is None:
-                skip = self._hopeless(cls, direction)
-                found = self._keep(key, self._in_fresh_thread(self._run, cls, direction, skip))
+                found = self._measured(key, self._run, cls, direction, self._hopeless(cls, direction))
             return found
 
     def known(self) -> Mapping[str, Times]:
@@ -187,7 +186,7 @@ class Measurements:
         with self._lock:
             found = self._load().get("overhead")
             if found is None:
-                found = self._keep("overhead", self._in_fresh_thread(_run_overhead))
+                found = self._measured("overhead", _run_overhead)
             return found.get("native") or 0.0
 
     def pays(self, region: Region, cls: OpClass, needs: str, choice: Choice) -> bool:
@@ -199,7 +198,7 @@ class Measurements:
         with self._lock:
             found = self._load().get(key)
             if found is None:
-                found = self._keep(key, self._in_fresh_thread(time_layer, region, cls, needs, choice))
+                found = self._measured(key, time_layer, region, cls, needs, choice)
             native, chosen = found.get("native"), found.get("rounded")
             return native is None or (chosen is not None and chosen <= PAYS * native)
 
@@ -217,17 +216,15 @@ class Measurements:
         }
         return frozenset(grows | {n for n in last if last[n] > HOPELESS_AT_ANY_SIZE})
 
-    def _in_fresh_thread(self, call: Callable[..., Taken], *args: Any) -> Taken:
-        self.probes += 1
-        with ThreadPoolExecutor(1) as fresh:
-            return fresh.submit(call, *args).result()
-
     def _load(self) -> dict[str, dict[str, float | None]]:
         if self._rows is None:
             self._rows = read_rows(self._file(), _sound)
         return self._rows
 
-    def _keep(self, key: str, taken: Taken) -> dict[str, float | None]:
+    def _measured(self, key: str, call: Callable[..., Taken], *args: Any) -> dict[str, float | None]:
+        self.probes += 1
+        with ThreadPoolExecutor(1) as fresh:
+            taken = fresh.submit(call, *args).result()
         self._rows = {**(self._rows or {}), key: taken.times}
         if not taken.steady:
             self._passing.add(key)

@@ -376,12 +376,6 @@ def _code_for(policy: Policy, kernels: KernelTable) -> Code:
     return _codes[policy, kernels]
 
 
-def coded_policy(device_type: str) -> Policy | None:
-    """The policy of the region that torch's own state stands for, as in code that is compiled or exported."""
-    setting = _from_code(device_type)
-    return None if setting is None else setting.policy
-
-
 def _from_code(device_type: str) -> Setting | None:
     if not torch.is_autocast_enabled(CARRIERS[0]):
         return None

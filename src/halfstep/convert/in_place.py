@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.convert.hooks import CastInputs, CastOutputs, Power
-from halfstep.convert.sharded import is_shard, replace_shard
+from halfstep.convert.sharded import is_shard
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.torch_private import flat_weights, hooks_of, set_flat_weights
+from halfstep.torch_private import flat_weights, hooks_of, set_flat_weights, set_local_tensor
 from halfstep.trees import is_wide_float
 
 
@@ -44,7 +44,7 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
     """Give a parameter or buffer other data, and a gradient of that dtype, under the same identity."""
     if is_shard(tensor):
         tensor.grad = None
-        replace_shard(tensor, data)
+        set_local_tensor(tensor, data)
         return
     grad = tensor.grad if tensor.is_leaf else None
     if grad is None:

@@ -19,11 +19,6 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name
 
 
-def replace_shard(tensor: Tensor, data: Tensor) -> None:
-    """Give a DTensor parameter other data under the same identity (`.data` alone keeps the old shard)."""
-    torch_private.set_local_tensor(tensor, data)
-
-
 def is_shard(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     return local_of(tensor) is not tensor
