@@ -8,11 +8,12 @@ added again afterwards. The hooks on models cast batches and give fp32 checkpoin
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ def tell_of_odd_calls(
             "other options: these, and new loss scales, hold for all models from here on, and casts of O1 "
             "stay. Initialize all at once, or call amp.shutdown() between",
             HalfstepWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     mine = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
@@ -140,7 +141,7 @@ def tell_of_odd_calls(
                 f"{type(optimizer).__name__} holds no parameter of the models given to amp.initialize: it "
                 "will not train them; build it from their parameters()",
                 HalfstepWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -175,7 +176,7 @@ class AmpState:
             "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with every optimizer "
             "that the loss trains (said once)",
             HalfstepWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
     def say(self, text: str) -> None:
@@ -214,10 +215,11 @@ class Account:
         self.skip: str | None = None
         self._aside: dict[Tensor, Tensor] = {}
         self._left: list[tuple[Tensor, Tensor, int]] = []
+        mine: weakref.ref[Account] = weakref.ref(self)
         # Before the masters' own hook: a skipped step then widens nothing.
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(lambda o, args, kwargs: _before_step(mine, args, kwargs)),
+            optimizer.register_step_post_hook(lambda o, args, kwargs: _after_step(mine)),
         ]
 
     def remove(self) -> None:
@@ -237,11 +239,20 @@ class Account:
         own = {id(master) for _, master in pairs}
         return [weight for weight, _ in pairs], [p for p in groups if id(p) not in own]
 
-    def _mark(self) -> tuple[int, int] | None:
+    def mark(self) -> tuple[int, int] | None:
         """What tells a gradient from the one of the last step; None where there is none."""
         owned = (weight_of(p).grad for group in self.optimizer.param_groups for p in group["params"])
         first = next((grad for grad in owned if grad is not None), None)
         return None if first is None else (id(first), first._version)
+
+    def look(self) -> None:
+        """Tell of gradients that are there without a `scale_loss`, unless the last step had them already."""
+        if not self.announced and (mark := self.mark()) is not None and mark != self._stepped:
+            self._owner.unscaled_step(self.optimizer)
+
+    def stepped(self) -> None:
+        """Remember which gradients this step had."""
+        self.announced, self._stepped = False, self.mark()
 
     def before_backward(self) -> None:
         """Set finished gradients aside; those of delayed losses stay, to be accumulated on."""
@@ -295,43 +306,42 @@ class Account:
             before = self._aside.pop(p)
             p.grad = before if p.grad is None else p.grad + before
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise AmpError("amp does not support closures with optimizers: call step() without one")
-        if self.inside:
-            raise AmpError(
-                f"{type(optimizer).__name__}.step() inside amp.scale_loss: the gradients carry the loss "
-                "scale until the `with` ends, so step after it"
-            )
-        if self.scaled:
-            raise AmpError(
-                "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "
-                "the last backward before a step must not delay"
-            )
-        if not self.announced and (mark := self._mark()) is not None and mark != self._stepped:
-            self._owner.unscaled_step(optimizer)
-        if self.skip is not None:
-            self._owner.say(self.skip)
-            self.skip = None
-            # Without gradients torch's optimizers change nothing: no update, no decay, no step count.
-            low, others = self.weights()
-            for p in (*low, *others):
-                p.grad = None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.announced, self._stepped = False, self._mark()
+def _before_step(account: weakref.ref[Account], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    self = account()
+    if self is None:
+        return
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        raise AmpError("amp does not support closures with optimizers: call step() without one")
+    if self.inside:
+        raise AmpError(
+            f"{type(self.optimizer).__name__}.step() inside amp.scale_loss: the gradients carry the loss "
+            "scale until the `with` ends, so step after it"
+        )
+    if self.scaled:
+        raise AmpError(
+            "step() after scale_loss(..., delay_unscale=True): the gradients are still scaled; "
+            "the last backward before a step must not delay"
+        )
+    self.look()
+    if self.skip is not None:
+        self._owner.say(self.skip)
+        self.skip = None
+        # Without gradients torch's optimizers change nothing: no update, no decay, no step count.
+        low, others = self.weights()
+        for p in (*low, *others):
+            p.grad = None
+
+
+def _after_step(account: weakref.ref[Account]) -> None:
+    self = account()
+    if self is not None:
+        self.stepped()
 
 
 @contextmanager
-def backward_of(scaled: Tensor, accounts: Sequence[Account], told: set[str]) -> Generator[None]:
-    """Within, a step of these optimizers is an error: their gradients carry the scale.
-
-    Says once that no backward of the scaled loss ran: the gradients are unscaled all the same.
-    """
-    ran: list[Tensor] = []
-    hook = scaled.register_hook(ran.append) if scaled.requires_grad else None
+def no_steps(accounts: Sequence[Account]) -> Generator[None]:
+    """Within, a step of these optimizers is an error: their gradients carry the scale."""
     for account in accounts:
         account.inside += 1
     try:
@@ -339,9 +349,22 @@ def backward_of(scaled: Tensor, accounts: Sequence[Account], told: set[str]) -> 
     finally:
         for account in accounts:
             account.inside -= 1
-        if hook is not None:
-            hook.remove()
-    if hook is not None and not ran and "unseen" not in told:
+
+
+@contextmanager
+def backward_of(scaled: Tensor, told: set[str]) -> Generator[None]:
+    """Say once that no backward of the scaled loss ran within: the gradients are unscaled all the same."""
+    ran: list[bool] = []
+
+    def note(gradient: Tensor) -> None:
+        ran.append(True)
+
+    hook = scaled.register_hook(note) if scaled.requires_grad else None
+    yield
+    if hook is None:
+        return
+    hook.remove()
+    if not ran and "unseen" not in told:
         told.add("unseen")
         warnings.warn(
             "no backward of the scaled loss ran inside amp.scale_loss, yet the gradients are now divided by "
@@ -368,8 +391,8 @@ class CastBatches:
 class CheckpointInFp32:
     """Module hook: `state_dict()` gives fp32 tensors, the masters where there are any."""
 
-    def __init__(self, accounts: Sequence[Account] = ()) -> None:
-        self._accounts = accounts
+    def __init__(self, accounts: list[weakref.ref[Account]] | None = None) -> None:
+        self._accounts = accounts or []
 
     def __reduce__(self) -> tuple[type[CheckpointInFp32], tuple[()]]:
         return CheckpointInFp32, ()
@@ -378,8 +401,12 @@ class CheckpointInFp32:
         return CheckpointInFp32()
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        kept = [account.masters for account in self._accounts if account.masters is not None]
-        masters = {id(weight): master for one in kept for weight, master in one.pairs()}
+        live = [
+            account
+            for ref in self._accounts
+            if (account := ref()) is not None and account.masters is not None
+        ]
+        masters = {id(w): m for account in live for w, m in cast(MasterWeights, account.masters).pairs()}
         exact = {
             prefix + name: masters.get(id(p)) for name, p in module.named_parameters(remove_duplicate=False)
         }

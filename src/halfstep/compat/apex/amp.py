@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from halfstep.compat.apex._state import (
     LossScaler,
     Properties,
     backward_of,
+    no_steps,
     properties,
     tell_of_odd_calls,
 )
@@ -197,18 +199,29 @@ def initialize(
         LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    listed, steppers = _as_models(models), _as_optimizers(optimizers)
-    _check(listed, steppers, state)
-    tell_of_odd_calls(listed, steppers, chosen, state.opt_properties)
-    state.begin(chosen, listed)
+    _set_up(_as_models(models), _as_optimizers(optimizers), chosen, cast_model_outputs, scalers, state)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _set_up(
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    chosen: Properties,
+    outputs: torch.dtype | None,
+    scalers: list[LossScaler],
+    state: AmpState,
+) -> None:
+    """Apply the options, or leave everything as it was."""
+    _check(models, optimizers, state)
+    tell_of_odd_calls(models, optimizers, chosen, state.opt_properties)
+    state.begin(chosen, models)
     state.loss_scalers = scalers
     before = len(state.conversions), len(state.handles), len(state.accounts)
     try:
-        _apply(listed, steppers, chosen, cast_model_outputs, state)
+        _apply(models, optimizers, chosen, outputs, state)
     except Exception:
         _take_down(state, *before)
         raise
-    return models if optimizers is None else (models, optimizers)
 
 
 def _as_models(models: Any) -> list[nn.Module]:
@@ -278,7 +291,7 @@ def _apply(
             optimizer.load_state_dict(optimizer.state_dict())
     if dtype not in (None, False, torch.float32):
         for model in models:
-            hook = CheckpointInFp32(list(state.accounts.values()))
+            hook = CheckpointInFp32([weakref.ref(account) for account in state.accounts.values()])
             state.handles.append(model.register_state_dict_post_hook(hook))
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
@@ -343,7 +356,7 @@ def scale_loss(
         for account in accounts:
             account.before_backward()
     scaled = scaler.value.scale(loss.float())
-    with backward_of(scaled, accounts, state.told):
+    with no_steps(accounts), backward_of(scaled, state.told):
         yield scaled
     if delay_unscale:
         for account in accounts:

@@ -78,13 +78,13 @@ def value_and_grad(
             counted = _differentiated(outputs, has_aux)
             told = told or _tell_of_more(getattr(fn, "__name__", type(fn).__name__), counted)
         grads = gradients_of(counted, [*(given[i] for i in positions), *by_weight])
-        of_inputs, of_weights = grads[: len(positions)], grads[len(positions) :]
-        of_inputs = of_inputs[0] if len(positions) == 1 else of_inputs
-        of_weights = of_weights[0] if isinstance(weights, torch.Tensor) else of_weights
+        of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
+        of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
         chosen = of_weights if grad_position is None else of_inputs
         both = weights is not None and grad_position is not None
-        plain = pytree.tree_map_only(torch.Tensor, lambda t: as_tensor(t.detach()), outputs)
-        return plain, (of_inputs, of_weights) if both else chosen
+        return pytree.tree_map_only(torch.Tensor, _detached, outputs), (
+            (of_inputs, of_weights) if both else chosen
+        )
 
     return value_and_gradients
 
@@ -154,6 +154,14 @@ def gradients_of(outputs: list[torch.Tensor], inputs: list[torch.Tensor], factor
     found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if outputs else ()
     pairs = zip(inputs, found or (None,) * len(inputs))
     return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
+
+
+def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:
+    return grads[0] if one else grads
+
+
+def _detached(t: torch.Tensor) -> Tensor:
+    return as_tensor(t.detach())
 
 
 def grad(

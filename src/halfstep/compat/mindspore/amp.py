@@ -170,10 +170,9 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
     if amp_level == "auto":
         _CONVERTED[network] = _auto_region(network, dtype)
     elif amp_level == "O1":
-        _CONVERTED[network] = _run_by_list(network, _WHITE, Rule.LOW, dtype, "O1")
+        _CONVERTED[network] = _run_low(network, _WHITE, dtype, "O1")
     else:
-        black = _BLACK if amp_level == "O2" else ()
-        _CONVERTED[network] = _run_by_list(network, black, Rule.FULL, dtype, amp_level)
+        _CONVERTED[network] = _run_low_but(network, _BLACK if amp_level == "O2" else (), dtype, amp_level)
     return network
 
 
@@ -201,12 +200,14 @@ def custom_mixed_precision(
             "please provide one or the other."
         )
     _check_dtype(dtype)
-    colour, given, rule = "white", white_list, Rule.LOW
-    if black_list is not None:
-        colour, given, rule = "black", black_list, Rule.FULL
-    _check_list(f"{colour}_list", given)
-    _forget_earlier(network, f"a {colour} list")
-    _CONVERTED[network] = _run_by_list(network, given or [], rule, dtype, f"a {colour} list")
+    if white_list is not None:
+        _check_list("white_list", white_list)
+        _forget_earlier(network, "a white list")
+        _CONVERTED[network] = _run_low(network, white_list, dtype, "a white list")
+    elif black_list is not None:
+        _check_list("black_list", black_list)
+        _forget_earlier(network, "a black list")
+        _CONVERTED[network] = _run_low_but(network, black_list, dtype, "a black list")
     return network
 
 
@@ -255,27 +256,34 @@ def _patterns(kinds: Iterable[type[torch.nn.Module]]) -> list[str]:
     return [f"type:{name}" for name in dict.fromkeys(names)]
 
 
-def _run_by_list(
-    network: torch.nn.Module,
-    kinds: Sequence[type[torch.nn.Module]],
-    rule: Rule,
-    dtype: torch.dtype,
-    level: str,
+def _run_low(
+    network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
 ) -> _Converted:
-    """Run the listed by a rule: LOW, or FULL with all else low; their outputs go on in the others' dtype."""
-    low = rule is Rule.LOW
-    reason = f"{level}: listed, so it runs in {'16 bits' if low else 'fp32'}"
-    rules = [PlanRule(p, rule=rule, reason=reason, required=False) for p in _patterns(kinds)]
-    if not low:
-        everything = f"{level}: everything runs in 16 bits"
-        rules.insert(0, PlanRule("**", rule=Rule.LOW, reason=everything, required=False))
-    plan = Plan(tuple(rules))
-    listed = {path for path, row in plan.resolve(network).items() if row.rule is rule}
+    reason = f"{level}: listed, so it runs in 16 bits"
+    plan = Plan(tuple(PlanRule(p, rule=Rule.LOW, reason=reason, required=False) for p in _patterns(kinds)))
+    resolved = plan.resolve(network)
     record = _Converted(level, convert(network, plan, dtype))
     for path, module in network.named_modules():
-        outermost = path in listed and path.rpartition(".")[0] not in listed
-        if path and outermost and own_dtype(module) is None:
-            record.cast_outputs(module, float32 if low else dtype)
+        outermost = path in resolved and (not path or path.rpartition(".")[0] not in resolved)
+        if outermost and own_dtype(module) is None:
+            record.cast_outputs(module, float32)
+    record.cast_outputs(network, float32)
+    return record
+
+
+def _run_low_but(
+    network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
+) -> _Converted:
+    low = PlanRule("**", rule=Rule.LOW, reason=f"{level}: everything runs in 16 bits", required=False)
+    reason = f"{level}: listed, so it runs in fp32"
+    full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
+    plan = Plan((low, *full))
+    resolved = plan.resolve(network)
+    record = _Converted(level, convert(network, plan, dtype))
+    for path, module in network.named_modules():
+        above = resolved[path.rpartition(".")[0]].rule
+        if path and resolved[path].rule is Rule.FULL and above is Rule.LOW and own_dtype(module) is None:
+            record.cast_outputs(module, dtype)
     record.cast_outputs(network, float32)
     return record
 
@@ -283,8 +291,12 @@ def _run_by_list(
 def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
     device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
     region = InRegion(Power(), device, _AUTO.with_dtype(dtype))
-    enter = network.register_forward_pre_hook(region.enter, prepend=True)
-    return _Converted("auto", handles=[enter, network.register_forward_hook(region.leave, always_call=True)])
+    record = _Converted("auto")
+    record.handles = [
+        network.register_forward_pre_hook(region.enter, prepend=True),
+        network.register_forward_hook(region.leave, always_call=True),
+    ]
+    return record
 
 
 def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -296,33 +308,50 @@ def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable
     return wrapper
 
 
-def _level_and_manager(level: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """What the keywords of `build_train_network` make of a level: the level in force, and its manager."""
-    options: dict[str, Any] = {
-        "keep_batchnorm_fp32": level == "O2",
-        "cast_model_type": float16 if level in ("O2", "O3") else float32,
-        "loss_scale_manager": DynamicLossScaleManager() if level == "O2" else None,
-    }
+@dataclass(frozen=True)
+class _Options:
+    """What a level of `build_train_network` presets, and keywords override."""
+
+    keep_batchnorm_fp32: bool = False
+    cast_model_type: torch.dtype = float32
+    loss_scale_manager: Any = None
+
+
+def _options(level: str, given: dict[str, Any]) -> _Options:
     for name in given:
-        if name not in options:
+        if name not in ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"):
             raise ConfigError(f"Unsupported arg '{name}'")
-    keep_batchnorm, cast, manager = (options | given).values()
-    if cast not in (float16, float32):
+    presets: dict[str, dict[str, Any]] = {
+        "O2": {
+            "keep_batchnorm_fp32": True,
+            "cast_model_type": float16,
+            "loss_scale_manager": DynamicLossScaleManager(),
+        },
+        "O3": {"cast_model_type": float16},
+    }
+    options = _Options(**{**presets.get(level, {}), **given})
+    if options.cast_model_type not in (float16, float32):
         raise TypeError(
             "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "
-            f"'{cast}'."
+            f"'{options.cast_model_type}'."
         )
-    if not isinstance(keep_batchnorm, bool):
-        kind = type(keep_batchnorm).__name__
+    if not isinstance(options.keep_batchnorm_fp32, bool):
+        kind = type(options.keep_batchnorm_fp32).__name__
         raise TypeError(f"The type of 'keep_batchnorm_fp32' should be 'bool', but got type '{kind}'.")
+    manager = options.loss_scale_manager
     if manager is not None and not isinstance(manager, LossScaleManager | GroupLossScaleManager):
         raise TypeError(
             "The type of 'loss_scale_manager' should be one of '['LossScaleManager', "
             f"'GroupLossScaleManager']', but got type '{type(manager).__name__}'."
         )
-    if cast == float16:
-        return "O2" if keep_batchnorm else "O3", manager
-    return "O0" if level in ("O2", "O3") else level, manager
+    return options
+
+
+def _level_in_force(level: str, options: _Options) -> str:
+    """What the keywords make of a level."""
+    if options.cast_model_type == float16:
+        return "O2" if options.keep_batchnorm_fp32 else "O3"
+    return "O0" if level in ("O2", "O3") else level
 
 
 def check_level(level: Any, boost_level: Any = "O0") -> None:
@@ -375,11 +404,12 @@ def build_train_network(
         kind = type(loss_fn).__name__
         raise TypeError(f"The type of 'loss_fn' should be 'Cell', but got type '{kind}'.")
     check_level(level, boost_level)
-    chosen, manager = _level_and_manager(level, kwargs)
+    options = _options(level, kwargs)
+    chosen = _level_in_force(level, options)
     trained = auto_mixed_precision(network, chosen)
     if loss_fn is not None:
         trained = nn.WithLossCell(trained, loss_fn, full=network in _CONVERTED)
-    return _training_cell(trained, optimizer, manager).set_train()
+    return _training_cell(trained, optimizer, options.loss_scale_manager).set_train()
 
 
 def _tell_of_no_unscaling(optimizer: nn.Optimizer, scale: float) -> None:

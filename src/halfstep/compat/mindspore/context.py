@@ -86,12 +86,7 @@ def set_context(**kwargs: Any) -> None:
         if key == "device_target":
             _check_target("context.set_context", value)
         elif key == "deterministic":
-            if value not in ("ON", "OFF"):
-                raise ConfigError(
-                    "For 'context.set_context', the argument 'deterministic' must be 'ON' or 'OFF', but got "
-                    f"{value}."
-                )
-            set_deterministic(value == "ON")
+            _set_deterministic_words(value)
         elif key in _OF_PRECISION:
             _tell_of_precision(key, value)
         _said[key] = value
@@ -149,6 +144,14 @@ def set_deterministic(deterministic: bool) -> None:
     _said["deterministic"] = "ON" if deterministic else "OFF"
 
 
+def _set_deterministic_words(value: Any) -> None:
+    if value not in ("ON", "OFF"):
+        raise ConfigError(
+            f"For 'context.set_context', the argument 'deterministic' must be 'ON' or 'OFF', but got {value}."
+        )
+    set_deterministic(value == "ON")
+
+
 def _tell_of_precision(key: str, value: Any) -> None:
     asked = value.get("precision_mode") if key == "ascend_config" and isinstance(value, Mapping) else value
     if asked:
@@ -175,8 +178,11 @@ def set_auto_parallel_context(**kwargs: Any) -> None:
     _parallel.update(kwargs)
 
 
-_ALONE = {"parallel_mode": ParallelMode.STAND_ALONE, "gradients_mean": False, "device_num": 1}
-_parallel: dict[str, Any] = dict(_ALONE)
+_parallel: dict[str, Any] = {
+    "parallel_mode": ParallelMode.STAND_ALONE,
+    "gradients_mean": False,
+    "device_num": 1,
+}
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
@@ -187,4 +193,4 @@ def get_auto_parallel_context(attr_key: str) -> Any:
 def reset_auto_parallel_context() -> None:
     """Forget what `set_auto_parallel_context` was told."""
     _parallel.clear()
-    _parallel.update(_ALONE)
+    _parallel.update(parallel_mode=ParallelMode.STAND_ALONE, gradients_mean=False, device_num=1)
