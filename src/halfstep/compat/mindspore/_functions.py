@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,18 @@ def gradients_of(outputs: list[torch.Tensor], inputs: list[torch.Tensor], factor
     found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if outputs else ()
     pairs = zip(inputs, found or (None,) * len(inputs))
     return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
+
+
+def signature_of(takes: Mapping[str, Any], by_name: Collection[str] = ()) -> inspect.Signature:
+    """Of arguments in this order with these defaults; `...` stands for none."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    none = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kinds[name in by_name], default=none if default is ... else default)
+            for name, default in takes.items()
+        ]
+    )
 
 
 def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_whole
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.scaling.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
@@ -83,13 +83,6 @@ def _check_scale_value(name: str, value: Any) -> None:
         raise ConfigError(f"The argument '{name}' must be >= 1, but got {value}")
 
 
-def _check_positive_int(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"For '{owner}', the '{name}' must be int, but got '{type(value).__name__}'")
-    if value < 1:
-        raise ConfigError(f"For '{owner}', the '{name}' must be int and must > 0, but got '{value}'")
-
-
 class LossScaler(abc.ABC):
     """Base of the scalers of the functional style; derive from it for a rule of your own."""
 
@@ -146,8 +139,8 @@ class DynamicLossScaler(_Holder):
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
         _check_scale_value("scale_value", scale_value)
-        _check_positive_int("DynamicLossScaler", "scale_window", scale_window)
-        _check_positive_int("DynamicLossScaler", "scale_factor", scale_factor)
+        check_whole("DynamicLossScaler", "scale_window", scale_window)
+        check_whole("DynamicLossScaler", "scale_factor", scale_factor)
         self.scale_factor, self.scale_window, self._stuck = scale_factor, scale_window, 0
         self.loss_scale: WindowLossScale = WindowLossScale(float(scale_value), scale_factor, scale_window)
 
@@ -229,7 +222,7 @@ class DynamicLossScaleManager(LossScaleManager):
         self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000
     ) -> None:
         _check_scale_value("init_loss_scale", init_loss_scale)
-        _check_positive_int("DynamicLossScaleManager", "scale_window", scale_window)
+        check_whole("DynamicLossScaleManager", "scale_window", scale_window)
         if scale_factor <= 0:
             raise ConfigError(f"The argument 'scale_factor' must be > 0, but got {scale_factor}")
         self.scale_factor, self.scale_window = scale_factor, scale_window

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfstep.errors import ConfigError
+
 __all__ = ["Parameter", "ParameterTuple", "Tensor", "from_numpy", "mutable", "tensor"]
 
 
@@ -112,6 +114,14 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
     """`input_data`; nothing here is frozen into a graph."""
     return input_data
+
+
+def check_whole(owner: str, name: str, value: Any, least: int = 1) -> None:
+    """TypeError for what is no integer, ValueError for one below `least`, as in MindSpore."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"For '{owner}', the '{name}' must be int, but got '{type(value).__name__}'.")
+    if value < least:
+        raise ConfigError(f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value}.")
 
 
 def as_tensor(t: torch.Tensor) -> Tensor:

@@ -170,9 +170,9 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
     if amp_level == "auto":
         _CONVERTED[network] = _auto_region(network, dtype)
     elif amp_level == "O1":
-        _CONVERTED[network] = _run_low(network, _WHITE, dtype, "O1")
+        _run_low(network, _WHITE, dtype, "O1")
     else:
-        _CONVERTED[network] = _run_low_but(network, _BLACK if amp_level == "O2" else (), dtype, amp_level)
+        _run_low_but(network, _BLACK if amp_level == "O2" else (), dtype, amp_level)
     return network
 
 
@@ -192,22 +192,18 @@ def custom_mixed_precision(
     """
     if not isinstance(network, torch.nn.Module):
         raise TypeError("The network type should be Cell.")
-    if white_list is None and black_list is None:
-        raise ConfigError("For custom_mixed_precision, one of white_list and black_list must be provided.")
-    if white_list is not None and black_list is not None:
+    if (white_list is None) == (black_list is None):
         raise ConfigError(
-            "For custom_mixed_precision, the white_list or black_list cannot be provided at the same time, "
-            "please provide one or the other."
+            "For custom_mixed_precision, one of white_list and black_list must be provided, and they cannot "
+            "be provided at the same time."
         )
     _check_dtype(dtype)
-    if white_list is not None:
-        _check_list("white_list", white_list)
-        _forget_earlier(network, "a white list")
-        _CONVERTED[network] = _run_low(network, white_list, dtype, "a white list")
-    elif black_list is not None:
-        _check_list("black_list", black_list)
-        _forget_earlier(network, "a black list")
-        _CONVERTED[network] = _run_low_but(network, black_list, dtype, "a black list")
+    name, kinds = ("white_list", white_list) if black_list is None else ("black_list", black_list)
+    _check_list(name, kinds)
+    assert kinds is not None
+    said = f"a {name.replace('_', ' ')}"
+    _forget_earlier(network, said)
+    (_run_low if black_list is None else _run_low_but)(network, kinds, dtype, said)
     return network
 
 
@@ -258,34 +254,32 @@ def _patterns(kinds: Iterable[type[torch.nn.Module]]) -> list[str]:
 
 def _run_low(
     network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
-) -> _Converted:
+) -> None:
     reason = f"{level}: listed, so it runs in 16 bits"
     plan = Plan(tuple(PlanRule(p, rule=Rule.LOW, reason=reason, required=False) for p in _patterns(kinds)))
     resolved = plan.resolve(network)
-    record = _Converted(level, convert(network, plan, dtype))
+    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
     for path, module in network.named_modules():
         outermost = path in resolved and (not path or path.rpartition(".")[0] not in resolved)
         if outermost and own_dtype(module) is None:
             record.cast_outputs(module, float32)
     record.cast_outputs(network, float32)
-    return record
 
 
 def _run_low_but(
     network: torch.nn.Module, kinds: Sequence[type[torch.nn.Module]], dtype: torch.dtype, level: str
-) -> _Converted:
+) -> None:
     low = PlanRule("**", rule=Rule.LOW, reason=f"{level}: everything runs in 16 bits", required=False)
     reason = f"{level}: listed, so it runs in fp32"
     full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
     plan = Plan((low, *full))
     resolved = plan.resolve(network)
-    record = _Converted(level, convert(network, plan, dtype))
+    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
     for path, module in network.named_modules():
         above = resolved[path.rpartition(".")[0]].rule
         if path and resolved[path].rule is Rule.FULL and above is Rule.LOW and own_dtype(module) is None:
             record.cast_outputs(module, dtype)
     record.cast_outputs(network, float32)
-    return record
 
 
 def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
@@ -308,50 +302,31 @@ def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable
     return wrapper
 
 
-@dataclass(frozen=True)
-class _Options:
+def _options(level: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a level of `build_train_network` presets, and keywords override."""
-
-    keep_batchnorm_fp32: bool = False
-    cast_model_type: torch.dtype = float32
-    loss_scale_manager: Any = None
-
-
-def _options(level: str, given: dict[str, Any]) -> _Options:
-    for name in given:
-        if name not in ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"):
-            raise ConfigError(f"Unsupported arg '{name}'")
-    presets: dict[str, dict[str, Any]] = {
-        "O2": {
-            "keep_batchnorm_fp32": True,
-            "cast_model_type": float16,
-            "loss_scale_manager": DynamicLossScaleManager(),
-        },
-        "O3": {"cast_model_type": float16},
+    options: dict[str, Any] = {
+        "keep_batchnorm_fp32": level == "O2",
+        "cast_model_type": float16 if level in ("O2", "O3") else float32,
+        "loss_scale_manager": DynamicLossScaleManager() if level == "O2" else None,
     }
-    options = _Options(**{**presets.get(level, {}), **given})
-    if options.cast_model_type not in (float16, float32):
+    if unknown := given.keys() - options.keys():
+        raise ConfigError(f"Unsupported arg '{min(unknown)}'")
+    options.update(given)
+    if options["cast_model_type"] not in (float16, float32):
         raise TypeError(
             "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "
-            f"'{options.cast_model_type}'."
+            f"'{options['cast_model_type']}'."
         )
-    if not isinstance(options.keep_batchnorm_fp32, bool):
-        kind = type(options.keep_batchnorm_fp32).__name__
+    if not isinstance(options["keep_batchnorm_fp32"], bool):
+        kind = type(options["keep_batchnorm_fp32"]).__name__
         raise TypeError(f"The type of 'keep_batchnorm_fp32' should be 'bool', but got type '{kind}'.")
-    manager = options.loss_scale_manager
+    manager = options["loss_scale_manager"]
     if manager is not None and not isinstance(manager, LossScaleManager | GroupLossScaleManager):
         raise TypeError(
             "The type of 'loss_scale_manager' should be one of '['LossScaleManager', "
             f"'GroupLossScaleManager']', but got type '{type(manager).__name__}'."
         )
     return options
-
-
-def _level_in_force(level: str, options: _Options) -> str:
-    """What the keywords make of a level."""
-    if options.cast_model_type == float16:
-        return "O2" if options.keep_batchnorm_fp32 else "O3"
-    return "O0" if level in ("O2", "O3") else level
 
 
 def check_level(level: Any, boost_level: Any = "O0") -> None:
@@ -405,22 +380,14 @@ def build_train_network(
         raise TypeError(f"The type of 'loss_fn' should be 'Cell', but got type '{kind}'.")
     check_level(level, boost_level)
     options = _options(level, kwargs)
-    chosen = _level_in_force(level, options)
-    trained = auto_mixed_precision(network, chosen)
+    if options["cast_model_type"] == float16:
+        level = "O2" if options["keep_batchnorm_fp32"] else "O3"
+    elif level in ("O2", "O3"):
+        level = "O0"
+    trained = auto_mixed_precision(network, level)
     if loss_fn is not None:
         trained = nn.WithLossCell(trained, loss_fn, full=network in _CONVERTED)
-    return _training_cell(trained, optimizer, options.loss_scale_manager).set_train()
-
-
-def _tell_of_no_unscaling(optimizer: nn.Optimizer, scale: float) -> None:
-    if optimizer.loss_scale != scale:
-        warnings.warn(
-            f"the loss is multiplied by {scale:g} and {type(optimizer).__name__} divides its gradients by "
-            f"{optimizer.loss_scale:g}: give it loss_scale={scale:g}, or the manager "
-            "drop_overflow_update=True",
-            HalfstepWarning,
-            stacklevel=4,
-        )
+    return _training_cell(trained, optimizer, options["loss_scale_manager"]).set_train()
 
 
 def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: Any) -> nn.TrainOneStepCell:
@@ -428,11 +395,18 @@ def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: A
         return nn.TrainOneStepCell(network, optimizer)
     if isinstance(manager, GroupLossScaleManager):
         return TrainOneStepWithGroupScalesCell(network, optimizer, manager)
-    scale = manager.get_update_cell()
-    if scale is None:
-        _tell_of_no_unscaling(optimizer, manager.get_loss_scale())
-        return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
-    return nn.TrainOneStepWithLossScaleCell(network, optimizer, scale)
+    cell, scale = manager.get_update_cell(), manager.get_loss_scale()
+    if cell is not None:
+        return nn.TrainOneStepWithLossScaleCell(network, optimizer, cell)
+    if optimizer.loss_scale != scale:
+        warnings.warn(
+            f"the loss is multiplied by {scale:g} and {type(optimizer).__name__} divides its gradients by "
+            f"{optimizer.loss_scale:g}: give it loss_scale={scale:g}, or the manager "
+            "drop_overflow_update=True",
+            HalfstepWarning,
+            stacklevel=3,
+        )
+    return nn.TrainOneStepCell(network, optimizer, scale)
 
 
 __getattr__ = absent("amp")

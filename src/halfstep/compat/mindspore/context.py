@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,9 +41,7 @@ _NO_EFFECT = """
     save_compile_cache save_dump_path save_graphs save_graphs_path support_binary variable_memory_max_size
 """
 """Settings of MindSpore that change no number here."""
-_OF_PRECISION: Mapping[str, str] = MappingProxyType(
-    {"ascend_config": "precision_mode", "enable_reduce_precision": "enable_reduce_precision"}
-)
+_OF_PRECISION = ("ascend_config", "enable_reduce_precision")
 
 
 class ParallelMode:
@@ -72,11 +69,7 @@ def set_context(**kwargs: Any) -> None:
         ValueError: a keyword that MindSpore has not, or a mode, target or value that it refuses.
     """
     for key in kwargs:
-        if key not in _said and key not in _NO_EFFECT.split() and key not in _OF_PRECISION:
-            raise ConfigError(
-                f"For 'context.set_context', the keyword argument {key} is not recognized: expected mode, "
-                "device_target, deterministic or another of MindSpore's"
-            )
+        _check_key("context.set_context", key)
     for key, value in kwargs.items():
         if key == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
             raise ConfigError(
@@ -86,7 +79,12 @@ def set_context(**kwargs: Any) -> None:
         if key == "device_target":
             _check_target("context.set_context", value)
         elif key == "deterministic":
-            _set_deterministic_words(value)
+            if value not in ("ON", "OFF"):
+                raise ConfigError(
+                    "For 'context.set_context', the argument 'deterministic' must be 'ON' or 'OFF', but got "
+                    f"{value}."
+                )
+            set_deterministic(value == "ON")
         elif key in _OF_PRECISION:
             _tell_of_precision(key, value)
         _said[key] = value
@@ -98,9 +96,16 @@ def get_context(attr_key: str) -> Any:
     Raises:
         ValueError: a key that MindSpore has not.
     """
-    if attr_key not in _said and attr_key not in _NO_EFFECT.split() and attr_key not in _OF_PRECISION:
-        raise ConfigError(f"For 'context.get_context', the argument {attr_key} is not recognized")
+    _check_key("context.get_context", attr_key)
     return _said.get(attr_key)
+
+
+def _check_key(owner: str, key: str) -> None:
+    if key not in (*_said, *_OF_PRECISION, *_NO_EFFECT.split()):
+        raise ConfigError(
+            f"For '{owner}', the argument {key} is not recognized: expected mode, device_target, "
+            "deterministic or another of MindSpore's"
+        )
 
 
 def set_device(device_target: str, device_id: int | None = None) -> None:
@@ -144,14 +149,6 @@ def set_deterministic(deterministic: bool) -> None:
     _said["deterministic"] = "ON" if deterministic else "OFF"
 
 
-def _set_deterministic_words(value: Any) -> None:
-    if value not in ("ON", "OFF"):
-        raise ConfigError(
-            f"For 'context.set_context', the argument 'deterministic' must be 'ON' or 'OFF', but got {value}."
-        )
-    set_deterministic(value == "ON")
-
-
 def _tell_of_precision(key: str, value: Any) -> None:
     asked = value.get("precision_mode") if key == "ascend_config" and isinstance(value, Mapping) else value
     if asked:
@@ -178,11 +175,8 @@ def set_auto_parallel_context(**kwargs: Any) -> None:
     _parallel.update(kwargs)
 
 
-_parallel: dict[str, Any] = {
-    "parallel_mode": ParallelMode.STAND_ALONE,
-    "gradients_mean": False,
-    "device_num": 1,
-}
+_ALONE = {"parallel_mode": ParallelMode.STAND_ALONE, "gradients_mean": False, "device_num": 1}
+_parallel: dict[str, Any] = {**_ALONE}
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
@@ -193,4 +187,4 @@ def get_auto_parallel_context(attr_key: str) -> Any:
 def reset_auto_parallel_context() -> None:
     """Forget what `set_auto_parallel_context` was told."""
     _parallel.clear()
-    _parallel.update(parallel_mode=ParallelMode.STAND_ALONE, gradients_mean=False, device_num=1)
+    _parallel.update(_ALONE)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_input
+from torch.nn.utils import get_total_norm
 
 from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._functions import grad as grad
-from halfstep.compat.mindspore._functions import gradients_of
+from halfstep.compat.mindspore._functions import gradients_of, signature_of
 from halfstep.compat.mindspore._functions import value_and_grad as value_and_grad
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
 from halfstep.errors import ConfigError, UnsupportedError
@@ -26,34 +27,26 @@ from halfstep.errors import ConfigError, UnsupportedError
 class Primitive(torch.nn.Module):
     """An operator as an object: made once in `__init__` of a Cell, called in `construct`."""
 
-    def _options(self) -> tuple[Any, ...]:
-        """What follows the arguments of the call."""
-        return ()
 
+def _row(name: str, function: Callable[..., Any], says: str, **options: Any) -> Any:
+    """The class of objects that call a function, made with these options of it in this order."""
+    signature = signature_of(options)
 
-def _row(name: str, function: Callable[..., Any], says: str, base: type[Primitive] = Primitive) -> Any:
-    """The class of objects that call a function with what they are given and their options."""
+    def __init__(self: Primitive, *args: Any, **kwargs: Any) -> None:
+        Primitive.__init__(self)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        vars(self).update(bound.arguments)
 
     def forward(self: Primitive, *args: Any) -> Any:
-        return function(*args, *self._options())
+        return function(*args, **{option: getattr(self, option) for option in options})
 
-    return type(name, (base,), {"forward": forward, "__doc__": says, "__module__": __name__})
-
-
-class MatMul(Primitive):
-    """Product of two matrices, [..., M, K] and [..., K, N], either of them transposed first."""
-
-    def __init__(self, transpose_a: bool = False, transpose_b: bool = False) -> None:
-        super().__init__()
-        self.transpose_a, self.transpose_b = transpose_a, transpose_b
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """[..., M, N]."""
-        return torch.matmul(a.mT if self.transpose_a else a, b.mT if self.transpose_b else b)
+    body = {"__init__": __init__, "forward": forward, "__doc__": says, "__module__": __name__}
+    return type(name, (Primitive,), body)
 
 
-class BatchMatMul(MatMul):
-    """Products of batches of matrices."""
+def _product(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> torch.Tensor:
+    return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
 class _Convolution(Primitive):
@@ -80,40 +73,41 @@ class _Convolution(Primitive):
         self.pad = pad if pad_mode.lower() == "pad" else 0
         self.dilation, self.group = dilation, group
 
-    def _options(self) -> tuple[Any, ...]:
-        return None, self.stride, self.pad, self.dilation, self.group
+
+class Conv2D(_Convolution):
+    """Convolution of [N, C, H, W] with the weight given."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, C, H, W] and [out, C / group, h, w] to [N, out, H, W]."""
+        return F.conv2d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
 
 
-class ReduceSum(Primitive):
-    """The sum over some dimensions, or over all."""
+class Conv3D(_Convolution):
+    """Convolution of [N, C, D, H, W] with the weight given."""
 
-    def __init__(self, keep_dims: bool = False) -> None:
-        super().__init__()
-        self.keep_dims = keep_dims
-
-    def forward(self, x: torch.Tensor, axis: Any = ()) -> torch.Tensor:
-        """`axis`: a number, several, or () for all."""
-        return torch.sum(x, _dims(x, axis), self.keep_dims)
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, C, D, H, W] and [out, C / group, d, h, w] to [N, out, D, H, W]."""
+        return F.conv3d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
 
 
-class ReduceMean(ReduceSum):
-    """The mean over some dimensions, or over all."""
+class Conv2DTranspose(_Convolution):
+    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
 
-    def forward(self, x: torch.Tensor, axis: Any = ()) -> torch.Tensor:
-        """`axis`: a number, several, or () for all."""
-        return torch.mean(x, _dims(x, axis), self.keep_dims)
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
+        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
+        return conv2d_input(tuple(input_size), weight, dout, self.stride, self.pad, self.dilation, self.group)
 
 
-class Softmax(Primitive):
-    """`softmax` as an object."""
+class Conv3DTranspose(_Convolution):
+    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
 
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__()
-        self.axis = axis
+    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
+        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
 
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
-        return softmax(logits, self.axis)
+
+class Conv2DBackpropInput(Conv2DTranspose):
+    """The older name of Conv2DTranspose."""
 
 
 def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -121,23 +115,18 @@ def cast(x: Any, dtype: torch.dtype) -> torch.Tensor:
     return as_tensor(torch.as_tensor(x).to(dtype))
 
 
-def _dims(x: torch.Tensor, axis: Any) -> Any:
-    return tuple(range(x.dim())) if axis is None or axis == () or axis == [] else axis
+def _sum(x: torch.Tensor, axis: Any = (), keep_dims: bool = False) -> torch.Tensor:
+    return torch.sum(x, axis, keep_dims)
 
 
 def mean(x: torch.Tensor, axis: Any = None, keep_dims: bool = False) -> torch.Tensor:
     """The mean over some dimensions, or over all."""
-    return torch.mean(x, _dims(x, axis), keep_dims)
+    return torch.mean(x, axis, keep_dims)
 
 
 def reciprocal(x: Any) -> torch.Tensor:
     """1 / x, of a tensor or a number."""
     return torch.reciprocal(torch.as_tensor(x))
-
-
-def transpose(x: torch.Tensor, dims: Any) -> torch.Tensor:
-    """The dimensions in another order, all of them named."""
-    return x.permute(tuple(dims))
 
 
 def dtype(x: torch.Tensor) -> torch.dtype:
@@ -253,8 +242,7 @@ def clip_by_global_norm(x: Any, clip_norm: float = 1.0, use_norm: Any = None) ->
     """The tensors times clip_norm / max(clip_norm, their norm together), which is taken in fp32."""
     if use_norm is not None:
         raise ConfigError("For 'clip_by_global_norm', 'use_norm' must be None, as in MindSpore")
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.float()) for t in x]))
-    factor = clip_norm / norm.clamp(min=clip_norm)
+    factor = clip_norm / get_total_norm([t.float() for t in x]).clamp(min=clip_norm)
     return tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in x)
 
 
@@ -265,8 +253,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
         RuntimeError: with `error_if_nonfinite`, a norm that is inf or NaN.
     """
     listed = [x] if isinstance(x, torch.Tensor) else list(x)
-    norms = torch.stack([torch.linalg.vector_norm(t.float(), norm_type) for t in listed])
-    total = torch.linalg.vector_norm(norms, norm_type)
+    total = get_total_norm([t.float() for t in listed], norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise UnsupportedError(f"clip_by_norm: the norm of order {norm_type} is {total.item()}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -298,28 +285,16 @@ Fill = _row("Fill", fill, "`fill` as an object.")
 Identity = _row("Identity", identity, "`identity` as an object.")
 ScalarToTensor = _row("ScalarToTensor", scalar_to_tensor, "`scalar_to_tensor` as an object.")
 Select = _row("Select", select, "`select` as an object.")
-Conv2D = _row("Conv2D", F.conv2d, "Convolution of [N, C, H, W] with the weight given.", _Convolution)
-Conv3D = _row("Conv3D", F.conv3d, "Convolution of [N, C, D, H, W] with the weight given.", _Convolution)
-
-
-class Conv2DTranspose(_Convolution):
-    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
-
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
-        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
-        return conv2d_input(tuple(input_size), weight, dout, *self._options()[1:])
-
-
-class Conv3DTranspose(_Convolution):
-    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
-
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
-        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
-
-
-class Conv2DBackpropInput(Conv2DTranspose):
-    """The older name of Conv2DTranspose."""
+MatMul = _row(
+    "MatMul", _product, "Product of two matrices, [..., M, K] and [..., K, N], or of their transposes.",
+    transpose_a=False, transpose_b=False,
+)  # fmt: skip
+BatchMatMul = _row(
+    "BatchMatMul", _product, "Products of batches of matrices.", transpose_a=False, transpose_b=False
+)
+ReduceSum = _row("ReduceSum", _sum, "The sum over some dimensions, or over all.", keep_dims=False)
+ReduceMean = _row("ReduceMean", mean, "The mean over some dimensions, or over all.", keep_dims=False)
+Softmax = _row("Softmax", softmax, "`softmax` as an object.", axis=-1)
 
 
 # --- ops that take functions ---
@@ -449,6 +424,7 @@ matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.lo
 sum, ones_like, zeros_like, expand_dims = torch.sum, torch.ones_like, torch.zeros_like, torch.unsqueeze
 sigmoid, tanh, gelu, square, sqrt = torch.sigmoid, torch.tanh, F.gelu, torch.square, torch.sqrt
 argmax, equal, reshape, stack = torch.argmax, torch.eq, torch.reshape, torch.stack
+transpose = torch.permute
 concat, stop_gradient = torch.concat, torch.detach
 reduce_mean, reduce_sum, Map = mean, ReduceSum(), HyperMap
 composite: ModuleType = sys.modules[__name__]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 
 from halfstep.casting.context import active_policy, autocast
-from halfstep.compat.mindspore._tensor import Parameter
+from halfstep.compat.mindspore._functions import signature_of
+from halfstep.compat.mindspore._tensor import Parameter, check_whole
 from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
@@ -181,18 +182,6 @@ _BEGIN = {
 _OURS = {"activation", "pad_mode", "use_one_hot"}
 
 
-def signature_of(takes: Mapping[str, Any], by_name: Collection[str] = ()) -> inspect.Signature:
-    """Of arguments in this order with these defaults; `...` stands for none."""
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    none = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kinds[name in by_name], default=none if default is ... else default)
-            for name, default in takes.items()
-        ]
-    )
-
-
 class Renamed:
     """Before a layer of torch's among the bases: MindSpore's names, order and defaults of its arguments.
 
@@ -231,12 +220,11 @@ class Renamed:
 
 def _check(layer: Any, name: str, value: Any) -> None:
     """TypeError for what is no integer or bool, ValueError for a number below 1, as in MindSpore."""
-    start = f"For '{type(layer).__name__}', the "
+    owner = type(layer).__name__
     if name == "has_bias" and not isinstance(value, bool):
-        raise TypeError(f"{start}type of '{name}' must be 'bool', but got type '{type(value).__name__}'.")
+        raise TypeError(
+            f"For '{owner}', the type of '{name}' must be 'bool', but got type '{type(value).__name__}'."
+        )
     sizes: Any = value if isinstance(value, tuple) and name in _SIZES else (value,)
     for size in sizes if name in _COUNTS | _SIZES else ():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{start}'{name}' must be int, but got '{type(size).__name__}'.")
-        if size < 1:
-            raise ConfigError(f"{start}'{name}' must be int and must > 0, got {size}.")
+        check_whole(owner, name, size)

@@ -9,16 +9,16 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore._functions import value_and_grad
+from halfstep.compat.mindspore._functions import signature_of, value_and_grad
 from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
-from halfstep.compat.mindspore.nn._cell import Cell, signature_of
+from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
@@ -105,15 +105,15 @@ class Optimizer:
         torch_optimizer: torch.optim.Optimizer,
         learning_rate: LearningRate,
         loss_scale: float,
-        groups: Groups | None = None,
+        order: tuple[torch.nn.Parameter, ...] | None = None,
+        rates: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         if loss_scale <= 0:
             raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {loss_scale}")
         self.torch_optimizer = torch_optimizer
         self.learning_rate, self.loss_scale = learning_rate, loss_scale
         self.global_step = 0
-        self._order = None if groups is None else groups.order
-        self._rates: dict[int, Sequence[float]] = {} if groups is None else groups.rates
+        self._order, self._rates = order, rates or {}
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -147,15 +147,6 @@ class Optimizer:
         return True
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Parameter groups as torch takes them, the order of the gradients, and rates that change by index."""
-
-    groups: list[Any]
-    order: tuple[torch.nn.Parameter, ...] | None
-    rates: dict[int, Sequence[float]]
-
-
 def _first(learning_rate: LearningRate) -> float:
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
@@ -163,8 +154,11 @@ def _first(learning_rate: LearningRate) -> float:
     return float(given if isinstance(given, int | float) else given[0])
 
 
-def _groups(params: Any, learning_rate: LearningRate) -> Groups:
-    """Read MindSpore's groups; ConfigError for none, for an unknown key and for a bad order."""
+def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, Any]]:
+    """MindSpore's groups as torch takes them, the order of the gradients, and rates that change, by index.
+
+    ConfigError for none, for an unknown key and for a bad order.
+    """
     listed: list[Any] = list(params)
     order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
     groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
@@ -182,7 +176,7 @@ def _groups(params: Any, learning_rate: LearningRate) -> Groups:
             group["lr"] = _first(rate)
         if not isinstance(rate, int | float):
             rates[index] = rate
-    return Groups(groups, None if order is None else tuple(order), rates)
+    return groups, None if order is None else tuple(order), rates
 
 
 def _group(given: Any) -> Any:
@@ -205,11 +199,11 @@ class _TorchOptimizer(Optimizer):
         bound.apply_defaults()
         given: dict[str, Any] = bound.arguments
         rate, scale = given.pop("learning_rate"), given.pop("loss_scale", 1.0)
-        groups = _groups(given.pop("params"), rate)
+        groups, order, rates = _groups(given.pop("params"), rate)
         if "beta1" in given:
             given["betas"] = given.pop("beta1"), given.pop("beta2")
         options = {name.removeprefix("use_"): value for name, value in given.items()}
-        super().__init__(self.make(groups.groups, lr=_first(rate), **options), rate, scale, groups)
+        super().__init__(self.make(groups, lr=_first(rate), **options), rate, scale, order, rates)
 
 
 def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: Any) -> Any:
@@ -256,7 +250,7 @@ class FixedLossScaleUpdateCell(Cell):
         return overflow
 
 
-class DynamicLossScaleUpdateCell(Cell):
+class DynamicLossScaleUpdateCell(FixedLossScaleUpdateCell):
     """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
 
     An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
@@ -266,14 +260,9 @@ class DynamicLossScaleUpdateCell(Cell):
     """
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__()
-        self.loss_scale_value = loss_scale_value
+        super().__init__(loss_scale_value)
         self.scale_factor, self.scale_window = scale_factor, scale_window
         self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
-
-    def get_loss_scale(self) -> float:
-        """The scale to begin with."""
-        return self.loss_scale_value
 
     def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
         """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
@@ -386,12 +375,6 @@ class TrainOneStepCell(Cell):
         return loss
 
 
-def _scale_of(given: Any, cell: bool) -> LossScale:
-    if isinstance(given, LossScale):
-        return given
-    return CellLossScale(given) if cell else StaticLossScale(float(given))
-
-
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """Forward, backward, check and update: inputs to (loss, overflow, scale of the next step).
 
@@ -408,14 +391,18 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 "For 'TrainOneStepWithLossScaleCell', the shape of 'scale_sense' must be (1,) or (), "
                 f"but got {tuple(scale_sense.shape)}."
             )
-        cell = isinstance(scale_sense, Cell) and hasattr(scale_sense, "get_loss_scale")
-        if not cell and not isinstance(scale_sense, LossScale | torch.Tensor | int | float):
+        if isinstance(scale_sense, Cell) and hasattr(scale_sense, "get_loss_scale"):
+            self._scale = CellLossScale(scale_sense)
+        elif isinstance(scale_sense, LossScale):
+            self._scale = scale_sense
+        elif isinstance(scale_sense, torch.Tensor | int | float):
+            self._scale = StaticLossScale(float(scale_sense))
+        else:
             raise TypeError(
                 "For 'TrainOneStepWithLossScaleCell', the 'scale_sense' must be a Cell, a LossScale, a "
                 f"tensor or a number, but got 'scale_sense' type: {type(scale_sense)}."
             )
         self.hyper_map = HyperMap()
-        self._scale = _scale_of(scale_sense, cell)
         self._sense = self._scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
 

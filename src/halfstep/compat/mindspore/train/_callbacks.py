@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
+from halfstep.compat.mindspore._tensor import check_whole
 from halfstep.errors import ConfigError, HalfstepWarning
 
 __all__ = [
@@ -92,15 +93,6 @@ def loss_of(net_outputs: Any) -> Any:
     return np.float32(first.detach().float().mean().item()) if isinstance(first, torch.Tensor) else first
 
 
-def _whole(owner: str, name: str, value: Any, least: int) -> int:
-    wanted = f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(wanted)
-    if value < least:
-        raise ConfigError(wanted)
-    return value
-
-
 class LossMonitor(Callback):
     """Prints `epoch: E step: S, loss is L` every so many steps, counted across epochs; 0 prints nothing.
 
@@ -108,8 +100,8 @@ class LossMonitor(Callback):
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
-        self._every = _whole("LossMonitor", "per_print_times", per_print_times, 0)
-        self._last = 0
+        check_whole("LossMonitor", "per_print_times", per_print_times, 0)
+        self._every, self._last = per_print_times, 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Count from the beginning."""
@@ -140,7 +132,9 @@ class TimeMonitor(Callback):
     """Prints the milliseconds of each epoch and of its steps."""
 
     def __init__(self, data_size: int | None = None) -> None:
-        self.data_size = None if data_size is None else _whole("TimeMonitor", "data_size", data_size, 1)
+        if data_size is not None:
+            check_whole("TimeMonitor", "data_size", data_size)
+        self.data_size = data_size
         self._began = time.perf_counter()
 
     def epoch_begin(self, run_context: RunContext) -> None:
@@ -164,8 +158,8 @@ class CheckpointConfig:
     keep_checkpoint_max: int = 5
 
     def __post_init__(self) -> None:
-        _whole("CheckpointConfig", "save_checkpoint_steps", self.save_checkpoint_steps, 1)
-        _whole("CheckpointConfig", "keep_checkpoint_max", self.keep_checkpoint_max, 1)
+        check_whole("CheckpointConfig", "save_checkpoint_steps", self.save_checkpoint_steps)
+        check_whole("CheckpointConfig", "keep_checkpoint_max", self.keep_checkpoint_max)
 
 
 class ModelCheckpoint(Callback):
@@ -240,8 +234,8 @@ class EarlyStopping(Callback):
         if not isinstance(verbose, bool):
             raise TypeError(f"For 'EarlyStopping', 'verbose' must be a bool, but got {verbose!r}")
         self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
-        self.patience = _whole("EarlyStopping", "patience", patience, 0)
-        self.baseline, self.restore_best_weights = baseline, restore_best_weights
+        check_whole("EarlyStopping", "patience", patience, 0)
+        self.patience, self.baseline, self.restore_best_weights = patience, baseline, restore_best_weights
         self._sign = -1.0 if mode == "min" or (mode == "auto" and monitor in _SMALLER_IS_BETTER) else 1.0
 
     def on_train_begin(self, run_context: RunContext) -> None:

@@ -186,35 +186,32 @@ class ConfusionMatrix(Metric):
         _at_least_one(self, self._counts.sum())
         return self._counts
 
-    def _hits(self) -> Any:
-        _at_least_one(self, self._counts.sum())
-        return np.diag(self._counts)
-
 
 class Precision(ConfusionMatrix):
     """By class, the share of its predictions that are right."""
 
     def eval(self, average: bool = False) -> Any:
         """[num_classes], or their mean."""
-        value = self._share(self._counts.sum(0), self._counts.sum(1))
+        counts = super().eval()
+        value = self._share(np.diag(counts), counts.sum(0), counts.sum(1))
         return float(value.mean()) if average else value
 
-    def _share(self, predicted: Any, there: Any) -> Any:
-        return self._hits() / np.maximum(predicted, 1)
+    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
+        return hits / np.maximum(predicted, 1)
 
 
 class Recall(Precision):
     """By class, the share of its samples that are found."""
 
-    def _share(self, predicted: Any, there: Any) -> Any:
-        return self._hits() / np.maximum(there, 1)
+    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
+        return hits / np.maximum(there, 1)
 
 
 class F1(Precision):
     """By class, the harmonic mean of precision and recall."""
 
-    def _share(self, predicted: Any, there: Any) -> Any:
-        return 2 * self._hits() / np.maximum(predicted + there, 1)
+    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
+        return 2 * hits / np.maximum(predicted + there, 1)
 
 
 _METRICS: Mapping[str, Callable[..., Metric]] = {

@@ -141,7 +141,9 @@ class Model:
         _tell(listed, "begin", context)
         for now.cur_epoch_num in range(initial_epoch + 1, epoch + 1):
             self._train_epoch(train_dataset, listed, context)
-            if valid_dataset is not None and _is_due(now.cur_epoch_num, valid_frequency):
+            every = valid_frequency
+            due = now.cur_epoch_num % every == 0 if isinstance(every, int) else now.cur_epoch_num in every
+            if valid_dataset is not None and due:
                 metrics, loss = self._evaluate(valid_dataset, listed)
                 now.metrics, now.eval_results = metrics, {**metrics, "eval_loss": loss}
                 self._train_network.set_train()
@@ -229,10 +231,6 @@ def _steps(dataset: Any) -> int:
     if not steps:
         raise DataError("There is no valid data in dataset, please check dataset file firstly.")
     return steps
-
-
-def _is_due(epoch: int, frequency: int | Iterable[int]) -> bool:
-    return epoch % frequency == 0 if isinstance(frequency, int) else epoch in frequency
 
 
 def _tell(callbacks: list[Callback], event: str, context: RunContext) -> None:
