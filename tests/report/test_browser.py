@@ -33,7 +33,7 @@ frame.onload = () => {
     const svg = e.ownerSVGElement, size = page.defaultView.getComputedStyle(e).fontSize;
     return parseFloat(size) * svg.clientWidth / svg.viewBox.baseVal.width;
   }));
-  told.charts = [...page.querySelectorAll("svg[role=img]")].filter(shown).map((e) => {
+  told.charts = [...page.querySelectorAll("svg[role=img], .bars")].filter(shown).map((e) => {
     const box = e.getBoundingClientRect(), around = e.closest(".plot");
     return [box.left, box.right, around.scrollWidth - around.clientWidth];
   });

@@ -149,10 +149,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     ]
     bits = sorted((b for b in bits if b[1]), key=lambda b: min(y for _, y in b[1]))[:_SHOWN]
     lines = [Line(path, f"k{i}", points) for i, (path, points) in enumerate(bits)]
-    chart = line_chart(
-        lines, x_label="step", y_label="bits left", describe="headroom in bits over steps",
-        marked=_marked(document), danger=_EDGE,
-    )  # fmt: skip
+    chart = line_chart(lines, x_label="step", y_label="bits left", marked=_marked(document), danger=_EDGE)
     return {
         "chart": chart,
         "note": f"The {len(bits)} tightest of {len(series)} modules' outputs, in {document.get('format')}. "

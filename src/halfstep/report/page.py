@@ -121,7 +121,7 @@ def _loss_figures(recipe: RecipeRows) -> list[_Figure]:
         Line(row.label, _classes(row), [(i + 1.0, v) for i, v in _thin(smoothed[row.label])])
         for row in recipe.rows
     ]
-    chart = line_chart(lines, x_label="step", y_label="training loss", describe="training loss over steps")
+    chart = line_chart(lines, x_label="step", y_label="training loss")
     return [*_difference_figure(recipe, smoothed, window, note), _Figure("Training loss", chart, note)]
 
 
@@ -141,9 +141,7 @@ def _difference_figure(
     band = _band(curves)
     if band:
         note = f"{note} Grey: how far O0's own seeds lie apart (two standard errors of their mean)."
-    chart = line_chart(
-        lines, x_label="step", y_label="loss minus O0's", describe="loss minus O0's", band=band
-    )
+    chart = line_chart(lines, x_label="step", y_label="loss minus O0's", band=band)
     return [_Figure("Training loss minus O0's", chart, note)]
 
 
@@ -181,9 +179,7 @@ def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]
             lines.append(Line(row.label, _classes(row), points, marks, steps=True))
     if not lines:
         return [], constant
-    chart = line_chart(
-        lines, x_label="step", y_label="loss scale", powers_of_two=True, describe="loss scale over steps"
-    )
+    chart = line_chart(lines, x_label="step", y_label="loss scale", powers_of_two=True)
     return [_Figure("Loss scale", chart, "First seed. A red cross is a skipped step.")], constant
 
 

@@ -1,9 +1,9 @@
-"""Small SVG charts as strings: lines over steps and horizontal bars.
+"""Small charts as strings: lines over steps as SVG, horizontal bars as a list.
 
 Colours and fonts come from the page's CSS classes (`level-O1`, `dtype-fp16`), so that one drawing serves
 light and dark. Every text is escaped. Nothing here knows about training.
 
-A chart is drawn twice, for a page and for a phone (`wide`, `narrow`): the page's CSS shows the one that fits,
+Lines are drawn twice, for a page and for a phone (`wide`, `narrow`): the page's CSS shows the one that fits,
 so that text is as large on both.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 300
 _RIGHT, _TOP, _BOTTOM = 14, 14, 40
 #: Points of a curve that show their value under the pointer.
 _DOTS = 40
@@ -36,7 +35,7 @@ class _Canvas:
         return self.height - _BOTTOM
 
 
-_WIDE = _Canvas("wide", WIDTH, HEIGHT, 58, (6, 5))
+_WIDE = _Canvas("wide", 640, 300, 58, (6, 5))
 _NARROW = _Canvas("narrow", 330, 250, 52, (4, 5))
 
 
@@ -108,7 +107,6 @@ def line_chart(
     x_label: str,
     y_label: str,
     powers_of_two: bool = False,
-    describe: str = "",
     band: Sequence[tuple[float, float, float]] = (),
     marked: Sequence[float] = (),
     danger: float | None = None,
@@ -150,7 +148,7 @@ def line_chart(
             parts.append(_area(band, across, up))
         parts += [_mark(on, across(x), x) for x in marked if x_low <= x <= x_high]
         parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
-        return _svg(on.name, on.width, on.height, describe or f"{y_label} over {x_label}", parts)
+        return _svg(on.name, on.width, on.height, f"{y_label} by {x_label}", parts)
 
     return f"<div>{drawn(_WIDE)}{drawn(_NARROW)}</div>"
 
@@ -261,57 +259,12 @@ def _curve(
 
 
 def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:
-    """Horizontal bars on a common scale from zero, one row each; `inner` is drawn solid over a pale bar."""
-    return f"<div>{_bars_beside(bars, describe)}{_bars_below(bars, describe)}</div>"
-
-
-def _most(bars: Sequence[Bar]) -> float:
-    return max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
-
-
-def _bars_beside(bars: Sequence[Bar], describe: str) -> str:
-    """Label, bar and text in one line."""
-    row, gap, text_width = 24, 8, 150
-    left = 16 + 7 * max((len(bar.label) for bar in bars), default=0)
-    length = _WIDE.width - left - text_width
-    parts: list[str] = []
-    for index, bar in enumerate(bars):
-        y = index * (row + gap)
-        wide = max(1.0, bar.value / _most(bars) * length)
-        name = f"x='{left - 8}' y='{y + 16}' text-anchor='end'"
-        parts.append(f"<text class='label' {name}>{escape(bar.label)}</text>")
-        parts += _bar(bar, left, y, row, wide, length / _most(bars))
-        end = f"x='{left + wide + 8:.1f}' y='{y + 16}'"
-        parts.append(f"<text class='value' {end}>{escape(bar.text)}</text>")
-    return _svg("wide", _WIDE.width, len(bars) * (row + gap), describe, parts)
-
-
-def _bars_below(bars: Sequence[Bar], describe: str) -> str:
-    """Label and text in a line of their own, the bar below it."""
-    line, row, gap = 17, 12, 11
-    length = _NARROW.width - 2
-    parts: list[str] = []
-    for index, bar in enumerate(bars):
-        y = index * (line + row + gap)
-        wide = max(1.0, bar.value / _most(bars) * length)
-        parts.append(f"<text class='label' x='0' y='{y + 12}'>{escape(bar.label)}</text>")
-        end = f"x='{length}' y='{y + 12}' text-anchor='end'"
-        parts.append(f"<text class='value' {end}>{escape(bar.text)}</text>")
-        parts += _bar(bar, 0, y + line, row, wide, length / _most(bars))
-    return _svg("narrow", _NARROW.width, len(bars) * (line + row + gap), describe, parts)
-
-
-def _bar(bar: Bar, left: float, y: float, row: float, wide: float, scale: float) -> list[str]:
-    pale = " pale" if bar.inner is not None else ""
-    title = f"{bar.label}: {bar.text}"
-    parts = [_block(left, y, wide, row, bar.classes + pale, title)]
-    if bar.inner is not None:
-        parts.append(_block(left, y, max(1.0, bar.inner * scale), row, bar.classes, title))
-    return parts
-
-
-def _block(x: float, y: float, width: float, height: float, classes: str, title: str) -> str:
-    return (
-        f"<rect class='bar {classes}' x='{x}' y='{y}' width='{width:.1f}' height='{height}' rx='2'>"
-        f"<title>{escape(title)}</title></rect>"
-    )
+    """Horizontal bars on a common scale from zero, each below its label; `inner` is solid over a pale bar."""
+    most = max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
+    rows: list[str] = []
+    for bar in bars:
+        drawn = [("", bar.value)] if bar.inner is None else [("pale", bar.value), ("", bar.inner)]
+        parts = "".join(f"<i class='{name}' style='width:{100 * x / most:.1f}%'></i>" for name, x in drawn)
+        text = f"<span>{escape(bar.label)}</span><span>{escape(bar.text)}</span>"
+        rows.append(f"<li class='{bar.classes}'>{text}<div>{parts}</div></li>")
+    return f"<ul class='bars' aria-label='{escape(describe, quote=True)}'>{''.join(rows)}</ul>"
