@@ -132,7 +132,7 @@ def tell_of_odd_calls(
             "other options: these, and new loss scales, hold for all models from here on, and casts of O1 "
             "stay. Initialize all at once, or call amp.shutdown() between",
             HalfstepWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     mine = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
@@ -141,7 +141,7 @@ def tell_of_odd_calls(
                 f"{type(optimizer).__name__} holds no parameter of the models given to amp.initialize: it "
                 "will not train them; build it from their parameters()",
                 HalfstepWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -164,20 +164,11 @@ class AmpState:
         """Those that passed through `initialize`."""
         return list(self.accounts)
 
-    def unscaled_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say once that an optimizer steps on gradients that no `scale_loss` made, where that loses some."""
-        scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self.loss_scalers)
-        if "unscaled" in self.told or not scaling:
-            return
-        self.told.add("unscaled")
-        warnings.warn(
-            f"{type(optimizer).__name__}.step() takes gradients of a plain loss.backward(): the loss was not "
-            "scaled, so that small gradients are lost in fp16, and nothing looked for inf. Write `with "
-            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with every optimizer "
-            "that the loss trains (said once)",
-            HalfstepWarning,
-            stacklevel=6,
-        )
+    def warn_once(self, text: str, stacklevel: int) -> None:
+        """Warn unless the same was said since `initialize`; `stacklevel` as the caller would give it."""
+        if text not in self.told:
+            self.told.add(text)
+            warnings.warn(text, HalfstepWarning, stacklevel=stacklevel + 1)
 
     def say(self, text: str) -> None:
         """Print, unless verbosity is 0."""
@@ -247,12 +238,16 @@ class Account:
 
     def look(self) -> None:
         """Tell of gradients that are there without a `scale_loss`, unless the last step had them already."""
-        if not self.announced and (mark := self.mark()) is not None and mark != self._stepped:
-            self._owner.unscaled_step(self.optimizer)
-
-    def stepped(self) -> None:
-        """Remember which gradients this step had."""
-        self.announced, self._stepped = False, self.mark()
+        scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self._owner.loss_scalers)
+        if not scaling or self.announced or (mark := self.mark()) is None or mark == self._stepped:
+            return
+        self._owner.warn_once(
+            f"{type(self.optimizer).__name__}.step() takes gradients of a plain loss.backward(): the loss "
+            "was not scaled, so small gradients are lost in fp16, and nothing looked for inf. Write `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with every optimizer "
+            "that the loss trains (said once)",
+            stacklevel=5,
+        )
 
     def before_backward(self) -> None:
         """Set finished gradients aside; those of delayed losses stay, to be accumulated on."""
@@ -291,9 +286,8 @@ class Account:
     @torch.no_grad()
     def _finish(self, inv_scale: Tensor) -> None:
         current = [p for p, grad, _ in self._left if p.grad is grad]
-        if "changed" not in self._owner.told and any(g._version != v for _, g, v in self._left):
-            self._owner.told.add("changed")
-            warnings.warn(CHANGED, HalfstepWarning, stacklevel=2)
+        if any(g._version != v for _, g, v in self._left):
+            self._owner.warn_once(CHANGED, stacklevel=2)
         self._left = []
         assert self.masters is not None
         self.masters.link.widen()
@@ -336,7 +330,7 @@ def _before_step(account: weakref.ref[Account], args: tuple[Any, ...], kwargs: d
 def _after_step(account: weakref.ref[Account]) -> None:
     self = account()
     if self is not None:
-        self.stepped()
+        self.announced, self._stepped = False, self.mark()
 
 
 @contextmanager
@@ -352,7 +346,7 @@ def no_steps(accounts: Sequence[Account]) -> Generator[None]:
 
 
 @contextmanager
-def backward_of(scaled: Tensor, told: set[str]) -> Generator[None]:
+def backward_of(scaled: Tensor, state: AmpState) -> Generator[None]:
     """Say once that no backward of the scaled loss ran within: the gradients are unscaled all the same."""
     ran: list[bool] = []
 
@@ -364,28 +358,22 @@ def backward_of(scaled: Tensor, told: set[str]) -> Generator[None]:
     if hook is None:
         return
     hook.remove()
-    if not ran and "unseen" not in told:
-        told.add("unseen")
-        warnings.warn(
+    if not ran:
+        state.warn_once(
             "no backward of the scaled loss ran inside amp.scale_loss, yet the gradients are now divided by "
             "its scale: write scaled_loss.backward() inside, not loss.backward() (said once)",
-            HalfstepWarning,
             stacklevel=5,
         )
 
 
-class CastBatches:
+def cast_batches(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook (with kwargs): batches of the user's own class are cast by their own `to(dtype)`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return pytree.tree_map(self._cast, (args, kwargs))
-
-    def _cast(self, leaf: Any) -> Any:
+    def cast(leaf: Any) -> Any:
         own = not isinstance(leaf, Tensor | nn.Module) and callable(getattr(leaf, "to", None))
-        return leaf.to(self.dtype) if own else leaf
+        return leaf.to(dtype) if own else leaf
+
+    return pytree.tree_map(cast, (args, kwargs))
 
 
 class CheckpointInFp32:

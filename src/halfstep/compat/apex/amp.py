@@ -27,11 +27,11 @@ from halfstep.compat.apex._state import (
     Account,
     AmpError,
     AmpState,
-    CastBatches,
     CheckpointInFp32,
     LossScaler,
     Properties,
     backward_of,
+    cast_batches,
     no_steps,
     properties,
     tell_of_odd_calls,
@@ -72,43 +72,24 @@ __all__ = [
 
 
 class Casts:
-    """Whether casts act, and which attributes of which modules were replaced."""
+    """Whether decorated functions cast now, and which attributes of which modules were replaced by such."""
 
     def __init__(self) -> None:
-        self.dtype: torch.dtype | None = None
+        self.active = False
         self.disabled = 0
-        self.waiting: list[tuple[Any, str, str]] = []
         self.replaced: list[tuple[Any, str, Any]] = []
-
-    def active(self) -> bool:
-        """Whether decorated functions cast now."""
-        return self.dtype is not None and self.disabled == 0
-
-    def start(self, dtype: torch.dtype) -> None:
-        """Begin to cast, and replace what was registered."""
-        self.dtype = dtype
-        waiting, self.waiting = self.waiting, []
-        for module, name, kind in waiting:
-            self._replace(module, name, kind)
 
     def stop(self) -> None:
         """Put every replaced attribute back."""
-        self.dtype = None
-        self.waiting = []
+        self.active = False
         while self.replaced:
             module, name, original = self.replaced.pop()
             setattr(module, name, original)
 
     def register(self, module: Any, name: str, kind: str) -> None:
-        """Replace `module.name` from the next (or present) initialize on, until shutdown."""
+        """Replace `module.name` until shutdown; it casts from `initialize` on."""
         if not hasattr(module, name):
             raise ConfigError(f"no function named {name} in module {module}")
-        if self.dtype is None:
-            self.waiting.append((module, name, kind))
-        else:
-            self._replace(module, name, kind)
-
-    def _replace(self, module: Any, name: str, kind: str) -> None:
         original = getattr(module, name)
         self.replaced.append((module, name, original))
         setattr(module, name, wrapped(original, kind))
@@ -122,9 +103,8 @@ def wrapped(fn: Callable[P, R], kind: str) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not CASTS.active():
-            return fn(*args, **kwargs)
-        dtype = _dtype(kind, (args, kwargs))
+        acts = CASTS.active and not CASTS.disabled
+        dtype = _dtype(kind, (args, kwargs)) if acts else None
         if dtype is None:
             return fn(*args, **kwargs)
         return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))  # pyright: ignore[reportCallIssue]
@@ -134,7 +114,7 @@ def wrapped(fn: Callable[P, R], kind: str) -> Callable[P, R]:
 
 def _dtype(kind: str, arguments: Any) -> torch.dtype | None:
     if kind == "half":
-        return CASTS.dtype
+        return torch.float16
     if kind == "float":
         return torch.float32
     dtypes = [leaf.dtype for leaf in pytree.tree_leaves(arguments) if is_wide_float(leaf)]
@@ -199,29 +179,18 @@ def initialize(
         LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    _set_up(_as_models(models), _as_optimizers(optimizers), chosen, cast_model_outputs, scalers, state)
-    return models if optimizers is None else (models, optimizers)
-
-
-def _set_up(
-    models: list[nn.Module],
-    optimizers: list[torch.optim.Optimizer],
-    chosen: Properties,
-    outputs: torch.dtype | None,
-    scalers: list[LossScaler],
-    state: AmpState,
-) -> None:
-    """Apply the options, or leave everything as it was."""
-    _check(models, optimizers, state)
-    tell_of_odd_calls(models, optimizers, chosen, state.opt_properties)
-    state.begin(chosen, models)
+    given = _as_models(models), _as_optimizers(optimizers)
+    _check(*given, state)
+    tell_of_odd_calls(*given, chosen, state.opt_properties)
+    state.begin(chosen, given[0])
     state.loss_scalers = scalers
     before = len(state.conversions), len(state.handles), len(state.accounts)
     try:
-        _apply(models, optimizers, chosen, outputs, state)
+        _apply(*given, chosen, cast_model_outputs, state)
     except Exception:
         _take_down(state, *before)
         raise
+    return models if optimizers is None else (models, optimizers)
 
 
 def _as_models(models: Any) -> list[nn.Module]:
@@ -277,7 +246,9 @@ def _apply(
             record.forget_originals()
             state.conversions.append(record)
             state.handles.append(
-                model.register_forward_pre_hook(CastBatches(dtype), prepend=True, with_kwargs=True)
+                model.register_forward_pre_hook(
+                    functools.partial(cast_batches, dtype), prepend=True, with_kwargs=True
+                )
             )
             state.handles += _spare_slow_kernels(model, dtype, state.device)
         if isinstance(dtype, torch.dtype) or outputs is not None:
@@ -296,7 +267,7 @@ def _apply(
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
         state.region.__enter__()
-        CASTS.start(torch.float16)
+        CASTS.active = True
 
 
 def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
@@ -356,7 +327,7 @@ def scale_loss(
         for account in accounts:
             account.before_backward()
     scaled = scaler.value.scale(loss.float())
-    with no_steps(accounts), backward_of(scaled, state.told):
+    with no_steps(accounts), backward_of(scaled, state):
         yield scaled
     if delay_unscale:
         for account in accounts:
@@ -377,12 +348,10 @@ def _check_overflow(
             account.skip = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
-    elif found and "static" not in state.told:
-        state.told.add("static")
-        warnings.warn(
+    elif found:
+        state.warn_once(
             "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
             "use loss_scale='dynamic' to skip such steps (said once)",
-            HalfstepWarning,
             stacklevel=4,
         )
 
@@ -469,17 +438,17 @@ def promote_function(fn: F) -> F:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Treat `module.name` as `half_function` does, from `initialize` to `shutdown`."""
+    """Treat `module.name` as `half_function` does, until `shutdown`."""
     CASTS.register(module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Treat `module.name` as `float_function` does, from `initialize` to `shutdown`."""
+    """Treat `module.name` as `float_function` does, until `shutdown`."""
     CASTS.register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Treat `module.name` as `promote_function` does, from `initialize` to `shutdown`."""
+    """Treat `module.name` as `promote_function` does, until `shutdown`."""
     CASTS.register(module, name, "promote")
 
 

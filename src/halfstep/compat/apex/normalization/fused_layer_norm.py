@@ -29,19 +29,12 @@ __all__ = [
 ]
 
 
-def _shape(normalized_shape: Any) -> tuple[int, ...]:
-    return (
-        (int(normalized_shape),)
-        if isinstance(normalized_shape, numbers.Integral)
-        else tuple(normalized_shape)
-    )
-
-
 def _normalized(norm: Any, shape: Any, eps: float, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
     """torch's kernel, which takes one dtype: of several all go to fp32; the result in `dtype`."""
     kinds = {t.dtype for t in tensors if t is not None}
     x, *parameters = [t if t is None or len(kinds) == 1 else t.float() for t in tensors]
-    return norm(x, _shape(shape), *parameters, eps).to(dtype)
+    sizes = (int(shape),) if isinstance(shape, numbers.Integral) else tuple(shape)
+    return norm(x, sizes, *parameters, eps).to(dtype)
 
 
 def fused_layer_norm_affine(
@@ -138,15 +131,18 @@ class _AlwaysAffine(_Normalizes):
     """As in Apex, which takes no `elementwise_affine` here."""
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool | None = None,
     ) -> None:
-        name, affine = type(self).__name__, options.pop("elementwise_affine", None)
-        if options:
-            raise TypeError(f"{name} got an unexpected argument {sorted(options)[0]!r}")
-        if affine is not None:
+        name = type(self).__name__
+        if elementwise_affine is not None:
             told = f"{name} has no elementwise_affine: it is always affine"
             warnings.warn(told, HalfstepWarning, stacklevel=2)
-        if affine is False:
+        if elementwise_affine is False:
             raise UnsupportedError(f"{name} does not support elementwise_affine=False, as in Apex")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
