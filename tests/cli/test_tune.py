@@ -45,7 +45,7 @@ def test_a_recipe_is_measured_and_its_plan_written(
 def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    runs = _tune_script._Runs(script, (), 60.0)
+    runs = _tune_script._Runs(script, (), 60.0, print)
     base = runs.trial(LevelChoice("O0"))
     assert base.failed is None
     assert base.time > 0
@@ -72,13 +72,13 @@ for number in range(50):
 def test_the_limit_counts_from_a_scripts_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0"))
-    assert _tune_script._Runs(script, (), 1.0).trial(LevelChoice("O0")).failed is None
+    assert _tune_script._Runs(script, (), 1.0, print).trial(LevelChoice("O0")).failed is None
 
 
 def test_steps_longer_than_the_limit_name_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0.5").replace("1.5", "0"))
-    said = _tune_script._Runs(script, (), 0.1).trial(LevelChoice("O0")).failed
+    said = _tune_script._Runs(script, (), 0.1, print).trial(LevelChoice("O0")).failed
     assert said is not None
     assert "4 steps take longer than --seconds 0.1" in said
 
@@ -87,7 +87,10 @@ def test_a_script_that_never_steps_is_given_up(tmp_path: Path, monkeypatch: pyte
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(_tune_script, "START", 0.2)
-    assert _tune_script._Runs(script, (), 60.0).trial(LevelChoice("O0")).failed == "it took no step in 0 s"
+    assert (
+        _tune_script._Runs(script, (), 60.0, print).trial(LevelChoice("O0")).failed
+        == "it took no step in 0 s"
+    )
 
 
 def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

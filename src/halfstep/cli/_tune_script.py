@@ -53,12 +53,8 @@ START, LAST_STEP, WATCH = 900.0, 30.0, 0.05
 TURNS = 3
 
 
-def _untold(name: str) -> None:
-    """Where nobody watches."""
-
-
 def tune_script(
-    path: Path, args: Sequence[str], dtype: str | None, seconds: float, tell: Tell = _untold
+    path: Path, args: Sequence[str], dtype: str | None, seconds: float, tell: Tell = lambda name: None
 ) -> Tuning:
     """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; each run is told.
 
@@ -95,7 +91,7 @@ def tune_script(
 class _Runs:
     """Runs of one script; the first, in fp32, is what the others are compared with."""
 
-    def __init__(self, path: Path, args: Sequence[str], seconds: float, tell: Tell = _untold) -> None:
+    def __init__(self, path: Path, args: Sequence[str], seconds: float, tell: Tell) -> None:
         self.path, self.args, self.seconds, self.tell = path, list(args), seconds, tell
         self.dtype, self.has_convolutions = "bf16", False
         self.foreign: bool | None = None  # whether it never calls hs.prepare; None before the first run

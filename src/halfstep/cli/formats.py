@@ -17,6 +17,7 @@ from halfstep.formats import FORMATS, Format, Stored, describe
 if TYPE_CHECKING:
     from rich.text import Text
 
+_FACTS = "name bits exponent_bits mantissa_bits max smallest_normal smallest_subnormal epsilon has_inf"
 _FIELD_STYLES = ("bold red", "green", "cyan")
 _STATUS_STYLES = {"underflow": "red", "overflow": "red", "nan": "red", "subnormal": "yellow"}
 
@@ -67,15 +68,9 @@ def parse_number(text: str) -> float | Fraction:
     return exact
 
 
-_FACTS = (
-    *("name", "bits", "exponent_bits", "mantissa_bits", "max"),
-    *("smallest_normal", "smallest_subnormal", "epsilon", "has_inf"),
-)
-
-
 def _print_formats(json: bool) -> None:
     if json:
-        return print_json([{fact: getattr(f, fact) for fact in _FACTS} for f in FORMATS.values()])
+        return print_json([{name: getattr(f, name) for name in _FACTS.split()} for f in FORMATS.values()])
     columns = ("format", "bits", "layout", "max", "smallest normal", "smallest subnormal", "epsilon", "inf")
     cells = [_format_cells(f) for f in FORMATS.values()]
     right = "bits,max,smallest normal,smallest subnormal,epsilon"

@@ -71,17 +71,21 @@ class Bench:
         self._best: float | None = None
 
     @contextmanager
-    def entered(self, choice: LevelChoice) -> Generator[_Run]:
-        """The models prepared for `choice`, from the state at the start; yields a step without arguments."""
+    def entered(self, choice: LevelChoice) -> Generator[Any]:
+        """The models prepared for `choice`, from the state at the start; yields the session."""
         self._start.restore()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HalfstepWarning)
             session = self._make(choice)
             try:
-                yield _Run(session, self._step, self._batch)
+                yield session
             finally:
                 session.revert()
                 self._start.restore()
+
+    def run(self, session: Any) -> Any:
+        """One whole step of a prepared choice."""
+        return self._step(session, *self._batch)
 
     def first(self, choice: LevelChoice) -> Trial:
         """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
@@ -90,15 +94,15 @@ class Bench:
     def _first(self, choice: LevelChoice) -> Trial:
         begins = not self._bases
         try:
-            with self.entered(choice) as run:
+            with self.entered(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
-                seen = self._look(run)
+                seen = self._look(session)
                 spent = time.perf_counter() - began
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
                 slow = self.budget.of_first_rank(slow)
-                taken = () if slow else (self._settled(run, choice),)
+                taken = () if slow else (self._settled(session, choice),)
             if slow:
                 return Trial(choice, failed=NO_TIME)
             if begins:
@@ -120,21 +124,21 @@ class Bench:
             far = _apart(seen, self._bases[self._plain.layout])
             return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
         if choice.layout not in self._bases:
-            with self.entered(plain) as run:
-                self._bases[choice.layout] = self._look(run)
+            with self.entered(plain) as session:
+                self._bases[choice.layout] = self._look(session)
         return _apart(seen, self._bases[choice.layout])
 
-    def _settled(self, run: Callable[[], Any], choice: LevelChoice) -> float:
+    def _settled(self, session: Any, choice: LevelChoice) -> float:
         """A step's seconds; one that seems hopeless is taken again, since the first ones may compile."""
-        taken = self._timed(run, choice)
+        taken = self._timed(session, choice)
         first = self._best is None
         hopeless = self._best is not None and HOPELESS * self._best < taken < self.budget.left()
         if first or self.budget.of_first_rank(hopeless):
-            taken = min(taken, self._timed(run, choice))
+            taken = min(taken, self._timed(session, choice))
         self._best = taken if self._best is None else min(self._best, taken)
         return taken
 
-    def _look(self, run: _Run) -> FirstStep:
+    def _look(self, session: Any) -> FirstStep:
         """Step until one is taken, and note what it computed."""
         seen = FirstStep()
 
@@ -146,15 +150,15 @@ class Bench:
                     seen.gradients[p] = p.grad.detach().float() / scale
 
         result: Any = None
-        run.session.early_listeners.append(listen)
+        session.early_listeners.append(listen)
         try:
             for _ in range(SKIPS):
-                result = run()
-                if run.session.history and bool(run.session.history[-1].taken):
+                result = self.run(session)
+                if session.history and bool(session.history[-1].taken):
                     break
         finally:
-            run.session.early_listeners.remove(listen)
-        if not run.session.history:
+            session.early_listeners.remove(listen)
+        if not session.history:
             raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
         scalars = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
         seen.loss = float(scalars[0].detach()) if scalars else None
@@ -168,21 +172,21 @@ class Bench:
             choice = trials[index].choice
             if not self.budget.affords(choice.label, steps + 1):
                 break
-            with self.entered(choice) as run:
-                run()
-                times[index] += [self._timed(run, choice) for _ in range(steps)]
+            with self.entered(choice) as session:
+                self.run(session)
+                times[index] += [self._timed(session, choice) for _ in range(steps)]
         times = self.budget.of_first_rank(times)
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:
         """Where a step's time goes under `choice`."""
-        with self.entered(choice) as run:
-            run()
-            return step_times(run, self.models)
+        with self.entered(choice) as session:
+            self.run(session)
+            return step_times(lambda: self.run(session), self.models)
 
-    def _timed(self, run: Callable[[], Any], choice: LevelChoice) -> float:
+    def _timed(self, session: Any, choice: LevelChoice) -> float:
         began, started = time.perf_counter(), self._clock()
-        run()
+        self.run(session)
         taken = self._clock() - started
         self.budget.saw(choice.label, time.perf_counter() - began)
         return taken
@@ -190,18 +194,6 @@ class Bench:
     def close(self) -> None:
         """Put everything back as it was when the bench was made."""
         self._start.restore()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One whole step of a prepared choice."""
-
-    session: Any
-    step: Step
-    batch: tuple[Any, ...]
-
-    def __call__(self) -> Any:
-        return self.step(self.session, *self.batch)
 
 
 def together(trials: Sequence[Trial]) -> Trial:

@@ -220,8 +220,8 @@ def _rules_for(bench: Bench, choice: LevelChoice, device: torch.device) -> Plan:
     base = LevelChoice("O0", layout=choice.layout)
     full, low = bench.profile(base), bench.profile(choice)
     nodes = {*full.by_module(), *low.by_module()}
-    with bench.entered(base) as run:
-        flow = flow_of(run, bench.models, nodes)
+    with bench.entered(base) as session:
+        flow = flow_of(lambda: bench.run(session), bench.models, nodes)
     dtype = parse_dtype(choice.dtype)
     cost = cast_cost(device, dtype)
     return plan_by_module(bench.models[0], full, low, flow, cost, choice.level, dtype)

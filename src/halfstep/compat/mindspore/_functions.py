@@ -71,8 +71,16 @@ def value_and_grad(
             [] if weights is None else [weights] if isinstance(weights, torch.Tensor) else list(weights)
         )
         given = list(args)
-        _check_positions(positions, len(given), bool(by_weight))
+        if not positions and not by_weight:
+            raise UnsupportedError(
+                "value_and_grad got no position and no weight: nothing to differentiate by"
+            )
         for i in positions:
+            if not 0 <= i < len(given):
+                raise UnsupportedError(
+                    f"value_and_grad is to differentiate by argument {i}, but the call gave {len(given)} by "
+                    "position"
+                )
             given[i] = _differentiable(args[i], i)
         with torch.enable_grad():
             outputs = fn(*given, **kwargs)
@@ -83,9 +91,8 @@ def value_and_grad(
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
         chosen = of_weights if grad_position is None else of_inputs
         both = weights is not None and grad_position is not None
-        return pytree.tree_map_only(torch.Tensor, _detached, outputs), (
-            (of_inputs, of_weights) if both else chosen
-        )
+        values = pytree.tree_map_only(torch.Tensor, lambda t: as_tensor(t.detach()), outputs)
+        return values, (of_inputs, of_weights) if both else chosen
 
     return value_and_gradients
 
@@ -102,16 +109,6 @@ def _check_what(fn: Any, grad_position: Any, weights: Any, has_aux: Any) -> None
         raise TypeError(
             f"For 'value_and_grad', 'grad_position' must be an int or a tuple of ints, got {grad_position!r}"
         )
-
-
-def _check_positions(positions: tuple[int, ...], count: int, weights: bool) -> None:
-    if not positions and not weights:
-        raise UnsupportedError("value_and_grad got no position and no weight: nothing to differentiate by")
-    for i in positions:
-        if not 0 <= i < count:
-            raise UnsupportedError(
-                f"value_and_grad is to differentiate by argument {i}, but the call gave {count} by position"
-            )
 
 
 def _differentiable(given: Any, position: int) -> Tensor:
@@ -171,10 +168,6 @@ def signature_of(takes: Mapping[str, Any], by_name: Collection[str] = ()) -> ins
 
 def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:
     return grads[0] if one else grads
-
-
-def _detached(t: torch.Tensor) -> Tensor:
-    return as_tensor(t.detach())
 
 
 def grad(

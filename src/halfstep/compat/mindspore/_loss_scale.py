@@ -150,27 +150,24 @@ class DynamicLossScaler(_Holder):
         return as_tensor(torch.as_tensor(self.loss_scale.counter, dtype=torch.int32))
 
     def adjust(self, grads_finite: Any) -> bool:
-        """Take in whether the gradients were finite; a tensor is not read. Returns True."""
-        self._warn_if_stuck(grads_finite)
+        """Take in whether the gradients were finite; a tensor of an accelerator is not read. Returns True.
+
+        Warns once where the scale is at its least and steps overflow all the same.
+        """
+        on_host = not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu"
+        if on_host:
+            stuck = not bool(grads_finite) and self.loss_scale.read() <= 1.0
+            self._stuck = self._stuck + 1 if stuck else 0
+        if on_host and self._stuck == OVERFLOWS_AT_ONE:
+            warnings.warn(
+                f"DynamicLossScaler is at 1.0, its least, and {self._stuck} steps in a row overflowed: the "
+                "scale is not the cause. Lower the learning rate, or look for the op that gives inf or NaN "
+                "(halfstep doctor, or hs.watch).",
+                HalfstepWarning,
+                stacklevel=2,
+            )
         self.loss_scale = self.loss_scale.adjust(grads_finite)
         return True
-
-    def _warn_if_stuck(self, grads_finite: Any) -> None:
-        """Warn once where the scale is at its least and steps overflow all the same; reads no accelerator."""
-        on_host = not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu"
-        if not on_host:
-            return
-        stuck = not bool(grads_finite) and self.loss_scale.read() <= 1.0
-        self._stuck = self._stuck + 1 if stuck else 0
-        if self._stuck != OVERFLOWS_AT_ONE:
-            return
-        warnings.warn(
-            f"DynamicLossScaler is at 1.0, its least, and {self._stuck} steps in a row overflowed: the scale "
-            "is not the cause. Lower the learning rate, or look for the op that gives inf or NaN "
-            "(halfstep doctor, or hs.watch).",
-            HalfstepWarning,
-            stacklevel=3,
-        )
 
 
 class LossScaleManager:
