@@ -50,23 +50,20 @@ def run(
         for result in optimizer_race.race(optimizer_race.contestants(), sizes, rounds, place):
             results.append(result)
             status.update(f"measured {result.name}")
-        moved = _movement(optimizer_race) if movement else {}
+        moved = {
+            entry.name: {
+                f"{start:g} at {lr:g}": optimizer_race.movement(entry, start, lr, steps=300)
+                for start in (1.0, 0.02)
+                for lr in LEARNING_RATES
+            }
+            for entry in (optimizer_race.contestants() if movement else ())
+        }
     if json:
         threads = torch.get_num_threads()
         print_json({"parameters": sum(sizes), "threads": threads, "device": device,
                     "results": [asdict(r) for r in results], "movement": moved})  # fmt: skip
         return
     _print(results, sum(sizes), moved)
-
-
-def _movement(optimizer_race: Any) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for entry in optimizer_race.contestants():
-        row = found.setdefault(entry.name, {})
-        for start in (1.0, 0.02):
-            for lr in LEARNING_RATES:
-                row[f"{start:g} at {lr:g}"] = optimizer_race.movement(entry, start, lr, steps=300)
-    return found
 
 
 def _print(results: list[Any], count: int, moved: dict[str, dict[str, float]]) -> None:

@@ -166,17 +166,8 @@ def _amp_module(name: str) -> ModuleType:
     class DeviceGradScaler(GradScaler):
         """`halfstep.GradScaler` on this device, without the device argument."""
 
-        def __init__(
-            self,
-            init_scale: float = 2.0**16,
-            growth_factor: float = 2.0,
-            backoff_factor: float = 0.5,
-            growth_interval: int = 2000,
-            enabled: bool = True,
-            **ours: Any,
-        ) -> None:
-            numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-            super().__init__(name, *numbers, enabled, **ours)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(name, *args, **kwargs)
 
     module = cast("Any", ModuleType(path, f"Mixed precision on {name}."))
     for public, made in (("autocast", DeviceAutocast), ("GradScaler", DeviceGradScaler)):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfstep import checkpoint, devices
 from halfstep.casting.context import autocast
 from halfstep.conformance import numbers
+from halfstep.conformance.numbers import Outcome
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.formats import dtype_name, format_of
@@ -97,9 +98,6 @@ def _plan(at: torch.device, levels: Sequence[str], lows: Sequence[torch.dtype]) 
         if level_of(level)[0].masters:
             yield "masters", f"small updates add up {where}", _masters, at, level, low
         yield "state", f"saved and resumed {where}", _resumes, at, level, low
-
-
-Outcome = tuple[Status, str]
 
 
 def _guarded(group: str, name: str, check: Callable[..., Outcome], *args: object) -> Iterator[Check]:

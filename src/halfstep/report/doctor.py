@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,8 @@ def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
     chart = line_chart(
         [line], x_label="step", y_label="loss scale", powers_of_two=True, marked=_marked(document)
     )
+    grouped = groupby(enumerate(skips), key=lambda pair: pair[1]["step"] - pair[0])
+    runs = [[note for _, note in pairs] for _, pairs in grouped]  # skipped steps that follow each other
     causes = {bad["step"]: bad for bad in document["bad"]}
     rows = [
         (
@@ -212,21 +215,10 @@ def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
             run[0]["worst"],
             _cause(next((causes[n["step"]] for n in run if n["step"] in causes), None)),
         )
-        for run in _runs(skips)
+        for run in runs
     ]
     note = "A red cross is a skipped step." if skips else "No step was skipped."
     return {"constant": "", "chart": chart, "note": note, "rows": rows}
-
-
-def _runs(skips: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Skipped steps that follow each other."""
-    runs: list[list[Mapping[str, Any]]] = []
-    for note in skips:
-        if runs and runs[-1][-1]["step"] + 1 == note["step"]:
-            runs[-1].append(note)
-        else:
-            runs.append([note])
-    return runs
 
 
 def _cause(bad: Mapping[str, Any] | None) -> str:

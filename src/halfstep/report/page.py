@@ -117,10 +117,7 @@ def _loss_figures(recipe: RecipeRows) -> list[_Figure]:
         for row in recipe.rows
     }
     note = f"Mean over seeds, smoothed over {window} steps." if window > 1 else "Mean over seeds."
-    lines = [
-        Line(row.label, _classes(row), [(i + 1.0, v) for i, v in _thin(smoothed[row.label])])
-        for row in recipe.rows
-    ]
+    lines = [Line(row.label, _classes(row), _thin(smoothed[row.label])) for row in recipe.rows]
     chart = line_chart(lines, x_label="step", y_label="training loss")
     return [*_difference_figure(recipe, smoothed, window, note), _Figure("Training loss", chart, note)]
 
@@ -136,7 +133,7 @@ def _difference_figure(
     lines: list[Line] = []
     for row in others:
         apart = [v - its for v, its in zip(smoothed[row.label], zero)]
-        lines.append(Line(row.label, _classes(row), [(i + 1.0, v) for i, v in _thin(apart)]))
+        lines.append(Line(row.label, _classes(row), _thin(apart)))
     curves = [smooth(run.losses, window) for run in base.runs if run.losses]
     band = _band(curves)
     if band:
@@ -160,9 +157,10 @@ def _band(curves: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]
     return found
 
 
-def _thin(values: Sequence[float], most: int = 400) -> list[tuple[int, float]]:
-    stride = max(1, math.ceil(len(values) / most))
-    return [(i, values[i]) for i in range(0, len(values), stride)]
+def _thin(values: Sequence[float]) -> list[tuple[float, float]]:
+    """(step, value) of at most 400 of them."""
+    stride = max(1, math.ceil(len(values) / 400))
+    return [(i + 1.0, values[i]) for i in range(0, len(values), stride)]
 
 
 def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]:

@@ -129,6 +129,7 @@ def line_chart(
     else:
         y_low, y_high = y_low - 0.04 * (y_high - y_low), y_high + 0.04 * ((y_high - y_low) or 1.0)
     scale: Callable[[float], float] = math.log2 if powers_of_two else float
+    told = escape(f"{y_label} by {x_label}", quote=True)
 
     def drawn(on: _Canvas) -> str:
         across = _mapper(x_low, x_high, on.left, on.width - _RIGHT)
@@ -140,7 +141,10 @@ def line_chart(
         ticks = power_ticks(y_low, y_high) if powers_of_two else nice_ticks(y_low, y_high, on.ticks[1])
         parts = [
             _frame(on, across, up, nice_ticks(x_low, x_high, on.ticks[0]), ticks, powers_of_two),
-            _axis_names(on, x_label, y_label),
+            f"<text class='name' x='{(on.width + on.left) / 2}' y='{on.height - 6}' text-anchor='middle'>"
+            f"{escape(x_label)}</text>",
+            f"<text class='name' transform='translate(13 {(_TOP + on.base) / 2}) rotate(-90)' "
+            f"text-anchor='middle'>{escape(y_label)}</text>",
         ]
         if danger is not None:
             parts.append(_area([(x, y_low, danger) for x in (x_low, x_high)], across, up, "danger"))
@@ -148,7 +152,8 @@ def line_chart(
             parts.append(_area(band, across, up))
         parts += [_mark(on, across(x), x) for x in marked if x_low <= x <= x_high]
         parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
-        return _svg(on.name, on.width, on.height, f"{y_label} by {x_label}", parts)
+        size = f"viewBox='0 0 {on.width:g} {on.height:g}'"
+        return f"<svg class='{on.name}' {size} role='img' aria-label='{told}'>{''.join(parts)}</svg>"
 
     return f"<div>{drawn(_WIDE)}{drawn(_NARROW)}</div>"
 
@@ -180,12 +185,6 @@ def _mapper(low: float, high: float, start: float, end: float) -> Callable[[floa
     return lambda value: start + (value - low) / span * (end - start)
 
 
-def _svg(name: str, width: float, height: float, describe: str, parts: Sequence[str]) -> str:
-    told = escape(describe, quote=True)
-    head = f"<svg class='{name}' viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{told}'>"
-    return "".join([head, *parts, "</svg>"])
-
-
 def _frame(
     on: _Canvas,
     across: Callable[[float], float],
@@ -208,16 +207,6 @@ def _frame(
         parts.append(f"<text class='tick' {place}>{label}</text>")
     parts.append(f"<line class='axis' {ends} y1='{on.base}' y2='{on.base}'/>")
     return "".join(parts)
-
-
-def _axis_names(on: _Canvas, x_label: str, y_label: str) -> str:
-    middle = (_TOP + on.base) / 2
-    return (
-        f"<text class='name' x='{(on.width + on.left) / 2}' y='{on.height - 6}' text-anchor='middle'>"
-        f"{escape(x_label)}</text>"
-        f"<text class='name' transform='translate(13 {middle}) rotate(-90)' text-anchor='middle'>"
-        f"{escape(y_label)}</text>"
-    )
 
 
 def _curve(

@@ -106,15 +106,11 @@ class Bench:
             if slow:
                 return Trial(choice, failed=NO_TIME)
             if begins:
-                self._begin(choice, seen)
+                self._bases[choice.layout], self._plain = seen, choice
+                self.budget.begin()  # kernels that compile are not measuring
             return Trial(choice, taken, *self._errors(choice, seen))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
-
-    def _begin(self, choice: LevelChoice, seen: FirstStep) -> None:
-        self._bases[choice.layout] = seen
-        self._plain = choice
-        self.budget.begin()  # kernels that compile are not measuring
 
     def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
         """How far from the base in the same layout: another one draws another dropout mask."""

@@ -43,19 +43,8 @@ def flow_of(step: Callable[[], Any], models: Sequence[nn.Module], nodes: Iterabl
     paths = paths_of(models)
     with hooked(paths, before, after):
         step()
-    sizes = {id(tensor): tensor.numel() for tensor in kept}
-    return _edges(sizes, made, taken, outside, wanted)
-
-
-def _edges(
-    sizes: dict[int, int],
-    made: dict[int, str],
-    taken: dict[int, list[str]],
-    outside: dict[int, str],
-    wanted: set[str],
-) -> Flow:
     flow: Flow = defaultdict(int)
-    for tensor, size in sizes.items():
+    for tensor, size in {id(tensor): tensor.numel() for tensor in kept}.items():
         maker = made.get(tensor) or container_of(outside.get(tensor, ""), wanted)
         takers = [t for t in dict.fromkeys(taken.get(tensor, ())) if t != maker]
         if not takers and tensor in made:

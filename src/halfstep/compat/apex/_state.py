@@ -93,7 +93,10 @@ def _checked(level: str, name: str, value: Any) -> Any:
     if level == "O1" and name in _SENSELESS_AT_O1:
         raise AmpError(f"{_SENSELESS_AT_O1[name]}, given {value!r}")
     if name == "loss_scale":
-        return _loss_scale(value)
+        try:
+            return value if value == "dynamic" else float(value)
+        except (TypeError, ValueError):
+            raise AmpError(f"loss_scale is a number, its text or 'dynamic', given {value!r}") from None
     if name == "cast_model_type":
         dtype = value if value is False else parse_dtype(value)
         if level == "O1" and dtype not in (False, torch.float32):
@@ -108,15 +111,6 @@ def _checked(level: str, name: str, value: Any) -> Any:
     if name == "patch_torch_functions" and chosen and level != "O1":
         raise AmpError(f"patch_torch_functions=True belongs to opt_level='O1', given {level}")
     return chosen
-
-
-def _loss_scale(value: Any) -> float | str:
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise AmpError(f"loss_scale is a number, its text or 'dynamic', given {value!r}") from None
 
 
 def tell_of_odd_calls(

@@ -210,24 +210,21 @@ class FP16_Optimizer:
         self.update_master_grads()
         if closure is not None:
             return self._step_with(closure)
-        self._tell_of_plain_backward()
+        plain = any(weight_of(p).grad is not None for p in self.masters.params())
+        if plain and not self._announced and not self._told:
+            self._told = True
+            warnings.warn(
+                "FP16_Optimizer.step() takes gradients of a plain loss.backward(): the loss was not scaled, "
+                "so that small gradients are lost in fp16. Write optimizer.backward(loss) (said once)",
+                HalfstepWarning,
+                stacklevel=2,
+            )
         self._announced = False
         if self.overflow:
             self.maybe_print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
             self.zero_grad(set_grads_to_None=True)
             return None
         return self.optimizer.step()
-
-    def _tell_of_plain_backward(self) -> None:
-        if self._announced or self._told or all(weight_of(p).grad is None for p in self.masters.params()):
-            return
-        self._told = True
-        warnings.warn(
-            "FP16_Optimizer.step() takes gradients of a plain loss.backward(): the loss was not scaled, so "
-            "that small gradients are lost in fp16. Write optimizer.backward(loss) (said once)",
-            HalfstepWarning,
-            stacklevel=3,
-        )
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         def called() -> Any:

@@ -250,7 +250,8 @@ class FusedLAMB(_InPlainOps):
         if self.adam_w_mode and decay:
             foreach_add_(updates, weights, alpha=decay)
         if decay or self.use_nvlamb:
-            ratios = [_trust(w, u) for w, u in zip(foreach_norm(weights), foreach_norm(updates))]
+            norms = zip(foreach_norm(weights), foreach_norm(updates))
+            ratios = [torch.where((w > 0) & (u > 0), w / u, 1.0) for w, u in norms]
             updates = [u * ratio for u, ratio in zip(updates, ratios)]
         foreach_add_(weights, updates, alpha=-group["lr"])
         foreach_copy_(params, weights)
@@ -273,10 +274,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _wide(self, params: list[Tensor]) -> list[Tensor]:
         return [self.state[p].setdefault("master", p.detach().float().clone()) for p in params]
-
-
-def _trust(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    return torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
 
 
 class _PerParameter(_InPlainOps):

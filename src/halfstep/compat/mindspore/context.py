@@ -86,7 +86,14 @@ def set_context(**kwargs: Any) -> None:
                 )
             set_deterministic(value == "ON")
         elif key in _OF_PRECISION:
-            _tell_of_precision(key, value)
+            mode = value.get("precision_mode") if isinstance(value, Mapping) else value
+            if mode:
+                warnings.warn(
+                    f"{key} asks for {mode!r}, which has no effect here: precision is what "
+                    "auto_mixed_precision, to_float and the loss scale say",
+                    HalfstepWarning,
+                    stacklevel=2,
+                )
         _said[key] = value
 
 
@@ -147,17 +154,6 @@ def set_deterministic(deterministic: bool) -> None:
         raise TypeError(f"For 'set_deterministic', expected a bool, but got {type(deterministic).__name__}.")
     torch.use_deterministic_algorithms(deterministic)
     _said["deterministic"] = "ON" if deterministic else "OFF"
-
-
-def _tell_of_precision(key: str, value: Any) -> None:
-    asked = value.get("precision_mode") if key == "ascend_config" and isinstance(value, Mapping) else value
-    if asked:
-        warnings.warn(
-            f"{key} asks for {asked!r}, which has no effect here: precision is what auto_mixed_precision, "
-            "to_float and the loss scale say",
-            HalfstepWarning,
-            stacklevel=3,
-        )
 
 
 def set_auto_parallel_context(**kwargs: Any) -> None:

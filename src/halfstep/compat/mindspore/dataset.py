@@ -23,25 +23,13 @@ from halfstep.idx import read_idx
 Operation = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class _Map:
-    """Operations on one column; `each`: they see one sample at a time (given before `batch`)."""
-
-    column: str
-    operations: Sequence[Operation]
-    each: bool
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        for operation in self.operations:
-            values = self._apply(operation, values)
-        return values
-
-    def _apply(self, operation: Operation, values: torch.Tensor) -> torch.Tensor:
-        if getattr(operation, "whole_batches", False):
-            return operation(values)
-        if not self.each:
-            return torch.as_tensor(operation(values.numpy()))
-        return torch.as_tensor(np.stack([np.asarray(operation(value.numpy())) for value in values]))
+def _applied(operation: Operation, values: torch.Tensor, each: bool) -> torch.Tensor:
+    """`each`: a user's operation sees one sample at a time (it was given before `batch`)."""
+    if getattr(operation, "whole_batches", False):
+        return operation(values)
+    if not each:
+        return torch.as_tensor(operation(values.numpy()))
+    return torch.as_tensor(np.stack([np.asarray(operation(value.numpy())) for value in values]))
 
 
 @dataclass
@@ -55,7 +43,7 @@ class Dataset:
     shuffled: bool = False
     batch_size: int | None = None
     drop_remainder: bool = False
-    maps: tuple[_Map, ...] = ()
+    maps: tuple[tuple[str, Operation, bool], ...] = ()
     repeats: int = 1
     _length: int = field(init=False)
 
@@ -84,7 +72,8 @@ class Dataset:
             if name not in self.columns:
                 raise ConfigError(f"this data set has no column {name!r}, but {', '.join(self.columns)}")
         each = self.batch_size is None
-        return self._with(maps=(*self.maps, *(_Map(name, listed, each) for name in names)))
+        added = ((name, operation, each) for name in names for operation in listed)
+        return self._with(maps=(*self.maps, *added))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Self:
         """Join that many samples; the last batch may be smaller, or is dropped."""
@@ -125,8 +114,8 @@ class Dataset:
             for start in range(0, end, size):
                 chosen = order[start : start + size]
                 row = {name: column[chosen] for name, column in self.columns.items()}
-                for step in self.maps:
-                    row[step.column] = step(row[step.column])
+                for name, operation, each in self.maps:
+                    row[name] = _applied(operation, row[name], each)
                 one = self.batch_size is None
                 yield {name: as_tensor((t[0] if one else t).to(home)) for name, t in row.items()}
 

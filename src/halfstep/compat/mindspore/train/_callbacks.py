@@ -30,8 +30,6 @@ __all__ = [
     "TimeMonitor",
 ]
 
-EVENTS = ("begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "end")
-
 
 class CallbackParam(dict[str, Any]):
     """What callbacks may know, as a dict and as attributes (None for what is missing)."""
@@ -72,10 +70,6 @@ class Callback:
         """Called at each event that a callback does not override."""
 
     begin = epoch_begin = step_begin = step_end = epoch_end = end = _nothing
-
-    def tell(self, mode: str, event: str, run_context: RunContext) -> None:
-        """Call `on_<mode>_<event>` where there is one, else the short name."""
-        getattr(self, f"on_{mode}_{event}", getattr(self, event))(run_context)
 
 
 def as_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callback]:
