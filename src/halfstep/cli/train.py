@@ -250,7 +250,7 @@ def _scale(word: str) -> str | None:
 def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> _RecipeJob:
     from halfstep import devices
     from halfstep.formats import dtype_name
-    from halfstep.recipes.runs import TrainSetting
+    from halfstep.recipes.runs import TrainSetting, tune_recipe
 
     if order.steps is not None and order.epochs is not None:
         raise ConfigError("--steps and --epochs were both given; choose one")
@@ -261,7 +261,9 @@ def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | N
             settings.append(TrainSetting("O0", None))
             continue
         if level == AUTO:
-            settings.append(_tuned(recipe, order, device, data))
+            print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
+            dtype = order.dtypes[0] if order.dtypes else None
+            settings.append(TrainSetting.of(tune_recipe(recipe, device, dtype=dtype, folder=data)))
             continue
         for dtype in dtypes:
             devices.check_dtype(device, dtype)
@@ -271,15 +273,6 @@ def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | N
     if order.epochs is not None:
         steps = order.epochs * len(recipe.task(data).train(0))
     return _RecipeJob(recipe, tuple(settings), steps)
-
-
-def _tuned(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> TrainSetting:
-    """Measure which setting trains the recipe fastest here, and say so."""
-    from halfstep.recipes.runs import TrainSetting, tune_recipe
-
-    dtype = order.dtypes[0] if order.dtypes else None
-    print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
-    return TrainSetting.of(tune_recipe(recipe, device, dtype=dtype, folder=data))
 
 
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
