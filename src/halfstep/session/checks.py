@@ -325,7 +325,7 @@ class NonFinite:
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
                 f"PyTorch does; {_cure_of(self._optimizers)} (said once)",
                 HalfstepWarning,
-                stacklevel=5,
+                stacklevel=9,
             )
 
     def _raise(

@@ -384,8 +384,7 @@ def prepare(
         apply_precision(precision, models, optimizers, accumulate, conversions, masters)
         session = Session(
             models, optimizers, precision, table, device, skips, relayout, conversions, masters,
-            scales=precision.scales, max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group,
-            group=group,
+            max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group, group=group,
         )  # fmt: skip
     except Exception:
         for one in (*conversions, *masters.values(), relayout):  # originals are still there

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from html import escape
 from typing import Any, Never
 
 import torch
@@ -26,7 +25,7 @@ from halfstep.checkpoint import Background
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
-from halfstep.gradients.outcome import Outcome, OutcomeQueue
+from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
@@ -99,14 +98,14 @@ class Session(Setup):
     def __init__(
         self,
         *prepared: Any,
-        scales: Sequence[LossScale],
         max_skips: int,
         on_nonfinite: Any,
         norm_group: Any,
         group: Any,
     ) -> None:
         super().__init__(*prepared)
-        self.state = StepState(tuple(scales), SkipCount(limit=max_skips), (None,) * len(self.optimizers))
+        skips, carried = SkipCount(limit=max_skips), (None,) * len(self.optimizers)
+        self.state = StepState(self.precision.scales, skips, carried)
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -122,14 +121,14 @@ class Session(Setup):
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
         self.writer: Background | None = None
-        free = all(isinstance(scale, NoLossScale) for scale in scales)
-        self._handles: list[Any] = [] if free else refuse_direct_steps(self)
+        self._handles: list[Any] = []
 
     def follow(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        self._handles = [*self._handles, *self._follow()]
+        refusing = refuse_direct_steps(self) if self.precision.scaled else []
+        self._handles = [*refusing, *self._follow()]
 
     def stop_watching(self) -> None:
         """Another session prepared the same optimizer: it alone looks after direct steps now."""
@@ -154,9 +153,6 @@ class Session(Setup):
             slow = does_not_pay(measurements.known(), dtype_name(dtype), torch.get_num_threads())
             lines.append(slow or "")
         return "\n".join(filter(None, lines))
-
-    def _repr_html_(self) -> str:
-        return "<br>".join(map(escape, repr(self).splitlines()))
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__
@@ -440,25 +436,19 @@ class Session(Setup):
         report: Report | None,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
-        here, skips, step = isinstance(found, bool), self.skip_nonfinite, self.state.steps
         finite = finite_of(found, measured)
         outcome = Outcome(
-            taken=finite if skips else True,
+            taken=finite if self.skip_nonfinite else True,
             finite=finite,
             scale=scale,
             grad_norm=measured.norm,
             amax=measured.amax,
-            step=step,
+            step=self.steps,
             reason=reason,
-            on_read=None
-            if here
-            else lambda r: self._arrived(scheduler, r.taken, r.finite, r.scale, r.step, report),
+            on_read=lambda record: self._arrived(record, scheduler, report),
         )
         self.history.append(outcome)
-        if here:
-            self._arrived(scheduler, not (found and skips), not found, float(scale), step, report)
-        else:
-            self._queue.push(outcome)
+        self._queue.push(outcome)
         for listener in (*self.listeners,):
             listener(self, outcome)
         return outcome
@@ -474,29 +464,30 @@ class Session(Setup):
         if not self.skip_nonfinite:
             return
         flag = all_ranks(torch.zeros((), dtype=torch.bool, device=self.device), self._ranks.group)
-        found = bool(flag) if self.device.type == "cpu" else flag
-        scale, self.loss_scale = self.loss_scale, self.loss_scale.adjust(inverse(found), None)
-        if isinstance(found, bool):
-            self._arrived(None, not found, True, scale.read(), self.steps, None)
+        taken = inverse(bool(flag) if self.device.type == "cpu" else flag)
+        scale, self.loss_scale = self.loss_scale.value, self.loss_scale.adjust(taken, None)
+        self._queue.push(
+            Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=self._arrived)
+        )
 
-    def _arrived(
-        self, scheduler: Any, taken: bool, finite: bool, scale: float, step: int | None, report: Report | None
-    ) -> None:
+    def _arrived(self, record: StepRecord, scheduler: Any = None, report: Report | None = None) -> None:
         """Count, warn and advance the scheduler once what a step did is known on the host."""
+        taken = record.taken
         if scheduler is not None and taken:
             scheduler.step()
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
             self.state = self.state._replace(skips=self.state.skips.counted(taken))
-        if not finite and report is not None:
-            report(step, taken)
+        if not record.finite and report is not None:
+            report(record.step, taken)
         if taken:
             return
-        self.state.skips.check(scale=scale)
+        self.state.skips.check(scale=record.scale)
         in_row, limit = self.state.skips.in_row, self.state.skips.limit
         if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.told:
             self.state = self.state.said(SKIPPING)
-            at = "" if isinstance(self.loss_scale, NoLossScale) else f" at loss scales down to {scale:g}"
-            warnings.warn(SKIPPING.format(in_row, step, at, limit), HalfstepWarning, stacklevel=4)
+            scaled = not isinstance(self.loss_scale, NoLossScale)
+            at = f" at loss scales down to {record.scale:g}" if scaled else ""
+            warnings.warn(SKIPPING.format(in_row, record.step, at, limit), HalfstepWarning, stacklevel=8)
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.

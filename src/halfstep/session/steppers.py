@@ -24,15 +24,15 @@ from halfstep.gradients.stats import (
     GradStats,
     HostStats,
     clip_coefficient,
-    measure,
+    finite_and_norm,
     measure_shards,
+    measure_whole,
     on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.masters import MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.torch_private import foreach_norm
 from halfstep.trees import gradients_of, parameters_of
 
 
@@ -81,13 +81,8 @@ class Stepper:
         return unscale_(self.gradients(), inv_scale)
 
     def clear(self) -> None:
-        """Drop the gradients: what torch's own zero_grad does 15 us slower."""
-        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _of_all_stages(self, inv_scale: Tensor | None) -> AnyStats:
         """What the gradients of all ranks of `norm_group` are, each of which holds other parameters."""
@@ -237,12 +232,6 @@ class TorchStepper(Stepper):
             norms = norms_of_stages(norms, self.norm_group)
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
-    def unscale(self, inv_scale: Tensor) -> Tensor:
-        """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
-        if self._masters is not None:
-            self._masters.link.widen()
-        return unscale_(self.gradients(), inv_scale)
-
 
 def steppers_of(
     models: Sequence[nn.Module],
@@ -261,15 +250,10 @@ def steppers_of(
 
 
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-    """Measure by reading; fp32 gradients on a CPU with no more than their norm."""
-    plain = all(type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu for g in gradients)
-    if plain and gradients and not needs_amax and all(g.layout is torch.strided for g in gradients):
-        norm = math.hypot(*map(float, foreach_norm(gradients, 2)))
-        if math.isfinite(norm):
-            return GradStats(True, norm if inv_scale is None else norm * float(inv_scale), None)
-    if any(local_of(g) is not g for g in gradients):
-        return on_host_if_cpu(measure_shards(gradients, inv_scale))
-    return on_host_if_cpu(measure(gradients, inv_scale))
+    """Measure by reading; on a CPU no more than the norm, unless more is needed."""
+    if needs_amax or any(local_of(g) is not g for g in gradients):
+        return on_host_if_cpu(measure_whole(gradients, inv_scale))
+    return on_host_if_cpu(finite_and_norm(gradients, inv_scale))
 
 
 def _complete(
