@@ -106,7 +106,7 @@ class RankGuard:
         if not self._checked:
             check_parameters(setup.models, setup.optimizers)
             for ddp in wrappers:
-                check_wrapper(ddp, setup.optimizers, setup.policy.compute_dtype)
+                self._check_wrapper(ddp)
             self._sharded = world_size() > 1 and any(map(is_sharded, setup.models))
             self._checked, self.asks = True, self._sharded or bool(wrappers)
         if setup.skip_nonfinite and any(map(joins_alone, wrappers)):
@@ -135,6 +135,16 @@ class RankGuard:
     def _name_of(self, weight: torch.Tensor) -> str:
         names = (name for model in self._setup.models for name, p in model.named_parameters() if p is weight)
         return next(names, "a parameter")
+
+    def _check_wrapper(self, ddp: Any) -> None:
+        for optimizer in self._setup.optimizers:
+            refuse_in_ddp(optimizer)
+        sent = {getattr(hook, "dtype", None) for hook, _ in comm_hooks(ddp)}
+        if self._setup.policy.compute_dtype == torch.bfloat16 and torch.float16 in sent:
+            raise ConfigError(
+                "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
+                "to zero or to inf: register compress_hook('bf16') instead"
+            )
 
 
 def joint_group(groups: Sequence[Any]) -> Any:
@@ -186,22 +196,16 @@ def check_groups(group: Any, norm_group: Any, optimizers: Sequence[torch.optim.O
         )
 
 
-def check_wrapper(ddp: Any, optimizers: Sequence[torch.optim.Optimizer], compute: torch.dtype) -> None:
-    """Raise UnsupportedError for optimizers whose options DDP breaks, ConfigError for its own."""
-    if any(getattr(one, "release_gradients", False) for one in optimizers):
+def refuse_in_ddp(optimizer: Any) -> None:
+    """Raise UnsupportedError for an optimizer whose options DDP breaks."""
+    if getattr(optimizer, "release_gradients", False):
         raise UnsupportedError(
             "release_gradients updates each parameter before DistributedDataParallel has averaged its "
             "gradient, so ranks would diverge: leave it out, or use fully_shard, which reduces first"
         )
-    weights = [w for one in optimizers for w in weights_of(one)]
+    weights = weights_of(optimizer)
     if any(w.dtype in LOW_DTYPES and w.grad_dtype is torch.float32 for w in weights):
         raise UnsupportedError(
             "accumulate='fp32' gives 16-bit weights fp32 gradients, which DistributedDataParallel's buffers "
             "cannot take: leave it out, or accumulate fewer micro-batches"
-        )
-    sent = {getattr(hook, "dtype", None) for hook, _ in comm_hooks(ddp)}
-    if compute == torch.bfloat16 and torch.float16 in sent:
-        raise ConfigError(
-            "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
-            "to zero or to inf: register compress_hook('bf16') instead"
         )
