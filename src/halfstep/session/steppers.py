@@ -25,8 +25,8 @@ from halfstep.gradients.stats import (
     HostStats,
     clip_coefficient,
     finite_and_norm,
+    measure,
     measure_shards,
-    measure_whole,
     on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
@@ -251,9 +251,9 @@ def steppers_of(
 
 def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
     """Measure by reading; on a CPU no more than the norm, unless more is needed."""
-    if needs_amax or any(local_of(g) is not g for g in gradients):
-        return on_host_if_cpu(measure_whole(gradients, inv_scale))
-    return on_host_if_cpu(finite_and_norm(gradients, inv_scale))
+    if any(local_of(g) is not g for g in gradients):
+        return on_host_if_cpu(measure_shards(gradients, inv_scale))
+    return on_host_if_cpu((measure if needs_amax else finite_and_norm)(gradients, inv_scale))
 
 
 def _complete(
