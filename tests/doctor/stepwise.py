@@ -31,8 +31,11 @@ def _trains(node):
 
 
 def training_loops(text):
-    """The loops of a script's top level that train."""
-    return [node for node in ast.parse(text).body if isinstance(node, ast.For) and _trains(node)]
+    """The loops of a script's top level that train, and those within them that take whole steps."""
+    loops = [node for node in ast.parse(text).body if isinstance(node, ast.For) and _trains(node)]
+    inner = (node for loop in loops for top in loop.body for node in ast.walk(top))
+    inner = ((node, ast.unparse(node)) for node in inner if isinstance(node, ast.For))
+    return [*loops, *(node for node, text in inner if "backward()" in text and "step()" in text)]
 
 
 def _as_steps(path):

@@ -9,6 +9,7 @@ from halfstep.numerics.cures import placed
 from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.snapshot import StepParticipants
 from tests.doctor.test_diff import examined, fault
+from tests.doctor.test_zoo import named
 
 HEAD = """
 import torch, halfstep as hs
@@ -37,6 +38,10 @@ BY_HAND = {
     "a softmax": ("e = torch.exp(z)\n    return (e / e.sum(-1, keepdim=True))[:, 0].mean()", "shift"),
     "a weighted softmax": (
         "e = z.exp() * torch.linspace(0.5, 1.0, 8)\n    return (e / e.sum(1, keepdim=True)).square().mean()",
+        "shift",
+    ),
+    "a softmax that takes exp twice": (
+        "return (z.exp() / z.exp().sum(-1, keepdim=True)).square().mean()",
         "shift",
     ),
     "a masked softmax": (  # the largest may be masked, and is no measure of the others then
@@ -206,6 +211,12 @@ def test_a_cure_helps_though_the_loss_scale_is_too_large_for_that_one_batch(way,
     document = examined(ONE_BATCH, tmp_path / "train.py", 12, monkeypatch, copies=way)
     wide = document.faults[0].cures[0]
     assert (wide.specs[0][:2], wide.status) == (("full", "mul"), WORKS)
+
+
+def test_a_cure_that_skips_an_update_works_until_the_next_fault(tmp_path, monkeypatch):
+    document = examined(named("second_behind_the_first").text, tmp_path / "train.py", 0, monkeypatch)
+    said = {cure.specs[0][:2]: cure.verdict for cure in document.faults[0].cures}
+    assert said["full", "add"] == "works over 2 steps"
 
 
 def test_bf16_stands_in_the_words_of_a_script_without_a_region(tmp_path, monkeypatch):

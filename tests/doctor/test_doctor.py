@@ -162,6 +162,7 @@ def test_a_healthy_script(tmp_path, here):
     assert torch.optim.Optimizer.step.__name__ == "step"
     assert "bracketed" not in torch.amp.GradScaler.step.__name__
     assert {"fp16", "fp32"} <= {c["dtype"] for c in document.counts}
+    assert "aminmax" not in {c["op"] for c in document.counts}, "the doctor's own look at the weights"
 
 
 def test_compiled_code_is_run_as_it_was_written(tmp_path, here):

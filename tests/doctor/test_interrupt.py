@@ -45,6 +45,16 @@ def test_an_interrupt_of_the_doctor_alone_reaches_the_script_and_what_was_seen_i
 
 
 @pytest.mark.long
+def test_after_an_interrupt_it_is_said_why_there_is_no_diff(tmp_path):
+    path = tmp_path / "train.py"
+    text = LOOP.replace("AT_STEP_FOUR", "os.kill(os.getppid(), signal.SIGINT); time.sleep(20)")
+    path.write_text(text.replace("OTHERWISE", "raise"))
+    done = doctor(path, "--diff")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "the doctor was interrupted before it had written the cures" in done.stderr
+
+
+@pytest.mark.long
 def test_a_script_ends_with_the_doctor(tmp_path):
     """However that ends."""
     path, own = tmp_path / "train.py", tmp_path / "pid"

@@ -31,7 +31,8 @@ class Whole:
         finite = all(map(math.isfinite, self.losses[:until]))
         lasting = self.spoiled is None or (until is not None and self.spoiled >= until)
         through = self.steps >= other.steps and self.error in (None, other.error)
-        return finite and lasting and (through or until is not None) and bool(self.losses)
+        seen = len(self.losses) >= len(other.losses) or until is not None
+        return finite and lasting and (through or until is not None) and seen and self.steps > 0
 
     def loss(self, step, until=None):
         """The mean of the losses of these steps."""
@@ -79,10 +80,13 @@ def is_better(run, without, step, until=None, times=1.0):
 def in_fp32():
     """Within, a script computes in fp32 whatever it asks for."""
 
+    names = {name: getattr(torch, name) for name in ("float16", "half", "bfloat16")}
+
     def at_o0(make, level="level"):
         def made(*args, **given):
             told = ("dtype", "policy", "plan", "level", "opt_level", "loss_scale")
-            return make(*args, **{k: v for k, v in given.items() if k not in told}, **{level: "O0"})
+            with with_attributes(torch, **names):
+                return make(*args, **{k: v for k, v in given.items() if k not in told}, **{level: "O0"})
 
         return made
 
@@ -92,7 +96,7 @@ def in_fp32():
     wide = torch.float32
     with ExitStack() as stack:
         for owner, values in (
-            (torch, {"float16": wide, "half": wide, "bfloat16": wide}),
+            (torch, dict.fromkeys(names, wide)),
             (Tensor, {"half": Tensor.float, "bfloat16": Tensor.float}),
             (nn.Module, {"half": nn.Module.float, "bfloat16": nn.Module.float}),
             (hs, {"prepare": at_o0(hs.prepare), "Trainer": at_o0(hs.Trainer), "convert": at_o0(hs.convert)}),

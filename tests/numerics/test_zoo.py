@@ -110,6 +110,18 @@ def test_the_inputs_told_are_those_of_the_users_call():
     assert (bad.op, [str(t) for t in bad.inputs]) == ("matmul", ["fp16[3, 12, 64]", "fp16[3, 64, 12]"])
 
 
+def test_an_op_is_run_again_as_it_ran_whatever_region_is_open_then():
+    w = torch.full((4, 4), 300.0, dtype=torch.float16, requires_grad=True)
+
+    def step():
+        with torch.autocast("cpu", enabled=False):
+            (w @ w).float().sum().backward()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bad = trace_step(step, try_cures=False).bad
+    assert (bad.op, bad.cause.kind) == ("matmul", "range")
+
+
 @pytest.mark.parametrize(("ill", "told"), [((5,), "16 values, all in row 5"), ((5, 7), "16 values")])
 def test_the_row_of_a_batch_that_is_not_finite_is_named(ill, told):
     weight, y = torch.ones(16, requires_grad=True), torch.ones(16)

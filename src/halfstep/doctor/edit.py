@@ -254,7 +254,7 @@ def _with_logsumexp(text: str, line: int, last: int, *dims: int) -> Iterator[str
 def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
     divides = isinstance(node, ast.BinOp) or _called(node).rstrip("_") in ("div", "divide", "true_divide")
     for operand in operands[-1:] if divides else operands[:1]:
-        if divides and "torch.where" in code:
+        if divides and amount[1:]:  # it may have either sign
             d = script.of(operand)
             script.swap(operand, f"torch.where(({d}).abs() < {amount[0]:g}, {amount[0]:g}, {d})")
         else:

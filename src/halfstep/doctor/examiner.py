@@ -476,6 +476,9 @@ class Examiner:
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """A step ends."""
         now = self.ledger.now
+        self.ledger.number(owner)
+        if self.taping is not None:
+            self._end_tape()
         named = self.roster.named()
         weights = dict(zip(named, read_amaxes(list(named.values()))))
         for name, amax in weights.items():
@@ -490,9 +493,6 @@ class Examiner:
         now.skipped = skipped
         if skipped and self.seen is not None and self.roster.session is None:
             self.seen.note_skip()
-        self.ledger.number(owner)
-        if self.taping is not None:
-            self._end_tape()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
         if self._over():
@@ -535,7 +535,8 @@ class Examiner:
         bad += [] if exact or not self.ledger.blew_up(again.at) else [again.at]
         showed.bad_at = min(bad, default=None)
         showed.applied = self._applied(again)
-        showed.steps = len(self.ledger.notes) - (0 if again.from_start else again.at)
+        ill = (index for index in bad if not (showed.settles and self.ledger.only_skipped(index)))
+        showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
         if again.from_start:
             showed.faults = all_faults(self.notes(), showed.faults)
         self._answer()

@@ -186,18 +186,22 @@ def examine_script(
     document.lint = [*dict.fromkeys(findings), *document.lint]
     attempt = partial(_tried, order, document)
     try:
+        if document.ended_by == INTERRUPT:
+            raise KeyboardInterrupt
         document.diff = as_diff(path, text, mended(text, document, attempt)) if diff else ""
         document.plan = planned(text, document, attempt) if plan else ""
     except KeyboardInterrupt:
         document.ended_by = INTERRUPT
-    if (diff or plan) and not document.faults:
+    if (diff or plan) and (document.ended_by == INTERRUPT or not document.faults):
         document.notes.append(_nothing_to_write(document))
     return document
 
 
 def _nothing_to_write(document: Document) -> str:
     what = "found nothing to cure"
-    if document.lint:
+    if document.ended_by == INTERRUPT:
+        what = "was interrupted before it had written the cures; --steps takes fewer steps"
+    elif document.lint:
         what = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
     return f"the doctor {what}"
 

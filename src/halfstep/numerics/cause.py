@@ -79,7 +79,8 @@ def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    with torch.no_grad():
+    device = next((t.device.type for t in tensors_in((args, kwargs))), "cpu")
+    with torch.no_grad(), torch.autocast(device, enabled=False):  # Apex leaves a region open
         out = func(*args, **kwargs)
     return [*tensors_in(out), *written_by(func, args, kwargs)]
 

@@ -239,13 +239,15 @@ def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _clamped(value: float, func: Any, args: Any, kwargs: Any) -> Any:
+def _clamped(value: float, *given: Any) -> Any:
+    *either_sign, func, args, kwargs = given
     args, op = list(args), op_label(func, getattr(func, "__name__", ""))
     if (place := _exponent(func, args)) is not None:
         args[place] = args[place].clamp_max(value)
     elif op == "div":
         last = max(i for i, x in enumerate(args) if isinstance(x, Tensor))
-        args[last] = torch.where(args[last].abs() < value, value, args[last])
+        small = args[last].abs() < value
+        args[last] = torch.where(small, value, args[last]) if either_sign else args[last].clamp_min(value)
     elif op != "pow" or not all(isinstance(x, int) and x > 0 for x in args[1:]):
         args[0] = args[0].clamp_min(value)
     return func(*args, **kwargs)
@@ -621,9 +623,9 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
 
 
 def _never_negative(node: Node) -> bool:
-    """Whether the divisor is a length, a count or the like."""
-    floats = [t for t in node.tensors() if t.is_floating_point()]
-    return bool(floats) and not bool((floats[-1] < 0).any())
+    """Whether the divisor is a length, a count or the like: what a weight is at one step tells nothing."""
+    floats = [(t, made) for t, made in zip(node.tensors(), node.parents) if t.is_floating_point()]
+    return bool(floats) and floats[-1][1] is not None and not bool((floats[-1][0] < 0).any())
 
 
 _NORMS = ("layer_norm", "group_norm", "rms_norm")
@@ -696,6 +698,9 @@ def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int,
     """What makes a softmax of what an op gave, or the logarithm of its sum, and that sum's dimensions."""
     made, sums, dims = {node.index}, set[int](), ()
     for one in later if node.phase == "forward" else ():
+        again = one.func == node.func and one.location.line == node.location.line
+        if again and one.parents == node.parents and None not in node.parents:
+            made.add(one.index)  # `x.exp() / x.exp().sum()`
         of = [-1 if parent is None else parent[0].index for parent in one.parents] or [-1]
         if one.base == "sum" and of[0] in made and one.tensors()[0].shape == node.outs[0].shape:
             dims = tuple(one.args[1] or ()) if len(one.args) > 1 else ()
@@ -749,11 +754,12 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
         return [Cure("advice", text)]
     least = 1e-4 - (node.op == "log1p")
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
-    code = f"{name or 'x'}.clamp_min({least:.4g})"
+    spec, code = _spec("clamp", node, least), f"{name or 'x'}.clamp_min({least:.4g})"
     if node.op == "div" and not _never_negative(node):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
-    return [_cure((_spec("clamp", node, least), text, code))]
+        spec = (*spec, True)
+    return [_cure((spec, text, code))]
 
 
 def unmask(node: Node, mask: Node) -> list[Cure]:
