@@ -147,7 +147,7 @@ def test_integers_are_refused():
     with pytest.raises(ConfigError, match="int64"):
         hg.count(torch.arange(3))
     with pytest.raises(ConfigError, match="int64"):
-        hg.best_scale(torch.arange(3), "fp16")
+        hg.what_if(torch.arange(3), "fp16")
 
 
 def really_cast(x, fmt, k):
@@ -193,22 +193,11 @@ def test_what_if_equals_really_casting(fmt, k, source):
     assert w.snr_db == pytest.approx(snr, rel=1e-9)
 
 
-def test_best_scale_beats_every_other():
-    x = (torch.randn(4000) * 2.0**-20).half()
-    best = hg.best_scale(x, "e4m3fn")
-    others = [hg.what_if(x, "e4m3fn", k) for k in range(best.scale_log2 - 12, best.scale_log2 + 20)]
-    assert best.overflow == 0
-    assert best.snr_db == max(w.snr_db for w in others if w.overflow == 0)
-    assert hg.best_scale(x, "e4m3fn") == hg.what_if(x, "e4m3fn", best.scale_log2)
-    assert hg.best_scale(x, "e4m3fn", spare_bits=3).scale_log2 <= best.scale_log2
-
-
 @pytest.mark.parametrize("values", [[0.0, 0.0], [math.nan], [math.inf], []])
 def test_what_if_of_nothing_useful(values):
     x = torch.tensor(values, dtype=torch.float16)
     w = hg.what_if(x, "fp16")
     assert (w.flushed, w.overflow) == (0, 0)
-    assert hg.best_scale(x, "e5m2").scale_log2 == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,7 @@ Nothing here changes a tensor or draws a random number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -229,49 +229,20 @@ def what_if(t: Tensor, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> 
     Raises:
         ConfigError: `t` is not floating point.
     """
-    return _what_if(((part.double(), torch.ones(())) for part in _flat(t).split(_CHUNK)), fmt, scale_log2)
-
-
-def best_scale(t: Tensor, fmt: str | torch.dtype | Format, spare_bits: int = 0) -> WhatIf:
-    """The power-of-two scale that loses least: no overflow with `spare_bits` to go, best signal-to-noise.
-
-    Where several scales are equally good the one nearest to 1 is taken. Meant for 16 bits and fewer, which
-    have few distinct values.
-
-    Raises:
-        ConfigError: `t` is not floating point.
-    """
     fmt = format_of(fmt)
-    values = _flat(t).double()
-    values, times = values[values.isfinite()].unique(return_counts=True)
-    top = values.abs().max().item() if values.numel() else 0.0
-    if top == 0.0:
-        return what_if(t, fmt)
-    highest = fmt.max_exponent - spare_bits - math.frexp(top)[1] + 1
-    if spare_bits == 0 and math.ldexp(top, highest) > fmt.max:
-        highest -= 1
-    tried = (_what_if([(values, times)], fmt, k) for k in range(highest, highest - 64, -1))
-    return max(tried, key=lambda w: (w.snr_db, -abs(w.scale_log2)))
-
-
-def _what_if(
-    parts: Iterable[tuple[Tensor, Tensor]], target: str | torch.dtype | Format, scale_log2: int
-) -> WhatIf:
-    """The same of values of which each counts as often as its weight says."""
-    fmt = format_of(target)
     finite = nonzero = flushed = overflow = signal = noise = 0.0
-    for values, weight in parts:
-        keep = values.isfinite()
-        x, weight = values[keep], weight.to(values).expand_as(values)[keep]
+    for part in _flat(t).split(_CHUNK):
+        x = part.double()
+        x = x[x.isfinite()]
         stored = round_to(torch.ldexp(x, torch.tensor(scale_log2)), fmt)
         stays = stored.isfinite()
         back = torch.ldexp(stored, torch.tensor(-scale_log2))
-        finite += weight.sum().item()
-        nonzero += weight[x != 0].sum().item()
-        flushed += weight[(x != 0) & (stored == 0)].sum().item()
-        overflow += weight[~stays].sum().item()
-        signal += (weight * x.square())[stays].sum().item()
-        noise += (weight * (x - back).square())[stays].sum().item()
+        finite += x.numel()
+        nonzero += int((x != 0).sum())
+        flushed += int(((x != 0) & (stored == 0)).sum())
+        overflow += int((~stays).sum())
+        signal += x.square()[stays].sum().item()
+        noise += (x - back).square()[stays].sum().item()
     if finite == overflow:
         snr = math.nan
     else:
