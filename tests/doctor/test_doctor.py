@@ -303,7 +303,7 @@ def nasty():
         "lint": [{"rule": evil, "where": evil, "text": evil, "cure": evil}],
         "history": [note, {**note, "step": 1, "taken": True}],
         "forecasts": [evil],
-        "lost": [{"step": 0, "share": 0.5, "worst": evil, "worst_share": 1.0}],
+        "lost": [{"step": 0, "share": 0.5, "worst": evil, "worst_share": 1.0, "dtype": "bf16"}],
         "verdict": [evil, evil],
     }
 

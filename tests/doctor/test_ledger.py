@@ -60,9 +60,11 @@ def test_a_jump_is_told_from_the_rate_of_the_step_before():
 
 
 def test_updates_that_are_lost_are_told_at_the_first_step_that_loses_them():
-    lost = [LostUpdates(i, 0.96 if i else 0.5, "w", 1.0) for i in (0, 1, 2, 3)]
-    (fault,) = quiet_faults(RunNotes(run([1e-6] * 4, [1.0] * 4), [], lost, PLAIN))
-    assert (fault.step, fault.cause.kind) == (1, "rounding")
+    for dtype, cure in (("bf16", "masters"), ("fp32", "advice")):
+        lost = [LostUpdates(i, 0.96 if i else 0.5, "w", 1.0, dtype) for i in (0, 1, 2, 3)]
+        (fault,) = quiet_faults(RunNotes(run([1e-6] * 4, [1.0] * 4), [], lost, PLAIN))
+        assert (fault.step, fault.cause.kind, fault.cures[0].kind) == (1, "rounding", cure)
+        assert f"the {dtype} weights" in fault.cause.text
 
 
 def test_bad_data_after_a_jump_stays_a_fault_of_its_own():

@@ -598,10 +598,12 @@ def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Term
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
     text = (
         f"rounding: {share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
-        "the spacing of the 16-bit weights, which stay as they are"
+        f"the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
     cures = [Cure("masters", words, terms.masters, specs=[("masters",)])]
+    if first.dtype == "fp32":
+        cures = [Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")]
     return _fault(note.number, "optimizer", Cause("rounding", text), cures, note.where)
 
 

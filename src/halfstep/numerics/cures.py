@@ -177,7 +177,7 @@ class AtLocation(TorchFunctionMode):
             return run_backward(self, func, args, kwargs)
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
-            here = look()[1:] if self._where[0] else ("", 0 if _in_region() else -1)
+            here = look()[1:] if self._where[0] else ("", 0 if torch.is_autocast_enabled(_device()) else -1)
             if here == self._where:
                 self.met = True
                 return self._change(func, args, kwargs)
@@ -189,20 +189,12 @@ def _device() -> str:
     return device.type if device is not None else "cpu"
 
 
-def _in_region() -> bool:
-    return torch.is_autocast_enabled(_device())
-
-
-def _autocast_off() -> AbstractContextManager[Any]:
-    return torch.autocast(_device(), enabled=False)
-
-
 def _to_fp32(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
-    with _autocast_off():
+    with torch.autocast(_device(), enabled=False):
         args, kwargs = tree_map(_to_fp32, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -249,12 +249,13 @@ class StepNote:
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """At one step: share of the elements with a gradient whose weight did not change, by parameter."""
+    """At one step: share of the elements with a gradient whose weight did not change; dtype of the worst."""
 
     step: int
     share: float
     worst: str
     worst_share: float
+    dtype: str
 
 
 def watch(
@@ -474,6 +475,7 @@ class Watch:
     def _compare(self, optimizer: torch.optim.Optimizer, found_inf: bool | Tensor | None) -> None:
         """What the update did: its histogram, and how much of it rounding swallowed."""
         shares: dict[str, tuple[Tensor, Tensor]] = {}
+        dtypes: dict[str, str] = {}
         random = rounded_at_random(optimizer)
         for place, parameter in enumerate(_updated(optimizer)):
             before = self._before.pop(parameter, None)
@@ -497,9 +499,10 @@ class Watch:
             for old, new in zip(held_before, now):
                 lost = lost & (old == spread(new))
             shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
+            dtypes[name] = dtype_name(parameter.dtype)
         if shares:
             values = torch.stack([v for pair in shares.values() for v in pair])
-            self._late.append((send_to_host(values), partial(self._take_lost, self.step, list(shares))))
+            self._late.append((send_to_host(values), partial(self._take_lost, self.step, dtypes)))
 
     def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
         seen = _see(tensor, self.exact, amax)
@@ -593,13 +596,13 @@ class Watch:
             if kind != "gradient":  # its magnitude is noted every step
                 series.note(step, amax)
 
-    def _take_lost(self, step: int, names: list[str], packed: Tensor) -> None:
+    def _take_lost(self, step: int, dtypes: dict[str, str], packed: Tensor) -> None:
         values: list[float] = packed.tolist()
         lost, of = values[0::2], values[1::2]
-        shares = {name: a / b for name, a, b in zip(names, lost, of) if b}
+        shares = {name: a / b for name, a, b in zip(dtypes, lost, of) if b}
         if shares:
             worst = max(shares, key=lambda n: shares[n])
-            self._lost.append(LostUpdates(step, sum(lost) / sum(of), worst, shares[worst]))
+            self._lost.append(LostUpdates(step, sum(lost) / sum(of), worst, shares[worst], dtypes[worst]))
 
     # Reading.
 
