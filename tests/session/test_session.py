@@ -172,7 +172,7 @@ def test_no_loss_scale_takes_every_step_and_warns_once():
     x, y = batch()
     amp.backward(loss_of(amp, model, x, y))
     poison(model)
-    with pytest.warns(HalfstepWarning, match="skip_nonfinite"):
+    with pytest.warns(HalfstepWarning, match="on_nonfinite"):
         outcome = amp.step()
     assert outcome.taken
     assert not outcome.finite
