@@ -181,7 +181,7 @@ WRITTEN = {
     "a divisor of either sign": (
         ("clamp", "div", "", 1, 1e-4, True),
         "y = a / b",
-        "y = a / (torch.where((b).abs() < 0.0001, 0.0001, b))",
+        "y = a / torch.where((b).abs() < 0.0001, 0.0001, b)",
     ),
     "an epsilon": (("epsilon", "add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
     "a comment stays": (("loss", 3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),
