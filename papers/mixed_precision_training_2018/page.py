@@ -7,8 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from halfstep.report.svg import HEIGHT, WIDTH, Line, line_chart
+from halfstep.report.svg import Line, line_chart
 
+WIDTH, HEIGHT = 640, 300
 CLASSES = {
     "fp32": "level-O0 below",
     "mixed, dynamic scale": "level-O2 above",

@@ -116,7 +116,7 @@ def test_numpy_numbers_are_saved_as_pythons(tmp_path):
     ("bad", "kind"), [(np.zeros(2), "ndarray"), (lambda: 0, "function"), (object(), "object")]
 )
 def test_what_could_never_be_loaded_is_refused_at_the_save_by_its_place(tmp_path, bad, kind):
-    with pytest.raises(CheckpointError, match=rf"state\['loader'\]\['order'\]\[1\] is a {kind}"):
+    with pytest.raises(CheckpointError, match=rf"state\['loader'\]\['order'\]\[1\] is of type {kind}"):
         checkpoint.save(tmp_path / "a.pt", {"loader": {"order": [1, bad]}})
     assert not list(tmp_path.iterdir())
 

@@ -138,11 +138,11 @@ def test_training_has_the_same_bits_and_outcomes_without_the_kernel(
 
 def test_nobody_reads_again_what_was_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    norm = steppers.foreach_norm
+    look = steppers.finite_and_norm
     monkeypatch.setattr(
         steppers,
-        "foreach_norm",
-        lambda gradients, p: read.append(sum(g.numel() for g in gradients)) or norm(gradients, p),
+        "finite_and_norm",
+        lambda gradients, scale: read.append(sum(g.numel() for g in gradients)) or look(gradients, scale),
     )
     trained(WithNorm(), "bf16")
     assert read == [2 * 768] * 4  # the fp32 weights of the LayerNorm only
