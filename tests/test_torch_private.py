@@ -193,5 +193,7 @@ def test_objects_of_torch_have_what_is_asked_of_them():
     assert dict(torch_private.hooks_after_load(linear)) == {}
     sgd = torch.optim.SGD(linear.parameters(), lr=0.1)
     assert [dict(hooks) for hooks in torch_private.step_hooks(sgd)] == [{}, {}]
+    library = torch.library.Library("halfstep_seam_test", "DEF")
+    torch_private.destroy(library)
     assert isinstance(torch_private.dynamo_traces_autocast(), bool)
     assert torch_private.not_compiled(is_private) is is_private

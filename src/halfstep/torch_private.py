@@ -268,6 +268,11 @@ def in_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
+def destroy(library: torch.library.Library) -> None:
+    """Take a library's kernels out of the dispatcher; torch does so only when the object dies."""
+    library._destroy()
+
+
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return a module's hooks before and after its forward, and torch's notes on them, as it holds them.
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
+from halfstep.casting import regions
 from halfstep.casting.kernel_choice import KernelTable, Row
 from halfstep.casting.kinds import attention
 from halfstep.casting.kinds.kind import Choice
@@ -38,6 +39,7 @@ def test_forward_is_torchs_and_gradients_are_nearer(options):
     exact = [t.detach().double().requires_grad_() for t in low]
     _, wanted = gradients(exact, hs.autocast("cpu", enabled=False), **options)
     out, ours = gradients(low, region(), **options)
+    regions.release()
     reference, torchs = gradients(low, torch.autocast("cpu", torch.bfloat16), **options)
     assert torch.equal(out, reference)
     for mine, theirs, right in zip(ours, torchs, wanted):

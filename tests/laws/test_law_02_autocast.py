@@ -60,3 +60,8 @@ def test_unknown_op_in_a_policy_suggests_names() -> None:
 def test_only_functions_are_decorated() -> None:
     with pytest.raises(ConfigError, match="use `with`"):
         autocast("cpu")(3)
+
+
+def test_release_inside_a_region_is_refused() -> None:
+    with autocast("cpu"), pytest.raises(ConfigError, match="inside an autocast region"):
+        regions.release()

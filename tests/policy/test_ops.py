@@ -1,12 +1,9 @@
 """The op tables against torch's registrations, what its CPU autocast does, and what was measured."""
 
-import functools
 import json
 import operator
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from halfstep.casting import regions
 from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import ConfigError
 from halfstep.policy import ops
@@ -42,16 +40,11 @@ def skip_what_torch_lacks(name: str) -> None:
         pytest.skip(f"torch {torch.__version__} has no aten::{name}")
 
 
-@functools.cache
 def registered(key: str) -> set[str]:
-    """In a fresh process: in this one, regions of earlier tests have registered kernels of ours."""
-    code = (
-        "import sys, torch; has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
-        "names = torch._C._dispatch_get_all_op_names()\n"
-        "print(*(name for name in names if name.startswith('aten::') and has(name, sys.argv[1])))"
-    )
-    run = subprocess.run([sys.executable, "-c", code, key], capture_output=True, text=True, check=True)
-    return {name[6:].partition(".")[0] for name in run.stdout.split()}
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    regions.release()  # ours, where an earlier test of this process used them
+    return {name[6:].partition(".")[0] for name in names if has(name, key)}
 
 
 def floating(tree: object) -> list[torch.Tensor]:

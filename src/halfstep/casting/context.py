@@ -39,7 +39,7 @@ def _switch(
     policy: str | Policy | None,
     kernels: Kernels,
 ) -> Switch:
-    switch = regions.resolve(device_type, dtype, enabled, policy, table_of(kernels)).switch
+    switch = regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
     if switch[1] and torch.compiler.is_exporting():
         record_casts()
     put_back_when_broken((switch[0], *regions.CARRIERS))

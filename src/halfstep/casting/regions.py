@@ -47,6 +47,7 @@ from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.torch_private import (
     DispatchKey,
     OpOverload,
+    destroy,
     dispatch_key,
     dispatch_key_name,
     graph_task,
@@ -102,7 +103,7 @@ def resolve(
 
 @functools.lru_cache(maxsize=512)
 def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setting:
-    """The setting of a policy on a device type, its kernels registered.
+    """The setting of a policy on a device type.
 
     With compute dtype fp32 nothing is cast: the region switches autocast off.
 
@@ -119,22 +120,30 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
     if dtype is torch.float32:
-        return Setting(policy, (device_type, False, dtype, None), {}, frozenset())
+        return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
     devices.check_dtype(device_type, dtype)
     with _registry:
         found, low = _runners(device_type, policy, kernels)
         runs = {op.name(): run for op, run in found.items()}
         switch = device_type, True, dtype, _code_for(policy, kernels)
-        for op in found:
-            _register(op, device_type)
-        return Setting(policy, switch, runs, low, kernels)
+        return Setting(policy, switch, runs, tuple(found), low, kernels)
+
+
+def ready(setting: Setting) -> Setting:
+    """The same setting, its kernels registered."""
+    if setting not in _ready:
+        with _registry:
+            for op in setting.ops:
+                _register(op, setting.device_type)
+            _ready.add(setting)
+    return setting
 
 
 @functools.lru_cache(maxsize=64)
 def off_for(device_type: str) -> Setting:
     """The setting that casts nothing."""
     return Setting(
-        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, frozenset()
+        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, (), frozenset()
     )
 
 
@@ -189,6 +198,7 @@ def _overloads(name: str) -> Iterator[OpOverload]:
 
 _registry = threading.RLock()
 _sites: dict[tuple[OpOverload, str], OpOnDevice] = {}
+_ready: set[Setting] = set()
 _registered: set[tuple[OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -226,6 +236,21 @@ def _register(op: OpOverload, device_type: str) -> None:
     _registered.add((op, device_type))
 
 
+def release() -> None:
+    """Take every kernel of ours out of the dispatcher; the next region registers what it needs again.
+
+    Kernels left in place cost `torch.autocast` regions elsewhere about 2 us on each op that has one, and
+    change nothing else. Raises ConfigError inside a region.
+    """
+    if any(t.entered for t in _threads):
+        raise ConfigError("release() was called inside an autocast region; leave every region first")
+    with _registry:
+        for library in _libraries.values():
+            destroy(library)
+        for memory in (_libraries, _registered, _ready):
+            memory.clear()
+
+
 def _kernel(site: OpOnDevice) -> Callable[..., Any]:
     """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
     op, device_type = site.op.name(), site.device_type
@@ -256,7 +281,7 @@ def _kernel(site: OpOnDevice) -> Callable[..., Any]:
 # --- where no region of this thread is in force, or backward runs ------------------------------------------
 
 # Stands for "autocast off": an op of a backward formula, which runs in the dtype its forward ran in.
-_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, frozenset())
+_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), frozenset())
 
 
 def _elsewhere(device_type: str) -> Setting | None:
@@ -358,7 +383,7 @@ def _from_code(device_type: str) -> Setting | None:
     found = _policies.get(code)
     if found is None or found[0].compute_dtype is not torch.get_autocast_dtype(device_type):
         return None
-    return setting_for(device_type, *found)
+    return ready(setting_for(device_type, *found))
 
 
 def _is_switched_to(setting: Setting) -> bool:
@@ -371,8 +396,10 @@ def _is_switched_to(setting: Setting) -> bool:
 
 
 def found_by(owner: object, setting: Setting) -> Entered:
-    """What a region finds that is about to be entered; nothing is changed."""
+    """What a region finds that is about to be entered; nothing is changed but kernels registered."""
     here, device_type = _local.thread, setting.switch[0]
+    if setting not in _ready:
+        ready(setting)
     if _shown.get(None) is not here:
         here.show()
     active, place = here.active.get(device_type), here.place.get(device_type)

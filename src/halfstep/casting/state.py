@@ -19,7 +19,7 @@ from halfstep.casting import casts
 from halfstep.casting.casts import Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.policy.policy import Policy
-from halfstep.torch_private import graph_task, has_thread_state, sequence_number, thread_state
+from halfstep.torch_private import OpOverload, graph_task, has_thread_state, sequence_number, thread_state
 
 Code = tuple[torch.dtype, torch.dtype]
 # What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
@@ -40,6 +40,7 @@ class Setting:
     policy: Policy
     switch: Switch
     runs: Mapping[str, Runner] = field(repr=False)
+    ops: tuple[OpOverload, ...] = field(repr=False)
     low: frozenset[str] = field(repr=False)
     kernels: KernelTable | None = None
     device_type: str = field(init=False)
