@@ -23,9 +23,9 @@ from halfstep.convert.hooks import (
     Exact,
     Inside,
     Power,
+    WideCopies,
     keeps_fp32,
     own_dtype,
-    widen_copies,
 )
 from halfstep.convert.in_place import (
     cast_together,
@@ -106,7 +106,10 @@ class Conversion:
     def widen_copies(self, exact: Exact) -> None:
         """Make deep copies of the model fp32 models, with `exact()`'s values where it has them."""
         if not any(is_shard(tensor) for tensor, _ in self._before):
-            self._handles += widen_copies(self.model, self._power, self._before, exact)
+            self._power.off_in_copies = True
+            hook = WideCopies(self._power, self._before, exact)
+            for module in self.model.modules():
+                self._handles.append(module.register_load_state_dict_post_hook(hook))
 
     def revert(self) -> None:
         """Give parameters and buffers their dtypes back and remove every cast; a second call does nothing.

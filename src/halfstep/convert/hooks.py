@@ -31,7 +31,7 @@ from halfstep.trees import cast_floats, is_wide_float
 class Power:
     """Whether the hooks of one conversion act. A copied model has its own, which stays as it was copied.
 
-    `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`widen_copies`).
+    `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`Conversion.widen_copies`).
     """
 
     def __init__(self) -> None:
@@ -373,15 +373,3 @@ class WideCopies:
                 memo[id(tensor)] = nn.Parameter(wide, requires_grad=tensor.requires_grad)
             else:
                 memo[id(tensor)] = wide
-
-
-def widen_copies(
-    model: nn.Module, power: Power, tensors: Sequence[tuple[Tensor, torch.dtype]], exact: Exact
-) -> list[Any]:
-    """Make deep copies of the model, or of a module in it, fp32 and free of casts; returns the hooks.
-
-    tensors: what was narrowed, with the dtypes from before. exact: values to take instead of widened ones.
-    """
-    power.off_in_copies = True
-    hook = WideCopies(power, tensors, exact)
-    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]

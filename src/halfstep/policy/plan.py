@@ -196,7 +196,8 @@ class Plan:
         resolved: dict[str, PlanRule] = {}
         owner: dict[int, str] = {}
         for path, module in modules.items():
-            own = self._ranked(public[path], module)
+            ranks = [(rule.rank(public[path], module), rule) for rule in self.rules]
+            own = [(rank, rule) for rank, rule in ranks if rank is not None]
             matched.update(rule for _, rule in own)
             chosen = _closest(own, public[path], resolved.get(_nearest_above(path, resolved)))
             if chosen is not None:
@@ -228,7 +229,7 @@ class Plan:
                 shown = f"{public[path]}.{key}".lstrip(".")
                 own = [(_rank_of_name(rule), rule) for rule in candidates if rule.names(shown)]
                 matched.update(rule for _, rule in own)
-                chosen = _closest(sorted(own, key=lambda pair: pair[0], reverse=True), shown, None)
+                chosen = _closest(own, shown, None)
                 place = f"{owner[id(module)]}.{key}".lstrip(".")
                 if chosen is not None and found.setdefault(place, chosen) is not chosen:
                     raise PlanError(
@@ -236,12 +237,6 @@ class Plan:
                         f"first, {_shown(chosen)} for the second: give both the same rule"
                     )
         return found
-
-    def _ranked(self, path: str, module: nn.Module) -> list[tuple[Rank, PlanRule]]:
-        ranks = [(rule.rank(path, module), rule) for rule in self.rules]
-        return sorted(
-            ((rank, rule) for rank, rule in ranks if rank is not None), key=lambda pair: pair[0], reverse=True
-        )
 
     def to_toml(self) -> str:
         """Return the plan as TOML that `from_toml` reads back to an equal plan."""
@@ -294,7 +289,8 @@ def _nearest_above(path: str, resolved: Mapping[str, PlanRule]) -> str:
 
 
 def _closest(own: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None) -> PlanRule | None:
-    """Choose among a module's own matches, closest first, and the rule of the nearest module above."""
+    """Choose among a module's own matches and the rule of the nearest module above."""
+    own = sorted(own, key=lambda pair: pair[0], reverse=True)
     if len(own) > 1 and own[0][0] == own[1][0]:
         first, second = own[0][1].pattern, own[1][1].pattern
         raise PlanError(

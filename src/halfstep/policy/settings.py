@@ -47,11 +47,6 @@ class Settings:
         level.check_dtype(self.dtype if self.dtype is not None else word)
         object.__setattr__(self, "measured", tuple(self.measured))
 
-    def options(self) -> dict[str, Any]:
-        """The arguments of `prepare`."""
-        found: dict[str, Any] = {"level": self.level, "dtype": self.dtype, "layout": self.layout}
-        return found if self.kernels is None else {**found, "kernels": self.kernels}
-
     def to_table(self) -> dict[str, Any]:
         """The TOML table `[settings]`, as plain values."""
         return {
