@@ -1,6 +1,6 @@
 """What CPU time `halfstep doctor` takes relative to the script alone.
 
-python benchmarks/doctor_speed.py [COUNT] [ROUNDS] [LONG], from the root of the repository.
+PYTHONPATH=. python benchmarks/doctor_speed.py [COUNT] [ROUNDS] [LONG], from the root of the repository.
 
 COUNT: so many scripts of the zoo, which take about 10 steps: whole commands are compared, and what imports
 cost is shown. LONG (0: none): scripts that train for about 10 seconds, healthy and with a fault at three
