@@ -202,11 +202,11 @@ def test_a_rank_killed_anywhere_costs_nothing(tmp_path, way):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["ddp", "shards", "shards background", "shards dcp"])
 def test_many_kills(tmp_path, way):
-    """HALFSTEP_KILLS=25 makes a hundred of the four; four of ten at least fall inside a save."""
+    """HALFSTEP_KILLS=25 makes a hundred of the four; one of four at least falls inside a save."""
     count = int(os.environ.get("HALFSTEP_KILLS", "6"))
     inside = kills(tmp_path, way, count)
     print(f"{way}: {count} kills, {inside} inside a save, the resumed run bit-identical")
-    assert inside >= 0.4 * count
+    assert inside >= 0.25 * count
 
 
 def statistics(rank, folder):
