@@ -155,17 +155,17 @@ def test_only_16_bit_dtypes_are_tried(
 def test_the_command_prints_loss_time_and_memory_and_what_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def child(self: Any, choice: LevelChoice) -> dict[str, Any]:
+    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> dict[str, Any]:
         numbers = {"O0": (0.1, 3.0, 8_000_000), "O1 bf16": (0.06, 3.25, 5_000_000)}
         seconds, loss, peak = numbers.get(choice.label, (0.2, 3.5, 6_000_000))
-        found = {"failed": None, "seconds": [seconds], "loss": loss, "gradients": [torch.ones(2)]}
+        found = {"failed": None, "seconds": (seconds,), "loss": loss, "gradients": [torch.ones(2)]}
         return found | {
             "losses": [9.0] * 30 + [loss] * 10,
             "peak_bytes": peak,
             "skipped": int(seconds == 0.2),
         }
 
-    monkeypatch.setattr(_tune_script._Runs, "_child", child)
+    monkeypatch.setattr(_tune_script, "run_script", child)
     monkeypatch.setattr(choices, "LOSS_ULPS", 1000)
     script = tmp_path / "train.py"
     script.write_text("")

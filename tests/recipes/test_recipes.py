@@ -12,7 +12,6 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.recipes import RECIPES, data, measure, recipe_of
 from halfstep.recipes.runs import (
     SeedRun,
-    SettingRuns,
     TimedSetting,
     TrainSetting,
     run_recipe,
@@ -326,8 +325,8 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
 
 def test_summaries_of_rows_without_results():
     recipe = recipe_of("digits-mlp")
-    rows = [SettingRuns(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
-    made = summary(recipe, "digits", 1, 1, rows).rows[0]
+    trained = [(TrainSetting("O0", None), [SeedRun(0, failed="boom")])]
+    made = summary(recipe, "digits", 1, 1, trained, {}).rows[0]
     assert made.mean is None
     assert made.difference is None
     assert made.failed == "boom"
@@ -335,10 +334,10 @@ def test_summaries_of_rows_without_results():
 
 def test_a_diverged_seed_spoils_the_mean_and_the_summary_says_so():
     runs = [SeedRun(0, test={"loss": 1.0}), SeedRun(1, test={"loss": float("nan")}, diverged_at=3)]
-    rows = [
-        SettingRuns(TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
-        SettingRuns(TrainSetting("O3", "fp16"), runs),
+    trained = [
+        (TrainSetting("O0", None), [SeedRun(0, test={"loss": 2.0})]),
+        (TrainSetting("O3", "fp16"), runs),
     ]
-    made = summary(recipe_of("text-gpt"), "text", 5, 2, rows).rows[1]
+    made = summary(recipe_of("text-gpt"), "text", 5, 2, trained, {}).rows[1]
     assert made.diverged == 1
     assert all(map(math.isnan, (made.mean, made.spread, made.difference)))

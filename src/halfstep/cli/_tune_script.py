@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -45,10 +43,6 @@ STEPS, WARM = 8, 3
 #: Steps of a script that does not use halfstep, whose losses are compared as well.
 FOREIGN_STEPS = 40
 
-#: Seconds that a script may take to its first step's end, and a step under way when the time is over; between
-#: two looks at it.
-START, LAST_STEP, WATCH = 900.0, 30.0, 0.05
-
 #: Times that every choice takes its turn.
 TURNS = 3
 
@@ -66,100 +60,65 @@ def tune_script(
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
-    runs = _Runs(path, args, seconds, tell)
-    base = runs.trial(LevelChoice("O0"))
-    if base.failed is not None:
-        raise ConfigError(f"{path} cannot be tuned: {base.failed}")
-    low = runs.dtype if dtype is None else dtype_name(parse_dtype(dtype))
-    if runs.foreign:
-        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (low,))]
+
+    def run(choice: LevelChoice, turn: int = 1, foreign: bool = True) -> dict[str, Any]:
+        tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
+        return run_script(path, args, choice, seconds, foreign)
+
+    base = run(LevelChoice("O0"))
+    if base["failed"] is not None:
+        raise ConfigError(f"{path} cannot be tuned: {base['failed']}")
+    foreign = "losses" in base
+    if foreign:
+        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
     else:
-        choices = [LevelChoice(level, low) for level in ("O1", "O2")]
-    trials = [base, *map(runs.trial, choices)]
-    if not runs.foreign and runs.has_convolutions:
+        choices = [LevelChoice(level, dtype or base["dtype"]) for level in ("O1", "O2")]
+    trials = [_trial(LevelChoice("O0"), base, base)]
+    trials += [_trial(choice, run(choice, foreign=foreign), base) for choice in choices]
+    if base.get("convolutions"):
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
-            trials.append(runs.trial(replace(one.choice, layout="channels_last")))
+            choice = replace(one.choice, layout="channels_last")
+            trials.append(_trial(choice, run(choice, foreign=foreign), base))
     best = min(t.time for t in trials)
     for turn in range(2, TURNS + 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                again = runs.trial(trial.choice, turn)
-                trials[index] = replace(trial, seconds=(*trial.seconds, *again.seconds))
+                again = run(trial.choice, turn, foreign).get("seconds", ())
+                trials[index] = replace(trial, seconds=(*trial.seconds, *again))
     return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
 
 
-class _Runs:
-    """Runs of one script; the first, in fp32, is what the others are compared with."""
-
-    def __init__(self, path: Path, args: Sequence[str], seconds: float, tell: Tell) -> None:
-        self.path, self.args, self.seconds, self.tell = path, list(args), seconds, tell
-        self.dtype, self.has_convolutions = "bf16", False
-        self.foreign: bool | None = None  # whether it never calls hs.prepare; None before the first run
-        self._base: dict[str, Any] | None = None
-
-    def trial(self, choice: LevelChoice, turn: int = 1) -> Trial:
-        """Run the script under a choice."""
-        self.tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
-        found = self._child(choice)
-        if found["failed"] is not None:
-            return Trial(choice, failed=found["failed"])
-        if self._base is None:
-            self._base = found
-            self.foreign = found.get("losses") is not None
-            self.dtype, self.has_convolutions = found.get("dtype", "bf16"), found.get("convolutions", False)
-        errors = distance(found["loss"], found["gradients"], self._base["loss"], self._base["gradients"])
-        more = {key: found[key] for key in ("losses", "peak_bytes", "skipped", "uses") if key in found}
-        return Trial(choice, (median(found["seconds"]),), *errors, **more)
-
-    def _child(self, choice: LevelChoice) -> dict[str, Any]:
-        late: list[str | None] = []
-        with tempfile.TemporaryDirectory() as folder:
-            begun = Path(folder) / "begun"
-            found, said = run_in_process(
-                partial(timed, str(self.path), self.args, choice, self.seconds, begun, self.foreign),
-                os.environ,
-                wait=lambda child: late.append(_late(child, begun, self.seconds)),
-            )
-        last = (said.strip().splitlines() or ["no message"])[-1]
-        if found is None:
-            return {"failed": late[0] or last}
-        if said.strip() and str(found["failed"]).startswith("SystemExit"):
-            found["failed"] += f"; the last line of its standard error: {last}"
-        return found
+def _trial(choice: LevelChoice, found: dict[str, Any], base: dict[str, Any]) -> Trial:
+    """What a run found, beside the first one's, which was in fp32."""
+    if found["failed"] is not None:
+        return Trial(choice, failed=found["failed"])
+    errors = distance(found["loss"], found["gradients"], base["loss"], base["gradients"])
+    more = {key: found[key] for key in ("losses", "peak_bytes", "skipped", "uses") if key in found}
+    return Trial(choice, found["seconds"], *errors, **more)
 
 
-def _late(child: subprocess.Popen[bytes], begun: Path, seconds: float) -> str | None:
-    """Wait for the child; why it was given up, or None where it ended.
-
-    Its start (imports, data, kernels that compile) is no part of the seconds.
-    """
-    started = time.perf_counter()
-    while not begun.exists():
-        if time.perf_counter() - started > START:
-            return f"it took no step in {START:.0f} s"
-        if _ended(child, WATCH):
-            return None
-    return None if _ended(child, seconds + LAST_STEP) else too_long(STEPS, seconds)
-
-
-def _ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def run_script(
+    path: Path, args: Sequence[str], choice: LevelChoice, seconds: float, foreign: bool = True
+) -> dict[str, Any]:
+    """What `timed` finds in a process of its own; it ends after `seconds` from its first step's end."""
+    found, said = run_in_process(partial(timed, str(path), args, choice, seconds, foreign), os.environ)
+    last = (said.strip().splitlines() or ["no message"])[-1]
+    if found is None:
+        return {"failed": last}
+    if said.strip() and str(found["failed"]).startswith("SystemExit"):
+        found["failed"] += f"; the last line of its standard error: {last}"
+    return found
 
 
 class _Timer:
     """Prepares what the script prepares, as the choice says, and times the steps of its session.
 
     Before a session is made, and where none is, it tries what `foreign` tries and times the steps of that.
-    After `seconds` from the end of its first step, which may compile, it ends with what it has; at that end
-    it makes the file `begun`.
+    After `seconds` from the end of its first step, which may compile, it ends with what it has.
     """
 
-    def __init__(self, choice: LevelChoice, seconds: float, begun: Path) -> None:
-        self.choice, self.seconds, self.begun = choice, seconds, begun
+    def __init__(self, choice: LevelChoice, seconds: float, foreign: bool) -> None:
+        self.choice, self.seconds = choice, seconds
         self.until = float("inf")
         self.session: Session | None = None
         self.foreign: ForeignScript | None = None
@@ -167,13 +126,13 @@ class _Timer:
         self.ends: list[float] = []
         self.loss: float | None = None
         self.gradients: list[Tensor | None] = []
-
-    def install(self, foreign: bool = False) -> None:
-        """Put `prepare` of this process in the place of halfstep's; `foreign`: it may never be called."""
         if foreign:
-            dtype = None if self.choice.dtype is None else parse_dtype(self.choice.dtype)
+            dtype = None if choice.dtype is None else parse_dtype(choice.dtype)
             self.foreign = ForeignScript(dtype, self._stepped)
             self.foreign.install()
+
+    def install(self) -> None:
+        """Put `prepare` of this process in the place of halfstep's."""
         own: Any = importlib.import_module("halfstep.session.prepare")
         original, backward = own.prepare, Session.backward
 
@@ -209,49 +168,46 @@ class _Timer:
             ]
 
     def _ended(self, session: Session, outcome: Any) -> None:
-        self._end(session.device, len(session.history) % len(session.optimizers) == 0)
+        whole = len(session.history) % len(session.optimizers) == 0
+        self._end(session.device, STEPS + 1, whole)
 
     def _stepped(self) -> None:
         """A script without a session has stepped; memory is counted in the last step that is not timed."""
         assert self.foreign is not None
         self.memory.close()
         resident = self.foreign.resident()
-        self._end(resident[0].device)
+        self._end(resident[0].device, FOREIGN_STEPS)
         if len(self.ends) == WARM - 1:
             self.peak = self.memory.enter_context(memory_peak(resident, resident[0].device))
 
-    def _end(self, device: torch.device, whole: bool = True) -> None:
+    def _end(self, device: torch.device, last: int, whole: bool = True) -> None:
         """An optimizer has stepped; `whole`: the last one of a step."""
         if whole:
             self.ends.append(clock_of(device)())
         if self.ends and self.until == float("inf"):
             self.until = time.perf_counter() + self.seconds
-            self.begun.touch()
-        last = STEPS + 1 if self.foreign is None else FOREIGN_STEPS
         if len(self.ends) >= last or time.perf_counter() > self.until:
             raise Enough
 
-    def found(self, failed: str | None) -> dict[str, Any]:
-        """What goes back to the command."""
-        self.memory.close()
-        seconds = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
-        if self.foreign is not None:
-            failed = self.foreign.refused or failed
-        if failed is None and self.session is None and not self.ends:
-            failed = "it neither calls hs.prepare nor steps a torch optimizer (weights updated by hand?)"
-        if failed is None and not seconds and time.perf_counter() > self.until:
-            failed = too_long(WARM + 1, self.seconds)
-        if failed is None and not seconds:
-            taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
-            failed = f"it took {taken}, and {WARM + 1} are needed"
-        if failed is not None:
-            return {"failed": failed}
-        return {"failed": None, "seconds": seconds, **self._seen()}
+    def failure(self) -> str | None:
+        """Why the run says nothing, where the script itself did not fail."""
+        if self.session is None and not self.ends:
+            return "it neither calls hs.prepare nor steps a torch optimizer (weights updated by hand?)"
+        if len(self.ends) > WARM:
+            return None
+        if time.perf_counter() > self.until:
+            limit = f"--seconds {self.seconds:g}, counted from its first step's end: give more"
+            return f"{WARM + 1} steps take longer than {limit}"
+        taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
+        return f"it took {taken}, and {WARM + 1} are needed"
 
-    def _seen(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
+        """What goes back to the command."""
+        steps = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
+        found: dict[str, Any] = {"failed": None, "seconds": (median(steps),)}
         if self.foreign is not None:
             losses = [float(loss) for loss in self.foreign.losses]
-            return {
+            return found | {
                 "loss": next(iter(losses), None),
                 "gradients": self.foreign.gradients,
                 "losses": losses,
@@ -260,7 +216,7 @@ class _Timer:
                 "uses": frozenset(self.foreign.uses),
             }
         assert self.session is not None
-        return {
+        return found | {
             "loss": self.loss,
             "gradients": self.gradients,
             "dtype": dtype_name(halfstep.devices.default_dtype(self.session.device)),
@@ -268,27 +224,18 @@ class _Timer:
         }
 
 
-def too_long(steps: int, seconds: float) -> str:
-    """That steps did not fit into the seconds, and what to give."""
-    return (
-        f"{steps} steps take longer than --seconds {seconds:g}, counted from its first step's end: give more"
-    )
-
-
 def timed(
-    script: str,
-    args: Sequence[str],
-    choice: LevelChoice,
-    seconds: float,
-    begun: Path,
-    foreign: bool | None = None,
+    script: str, args: Sequence[str], choice: LevelChoice, seconds: float, foreign: bool
 ) -> dict[str, Any]:
     """Runs a script in this process under a choice; what it raises is part of what was found.
 
-    `foreign`: whether it never calls `hs.prepare`, where that is known.
+    `foreign`: whether it may be one that never calls `hs.prepare`.
     """
-    timer = _Timer(choice, seconds, begun)
-    timer.install(foreign is not False)
+    timer = _Timer(choice, seconds, foreign)
+    timer.install()
     seed(0)
     error = run_main(script, args)
-    return timer.found(error and in_words(error, len(timer.ends)))
+    timer.memory.close()
+    refused = None if timer.foreign is None else timer.foreign.refused
+    failed = refused or (error and in_words(error, len(timer.ends))) or timer.failure()
+    return timer.seen() if failed is None else {"failed": failed}

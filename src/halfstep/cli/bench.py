@@ -12,6 +12,7 @@ import tyro
 from halfstep.cli._options import Flag, computing_device, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
+from halfstep.recipes import optimizer_race
 
 #: All contestants' weights, gradients and states together, for one parameter.
 BYTES = 110
@@ -36,8 +37,6 @@ def run(
         movement: Whether to measure the movement of weights at small learning rates.
         json: Print JSON instead of tables.
     """
-    from halfstep.recipes import optimizer_race
-
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BYTES
     if not 1000 <= parameters <= most:
         raise ConfigError(f"--parameters {parameters:g}: expected 1000 to {most:.2g}, what memory here holds")

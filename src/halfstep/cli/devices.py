@@ -8,27 +8,26 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import tyro
+from rich.text import Text
 
 from halfstep import devices
+from halfstep.casting.context import autocast
+from halfstep.casting.kernel_choice import VARIABLE, table_of
+from halfstep.casting.kernel_facts import SHOWN, KernelFact, does_not_pay, kernel_facts
+from halfstep.casting.kernel_probes import measurements
 from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
+from halfstep.conformance.battery import GROUPS, Check, run_battery
 from halfstep.conformance.probe import Observed, groups, probe_casting
-from halfstep.devices.capabilities import Capability
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule
 from halfstep.policy.policy import Policy
 from halfstep.tuning.op_times import without_remarks
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from halfstep.casting.kernel_facts import KernelFact
-    from halfstep.conformance.battery import Check
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
 _CHECKS = {"passes": "green", "falls back": "yellow", "absent": "dim", "fails": "bold red"}
@@ -108,13 +107,11 @@ def _bring_up(module: str) -> None:
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
     """The conformance battery: 0 where nothing fails, 1 otherwise."""
-    from halfstep.conformance.battery import GROUPS, run_battery
-
-    groups = only.split(",") if only else GROUPS
-
     with without_remarks():
         wanted = dtypes.split(",") if dtypes else None
-        checks = list(run_battery(device, levels.split(","), wanted, policy, groups))
+        checks = list(
+            run_battery(device, levels.split(","), wanted, policy, only.split(",") if only else GROUPS)
+        )
     if json:
         print_json([asdict(c) for c in checks])
     else:
@@ -123,14 +120,10 @@ def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: 
 
 
 def _print_checks(device: str, checks: list[Check]) -> None:
-    from rich.text import Text
-
     out = console()
     casting = [c for c in checks if c.group == "casting"]
     shown = [c for c in checks if c.group != "casting" or c.status == "fails"]
-    rows: list[list[str | Text]] = [
-        [c.group, c.name, Text(c.status, _CHECKS[c.status]), c.detail] for c in shown
-    ]
+    rows = [(c.group, c.name, Text(c.status, _CHECKS[c.status]), c.detail) for c in shown]
     out.print(table(f"Conformance of {device}", ("group", "check", "result", "detail"), rows, keys=2))
     for status in ("falls back", "absent"):
         if names := ", ".join(dict.fromkeys(c.name for c in casting if c.status == status)):
@@ -145,8 +138,6 @@ def _print_checks(device: str, checks: list[Check]) -> None:
 
 def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
     """What a region of ours does on `device` with every op of the table."""
-    from halfstep.casting.context import autocast
-
     named = Policy.parse(text)
     low = parse_dtype(dtype) if dtype else devices.default_dtype(device)
     policy = named.with_dtype(low) if dtype or text in TABLES else named
@@ -159,23 +150,18 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
         )
 
 
-def _capabilities(device: torch.device) -> list[Capability]:
-    return [devices.capability(device, name) for name in _DTYPES]
-
-
 def _facts(device: torch.device) -> dict[str, object]:
     """All that is known of a device, as JSON."""
-    rows = {
-        dtype_name(c.dtype): {"status": c.status, "time_over_fp32": c.ratio, "why": c.why}
-        for c in _capabilities(device)
-    }
+    known = {name: devices.capability(device, name) for name in _DTYPES}
     return {
         "device": str(device),
         "machine": dict(devices.machine(device)),
         "default_dtype": dtype_name(devices.default_dtype(device)),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cache": str(devices.cache_file(device)),
-        "dtypes": rows,
+        "dtypes": {
+            n: {"status": c.status, "time_over_fp32": c.ratio, "why": c.why} for n, c in known.items()
+        },
     }
 
 
@@ -185,7 +171,11 @@ def _print_device(device: torch.device) -> None:
     out.print(
         f"[bold]{device}[/]: {facts.get('cpu') or facts.get('gpu') or device.type}, torch {facts['torch']}"
     )
-    rows = [_cells(c) for c in _capabilities(device)]
+    rows: list[tuple[str | Text, ...]] = []
+    for name in _DTYPES:
+        c = devices.capability(device, name)
+        ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
+        rows.append((name, Text(c.status, _STYLES[c.status]), ratio, c.why))
     out.print(table("", ("dtype", "status", "time / fp32", "why"), rows, "time / fp32"))
     dtype = devices.default_dtype(device)
     slow = " (slow here: fp32 arithmetic with rounding)" if devices.is_slow(device, dtype) else ""
@@ -194,30 +184,15 @@ def _print_device(device: torch.device) -> None:
     out.print(f"measurements kept in {devices.cache_file(device)}")
 
 
-def _cells(c: Capability) -> list[str | Text]:
-    from rich.text import Text
-
-    ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-    return [dtype_name(c.dtype), Text(c.status, _STYLES[c.status]), ratio, c.why]
-
-
 def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
     """How each kind of LOW op runs on this machine; only CPUs have a choice."""
     if device.type != "cpu":
         return []
-    from halfstep.casting.kernel_choice import table_of
-    from halfstep.casting.kernel_facts import kernel_facts
-    from halfstep.casting.kernel_probes import measurements
-
     wanted = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
     return [f for d in wanted if d.itemsize == 2 for f in kernel_facts(table_of(), d, measurements.times)]
 
 
 def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
-    from halfstep.casting.kernel_choice import VARIABLE, table_of
-    from halfstep.casting.kernel_facts import SHOWN, does_not_pay
-    from halfstep.casting.kernel_probes import measurements
-
     if not ways:
         return
     rows: dict[tuple[str, str, str], list[KernelFact]] = {}
@@ -266,8 +241,6 @@ def _names(dtypes: tuple[torch.dtype | None, ...]) -> str:
 
 
 def _verdict(o: Observed) -> Text:
-    from rich.text import Text
-
     note = f": {o.note}" if o.note and o.rule is not Rule.BANNED else ""
     return Text(o.verdict + note, _VERDICTS[o.verdict])
 

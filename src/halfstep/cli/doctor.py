@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,13 @@ from halfstep.cli._options import Flag, check_report, computing_device, shown
 from halfstep.cli._output import clean, console, print_json, table
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.doctor.document import INTERRUPT, Document
+from halfstep.doctor.process import can_copy
+from halfstep.doctor.script import examine_script
 from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.levels import level_of
 from halfstep.recipes import as_script, recipe_of
+from halfstep.report.doctor import write_doctor
 from halfstep_command import INTERRUPTED
 
 FAULT = 1
@@ -82,8 +86,6 @@ def run(
         where = computing_device(device)
         document = _examine_recipe(recipe_of(target).name, level, dtype, loss_scale, steps, seed, where)
     if report is not None:
-        from halfstep.report.doctor import write_doctor
-
         write_doctor(document.as_dict(), report)
     if write_plan is not None and document.plan:
         write_plan.write_text(document.plan, encoding="utf-8")
@@ -102,9 +104,6 @@ def _examine_script(
     path: Path, args: Sequence[str], steps: int, seed: int, diff: bool, plan: bool
 ) -> Document | None:
     """What all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
-    from halfstep.doctor.process import can_copy
-    from halfstep.doctor.script import examine_script
-
     with joined(torch.device("cpu")):
         try:
             document = examine_script(path, args, steps, seed, forked=can_copy(), diff=diff, plan=plan)
@@ -119,9 +118,6 @@ def _examine_recipe(
     name: str, level: str, dtype: str | None, scale: str | None, steps: int, seed: int, where: torch.device
 ) -> Document:
     """Examines the recipe's training as any script."""
-    from halfstep.doctor.process import can_copy
-    from halfstep.doctor.script import examine_script
-
     row = level_of(level)[0]
     if dtype is not None:
         parse_dtype(dtype)
@@ -147,13 +143,11 @@ def _print(document: Document, report: Path | None, out: Any) -> None:
 
 
 def _dtypes(counts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    by_dtype: dict[str, dict[str, int]] = {}
+    by_dtype: dict[str, Counter[str]] = {}
     for row in counts:
-        ops = by_dtype.setdefault(row["dtype"], {})
-        ops[row["op"]] = ops.get(row["op"], 0) + row["count"]
+        by_dtype.setdefault(row["dtype"], Counter())[row["op"]] += row["count"]
     lines = []
     for dtype, ops in sorted(by_dtype.items()):
-        most = sorted(ops.items(), key=lambda x: -x[1])
-        shown = ", ".join(f"{op} {n}" for op, n in most[:8])
-        lines.append((dtype, shown + (f" and {len(most) - 8} more" if len(most) > 8 else "")))
+        shown = ", ".join(f"{op} {n}" for op, n in ops.most_common(8))
+        lines.append((dtype, shown + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")))
     return lines

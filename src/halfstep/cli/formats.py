@@ -5,19 +5,27 @@ from __future__ import annotations
 import math
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
+from rich.text import Text
 
 from halfstep.cli._options import Flag, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, Stored, describe
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-_FACTS = "name bits exponent_bits mantissa_bits max smallest_normal smallest_subnormal epsilon has_inf"
+_FACTS = (
+    "name",
+    "bits",
+    "exponent_bits",
+    "mantissa_bits",
+    "max",
+    "smallest_normal",
+    "smallest_subnormal",
+    "epsilon",
+    "has_inf",
+)
 _FIELD_STYLES = ("bold red", "green", "cyan")
 _STATUS_STYLES = {"underflow": "red", "overflow": "red", "nan": "red", "subnormal": "yellow"}
 
@@ -70,7 +78,7 @@ def parse_number(text: str) -> float | Fraction:
 
 def _print_formats(json: bool) -> None:
     if json:
-        return print_json([{name: getattr(f, name) for name in _FACTS.split()} for f in FORMATS.values()])
+        return print_json([{name: getattr(f, name) for name in _FACTS} for f in FORMATS.values()])
     columns = ("format", "bits", "layout", "max", "smallest normal", "smallest subnormal", "epsilon", "inf")
     cells = [_format_cells(f) for f in FORMATS.values()]
     right = "bits,max,smallest normal,smallest subnormal,epsilon"
@@ -89,8 +97,6 @@ def _format_cells(f: Format) -> list[str | Text]:
 
 
 def _coloured(fields: tuple[str, ...], suffixes: tuple[str, ...] = ("", "", "")) -> Text:
-    from rich.text import Text
-
     text = Text()
     for field, suffix, style in zip(fields, suffixes, _FIELD_STYLES):
         text.append((" " if text else "") + field + suffix, style)
@@ -108,8 +114,6 @@ def _print_number(text: str, value: float | Fraction) -> None:
 
 
 def _value_cells(s: Stored) -> list[str | Text]:
-    from rich.text import Text
-
     errors = ["" if math.isnan(e) else f"{e:.3g}" for e in (s.absolute_error, s.relative_error, s.spacing)]
     return [s.format.name, repr(s.value), *errors, Text(explain(s), _STATUS_STYLES.get(s.status, ""))]
 

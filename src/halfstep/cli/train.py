@@ -7,24 +7,27 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import tyro
+from rich.text import Text
 
+from halfstep import __version__, devices
 from halfstep.cli._options import Flag, check_report, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
+from halfstep.formats import dtype_name
+from halfstep.policy.levels import LEVELS, dtype_of, level_of
+from halfstep.policy.plan import Plan
+from halfstep.recipes import RECIPES, Recipe, recipe_of
+from halfstep.recipes.runs import TimeBudget, TrainSetting, run_recipe, tune_recipe
+from halfstep.report import write_report
 from halfstep.report.comparison import Comparison, RecipeRows
+from halfstep.report.words import cells, columns, recommended, verdict
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
-
-if TYPE_CHECKING:
-    from halfstep.policy.plan import Plan
-    from halfstep.recipes import Recipe
-    from halfstep.recipes.runs import TrainSetting
-
 
 AUTO = "auto"
 
@@ -67,136 +70,124 @@ def run(
         report: Write an HTML report to this file.
         json: Print JSON instead of the table.
     """
-    from halfstep import devices
-    from halfstep.recipes.runs import TimeBudget, run_recipe
-
-    order = _order(recipe, level, dtype, loss_scale, seeds, steps, epochs, _plan(plan))
-    limit = _time_limit(time_limit, order.demo)
+    demo = recipe == "demo"
+    seeds = _at_least_one("seeds", seeds if seeds is not None else (2 if demo else 1))
+    recipes = _recipes(recipe)
+    precisions = _Precisions.read(level, dtype, loss_scale, plan, demo)
+    limit = _time_limit(time_limit, demo)
     check_report(report)
     set_threads(threads)
     where = computing_device(device)
     kept = where.type == "cpu" and devices.keep_freed_memory()
-    jobs = [_job(one, order, where, data) for one in order.recipes]
-    trainings = [len(job.settings) * order.seeds for job in jobs]
-    budget = TimeBudget(limit, sum(trainings))
+    lengths = [_steps(one, steps, epochs, data, demo) for one in recipes]
+    jobs = [(one, precisions.settings(one, where, data), length) for one, length in zip(recipes, lengths)]
+    budget = TimeBudget(limit, sum(len(settings) * seeds for _, settings, _ in jobs))
+    total = sum(length * len(settings) * seeds for _, settings, length in jobs)
     with joined(where):
-        quiet = json or rank() != 0
-        with progress(
-            "training", sum(job.steps * count for job, count in zip(jobs, trainings)), quiet=quiet
-        ) as on_step:
-            results: list[RecipeRows] = []
-            for job in jobs:
+        results: list[RecipeRows] = []
+        with progress("training", total, quiet=json or rank() != 0) as on_step:
+            for one, settings, length in jobs:
                 found = run_recipe(
-                    job.recipe,
-                    job.settings,
-                    seeds=order.seeds,
-                    steps=job.steps,
+                    one,
+                    settings,
+                    seeds=seeds,
+                    steps=length,
                     device=where,
                     folder=data,
-                    rounds=12 if order.demo else 24,
+                    rounds=12 if demo else 24,
                     on_step=on_step,
                     budget=budget,
                 )
                 results.append(found)
                 if found.interrupted:
                     break
-        interrupted = results[-1].interrupted
         if rank() == 0:
             ended = [found for found in results if found.rows]
-            _show(Comparison(_machine(where, kept), ended), report, json)
-    if interrupted:
+            document = Comparison(_machine(where, kept), ended)
+            if report is not None:
+                write_report(document, report)
+            if json:
+                print_json(document.as_dict())
+            else:
+                _print(document, report)
+    if results[-1].interrupted:
         raise KeyboardInterrupt
 
 
-def _show(document: Comparison, report: Path | None, json: bool) -> None:
-    if report is not None:
-        from halfstep.report import write_report
+def _recipes(names: str) -> list[Recipe]:
+    listed = list(RECIPES) if names == "demo" else _list(names, "recipe")
+    if "demo" in listed:
+        raise ConfigError(f"recipe list {names!r}: demo is all recipes, give it alone")
+    return [recipe_of(name) for name in listed]
 
-        write_report(document, report)
-    if json:
-        print_json(document.as_dict())
-    else:
-        _print(document, report)
+
+def _steps(recipe: Recipe, steps: int | None, epochs: int | None, data: str | None, demo: bool) -> int:
+    if steps is not None and epochs is not None:
+        raise ConfigError("--steps and --epochs were both given; choose one")
+    if epochs is not None:
+        return _at_least_one("epochs", epochs) * len(recipe.task(data).train(0))
+    if steps is not None:
+        return _at_least_one("steps", steps)
+    return recipe.demo_steps if demo else recipe.steps
 
 
 @dataclass(frozen=True)
-class _TrainOrder:
-    """The command line, read and checked."""
+class _Precisions:
+    """Levels, dtypes and loss scales to compare, read from the command line."""
 
-    recipes: tuple[Recipe, ...]
-    demo: bool
-    levels: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    scales: tuple[str | None, ...]
-    seeds: int
-    steps: int | None
-    epochs: int | None
+    levels: list[str]
+    dtypes: list[str]
+    scales: list[str | None]
     plan: Plan | None
+    demo: bool
 
-
-@dataclass(frozen=True)
-class _RecipeJob:
-    """One recipe's share of an order."""
-
-    recipe: Recipe
-    settings: tuple[TrainSetting, ...]
-    steps: int
-
-
-def _order(
-    recipe: str,
-    level: str | None,
-    dtype: str | None,
-    loss_scale: str,
-    seeds: int | None,
-    steps: int | None,
-    epochs: int | None,
-    plan: Plan | None,
-) -> _TrainOrder:
-    from halfstep.formats import dtype_name
-    from halfstep.policy.levels import LEVELS, dtype_of, level_of
-    from halfstep.recipes import RECIPES, recipe_of
-
-    demo = recipe == "demo"
-    names = tuple(RECIPES) if demo else tuple(_list(recipe, "recipe"))
-    if "demo" in names:
-        raise ConfigError(f"recipe list {recipe!r}: demo is all recipes, give it alone")
-    if level is None:
-        level = "O0,O1,O2,O3" if demo else "O0,O1"
-    asked = _list(level, "level")
-    words = [level_of(word) for word in asked if word != AUTO]
-    names_of = [AUTO if word == AUTO else level_of(word)[0].name for word in asked]
-    dtypes = [
-        dtype_of(word)
-        for word in _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
-        if word != "default"
-    ]
-    if dtypes and set(names_of) == {"O0"}:
+    @classmethod
+    def read(
+        cls, level: str | None, dtype: str | None, loss_scale: str, plan: Path | None, demo: bool
+    ) -> _Precisions:
+        asked = _list(("O0,O1,O2,O3" if demo else "O0,O1") if level is None else level, "level")
+        words = {word: level_of(word) for word in asked if word != AUTO}
+        levels = list(dict.fromkeys(words[word][0].name if word in words else AUTO for word in asked))
+        named = _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
+        dtypes = [dtype_of(word) for word in named if word != "default"]
+        if levels == ["O0"]:
+            for chosen in dtypes:
+                LEVELS["O0"].check_dtype(chosen)
+            dtypes = []
         for chosen in dtypes:
-            LEVELS["O0"].check_dtype(chosen)
-        dtypes = []
-    for chosen in dtypes:
-        if chosen not in (torch.bfloat16, torch.float16):
-            raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
-    return _TrainOrder(
-        recipes=tuple(recipe_of(name) for name in names),
-        demo=demo,
-        levels=tuple(dict.fromkeys(names_of)),
-        dtypes=tuple(
-            dict.fromkeys(dtype_name(d) for d in (*dtypes, *(d for _, d in words if d is not None)))
-        ),
-        scales=tuple(_scale(word) for word in _list(loss_scale, "loss scale")),
-        seeds=_at_least_one("seeds", seeds if seeds is not None else (2 if demo else 1)),
-        steps=None if steps is None else _at_least_one("steps", steps),
-        epochs=None if epochs is None else _at_least_one("epochs", epochs),
-        plan=plan,
-    )
+            if chosen not in (torch.bfloat16, torch.float16):
+                raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
+        dtypes += [low for _, low in words.values() if low is not None]
+        return cls(
+            levels,
+            list(dict.fromkeys(map(dtype_name, dtypes))),
+            [_scale(word) for word in _list(loss_scale, "loss scale")],
+            _plan(plan),
+            demo,
+        )
+
+    def settings(self, recipe: Recipe, device: torch.device, data: str | None) -> list[TrainSetting]:
+        """What one recipe is trained at; level auto is measured now."""
+        found: list[TrainSetting] = []
+        for level in self.levels:
+            if level == "O0":
+                found.append(TrainSetting("O0", None))
+                continue
+            if level == AUTO:
+                print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
+                first = next(iter(self.dtypes), None)
+                tuned = tune_recipe(recipe, device, dtype=first, folder=data)
+                found.append(TrainSetting(tuned.choice.level, tuned.choice.dtype, plan=tuned.plan))
+                continue
+            for dtype in self.dtypes or [dtype_name(devices.default_dtype(device))]:
+                devices.check_dtype(device, dtype)
+                scales = recipe.scales if self.demo and recipe.scales and dtype == "fp16" else self.scales
+                found.extend(TrainSetting(level, dtype, scale, self.plan) for scale in scales)
+        return found
 
 
 def _plan(file: Path | None) -> Plan | None:
     """The rules of a file; ConfigError where it holds a level as well, which only hs.prepare reads."""
-    from halfstep.policy.plan import Plan
-
     plan = None if file is None else Plan.read(file)
     if plan is not None and plan.settings is not None:
         raise ConfigError(f"--plan {file}: it has [settings] of its own, expected [[rule]] tables alone")
@@ -247,37 +238,7 @@ def _scale(word: str) -> str | None:
     return word
 
 
-def _job(recipe: Recipe, order: _TrainOrder, device: torch.device, data: str | None) -> _RecipeJob:
-    from halfstep import devices
-    from halfstep.formats import dtype_name
-    from halfstep.recipes.runs import TrainSetting, tune_recipe
-
-    if order.steps is not None and order.epochs is not None:
-        raise ConfigError("--steps and --epochs were both given; choose one")
-    dtypes = order.dtypes or (dtype_name(devices.default_dtype(device)),)
-    settings: list[TrainSetting] = []
-    for level in order.levels:
-        if level == "O0":
-            settings.append(TrainSetting("O0", None))
-            continue
-        if level == AUTO:
-            print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
-            dtype = order.dtypes[0] if order.dtypes else None
-            settings.append(TrainSetting.of(tune_recipe(recipe, device, dtype=dtype, folder=data)))
-            continue
-        for dtype in dtypes:
-            devices.check_dtype(device, dtype)
-            scales = recipe.scales if order.demo and recipe.scales and dtype == "fp16" else order.scales
-            settings.extend(TrainSetting(level, dtype, scale, order.plan) for scale in scales)
-    steps = order.steps or (recipe.demo_steps if order.demo else recipe.steps)
-    if order.epochs is not None:
-        steps = order.epochs * len(recipe.task(data).train(0))
-    return _RecipeJob(recipe, tuple(settings), steps)
-
-
 def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
-    from halfstep import __version__, devices
-
     facts = {
         "command": shlex.join(["halfstep", *sys.argv[1:]]),
         "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
@@ -289,19 +250,11 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
         "freed_memory_kept": kept,
         **devices.machine(device),
     }
-    slow = {}
-    for name in ("bf16", "fp16"):
-        found = devices.capability(device, name)
-        if found.status == "slow":
-            slow[name] = found.why
-    return facts | {"slow": slow}
+    found = {name: devices.capability(device, name) for name in ("bf16", "fp16")}
+    return facts | {"slow": {name: one.why for name, one in found.items() if one.status == "slow"}}
 
 
 def _print(document: Comparison, report: Path | None) -> None:
-    from rich.text import Text
-
-    from halfstep.report.words import cells, columns, recommended, verdict
-
     out = console()
     for recipe in document.recipes:
         out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
@@ -314,14 +267,12 @@ def _print(document: Comparison, report: Path | None) -> None:
         ]
         out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe.rows:
-            if row.why:
-                out.print(f"{row.label}: {row.why}", markup=False, highlight=False)
-            if row.failed:
-                out.print(f"{row.label} failed: {row.failed}", style="red", markup=False)
-            if row.stopped:
-                out.print(f"{row.label} {row.stopped}", style="red", markup=False)
-            for message in dict.fromkeys(text for run in row.runs for text in run.warnings):
-                out.print(f"{row.label}: {message}", style="yellow", markup=False)
+            said = [(f": {row.why}", "")] if row.why else []
+            said += [(f" failed: {row.failed}", "red")] if row.failed else []
+            said += [(f" {row.stopped}", "red")] if row.stopped else []
+            said += [(f": {text}", "yellow") for run in row.runs for text in run.warnings]
+            for text, style in dict.fromkeys(said):
+                out.print(row.label + text, style=style, markup=False)
     used = {row.dtype for recipe in document.recipes for row in recipe.rows}
     for name, why in ((n, w) for n, w in document.slow.items() if n in used):
         out.print(

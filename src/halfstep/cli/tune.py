@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from halfstep import devices
+from halfstep.cli import _tune_script
 from halfstep.cli._options import Flag, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
 from halfstep.ratios import speed_in_words
+from halfstep.recipes import recipe_of, runs
 from halfstep.tuning.choices import Trial
 from halfstep.tuning.search import Tuning
 
@@ -52,38 +55,23 @@ def run(
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     with progress(f"tuning {target}", None, quiet=json) as tell:
         if target.endswith(".py"):
-            from halfstep.cli._tune_script import tune_script
-
-            found = tune_script(Path(target), args, dtype, seconds, tell)
+            found = _tune_script.tune_script(Path(target), args, dtype, seconds, tell)
         else:
-            found = _recipe(target, args, dtype, seconds, device, threads)
+            if args:
+                raise ConfigError(
+                    f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}"
+                )
+            recipe = recipe_of(target)
+            set_threads(threads)
+            where = computing_device(device)
+            if where.type == "cpu":
+                devices.keep_freed_memory()
+            found = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
     if out is not None:
         out.write_text(found.to_toml(), encoding="utf-8")
     if json:
         return print_json(_document(target, found))
     return _print(target, found, out)
-
-
-def _recipe(
-    target: str,
-    args: tuple[str, ...],
-    dtype: str | None,
-    seconds: float,
-    device: str | None,
-    threads: int | None,
-) -> Tuning:
-    from halfstep import devices
-    from halfstep.recipes import recipe_of
-    from halfstep.recipes.runs import tune_recipe
-
-    if args:
-        raise ConfigError(f"{target} is a recipe and takes no arguments of its own, given {args[0]!r}")
-    recipe = recipe_of(target)
-    set_threads(threads)
-    where = computing_device(device)
-    if where.type == "cpu":
-        devices.keep_freed_memory()
-    return tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
 
 
 def _document(target: str, found: Tuning) -> dict[str, Any]:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.report.comparison import Bound
+from halfstep.report.comparison import Bound, OpCost
 from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
 from halfstep.tuning.engine import clock_of
-from halfstep.tuning.op_times import without_remarks
+from halfstep.tuning.op_times import StepTimes, without_remarks
 
 Step = Callable[[], Any]
 
@@ -218,6 +218,12 @@ def op_latency(device: torch.device, calls: int = 300) -> float:
             a.add(1.0)
 
     return _best(run, device) / calls
+
+
+def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[OpCost]:
+    """The ops that cost most of a step, each with its seconds in fp32 (None where that is not known)."""
+    known = {} if full is None else {op.key: op.seconds for op in full.ops}
+    return [OpCost(**vars(op), fp32=known.get(op.key)) for op in own.ops[:count]]
 
 
 def bound_of(work: Work, device: torch.device) -> Bound:

@@ -1,6 +1,6 @@
 """Running a recipe at several precision settings and seeds, and measuring each setting's step.
 
-Each setting has a `SettingRuns`; their `summary` is what the command line prints and the report draws.
+Their `summary` is what the command line prints and the report draws.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +23,12 @@ from halfstep.policy.levels import LEVELS
 from halfstep.policy.plan import Plan
 from halfstep.recipes import measure
 from halfstep.recipes.registry import Recipe, Task
-from halfstep.report.comparison import Bound, OpCost, RecipeRows, SeedRun, SettingRow
+from halfstep.report.comparison import RecipeRows, SeedRun, SettingRow
 from halfstep.session.prepare import prepare, tune
 from halfstep.session.session import Session
 from halfstep.trainer.loop import Trainer
 from halfstep.trainer.records import Callback, accuracy
-from halfstep.tuning.op_times import StepTimes, costliest, step_times
+from halfstep.tuning.op_times import step_times
 from halfstep.tuning.search import SECONDS, Tuning
 
 
@@ -48,51 +48,32 @@ class TimeBudget:
     def __init__(
         self, seconds: float | None, trainings: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.seconds, self.trainings, self.clock = seconds, trainings, clock
-        self.ends = None if seconds is None else clock() + seconds
+        self.trainings, self.clock = trainings, clock
+        self.ends = math.inf if seconds is None else clock() + seconds
+        self.started, self.limit = 0.0, math.inf
 
-    def start(self) -> TrainingTime:
-        """The next training's share, running from now."""
-        now = self.clock()
-        left = max(1, self.trainings)
+    def start(self) -> None:
+        """The next training begins, and its share runs from now."""
+        self.started = self.clock()
+        left = max(0.0, self.ends - self.started)
+        self.limit = min(left, self.PATIENCE * left / max(1, self.trainings))
         self.trainings -= 1
-        if self.ends is None:
-            return TrainingTime(now, None, self.clock)
-        remaining = max(0.0, self.ends - now)
-        return TrainingTime(now, min(remaining, self.PATIENCE * remaining / left), self.clock)
-
-
-class TrainingTime:
-    """One training's part of a `TimeBudget`: `limit` seconds from `started`, None for no limit."""
-
-    def __init__(self, started: float, limit: float | None, clock: Callable[[], float]) -> None:
-        self.started, self.limit, self.clock = started, limit, clock
 
     def check(self, done: int, steps: int) -> None:
         """Raise OutOfTime if the share is used up after `done` of `steps` steps; not at the last one."""
-        if self.limit is None or done >= steps:
-            return
         used = self.clock() - self.started
-        if used > self.limit:
+        if done < steps and used > self.limit:
             raise OutOfTime(
                 f"stopped after {done} of {steps} steps, {used:.0f} s: at {used / max(1, done):.2g} s a step "
                 "it would use more than its share of the time limit; raise --time-limit or give fewer --steps"
             )
 
 
-NO_LIMIT = TrainingTime(0.0, None, time.monotonic)
-"""The share of a training that nothing stops."""
-
-
 class ShareOfBatches:
     """Of every batch this rank's share: every so many-th example. All of it on one rank."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._batches = batches
-        self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         ranks, own = world_size(), rank()
@@ -116,24 +97,14 @@ class TrainSetting:
     loss_scale: str | None = None
     plan: Plan | None = None
 
-    @classmethod
-    def of(cls, tuning: Tuning) -> TrainSetting:
-        """What level "auto" came to on this machine."""
-        choice = tuning.choice
-        return cls(choice.level, choice.dtype, plan=tuning.plan)
-
-    @property
-    def own_scale(self) -> str:
-        """The loss scale the level chooses for the dtype: "dynamic" or "none"."""
-        return "dynamic" if LEVELS[self.level].needs_scale(self.dtype) else "none"
-
     @property
     def label(self) -> str:
         """`O1 bf16`, or `O0` for fp32; with the loss scale where it is not the level's own."""
         words = [self.level, self.dtype or ""]
         if self.plan is not None:
             words = ["auto:" if self.plan.settings else "plan:", *words]
-        if self.loss_scale not in (None, self.own_scale):
+        own = "dynamic" if LEVELS[self.level].needs_scale(self.dtype) else "none"
+        if self.loss_scale not in (None, own):
             words.append("no scale" if self.loss_scale == "none" else f"scale {self.loss_scale}")
         return " ".join(word for word in words if word)
 
@@ -145,32 +116,17 @@ class TrainSetting:
         return own if self.plan is None else {**own, "plan": self.plan}
 
 
-@dataclass
-class SettingRuns:
-    """One setting's runs and measurements; None where a failure prevented the measurement."""
-
-    setting: TrainSetting
-    runs: list[SeedRun]
-    seconds: float | None = None
-    noise: float | None = None
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-    bound: Bound | None = None
-    times: StepTimes | None = None
-
-    @property
-    def stopped(self) -> str | None:
-        """Why the time budget stopped a run; None where none was."""
-        return next((run.stopped for run in self.runs if run.stopped), None)
-
-    def finals(self, metric: str) -> list[float]:
-        """The test metric of every run that ended."""
-        return [run.test[metric] for run in self.runs if metric in run.test]
-
-
-def summary(recipe: Recipe, data: str, steps: int, seeds: int, rows: Sequence[SettingRuns]) -> RecipeRows:
-    """The recipe's words, and each setting's summary and raw runs."""
-    fp32 = next((row for row in rows if row.setting.dtype is None), None)
+def summary(
+    recipe: Recipe,
+    data: str,
+    steps: int,
+    seeds: int,
+    trained: Sequence[tuple[TrainSetting, list[SeedRun]]],
+    measured: Mapping[TrainSetting, dict[str, Any]],
+) -> RecipeRows:
+    """The recipe's words, and of each setting the raw runs, their summary and what was measured."""
+    base = next((_finals(runs, recipe) for setting, runs in trained if setting.dtype is None), [])
+    rows = [_row(setting, runs, recipe, base, measured.get(setting, {})) for setting, runs in trained]
     return RecipeRows(
         name=recipe.name,
         about=recipe.about,
@@ -179,8 +135,13 @@ def summary(recipe: Recipe, data: str, steps: int, seeds: int, rows: Sequence[Se
         steps=steps,
         batch_size=recipe.batch_size,
         seeds=seeds,
-        rows=[_summary(row, recipe, fp32) for row in rows],
+        rows=rows,
     )
+
+
+def _finals(runs: Sequence[SeedRun], recipe: Recipe) -> list[float]:
+    """The test metric of every run that ended."""
+    return [run.test[recipe.metric] for run in runs if recipe.metric in run.test]
 
 
 def _spread(finals: Sequence[float]) -> float | None:
@@ -190,47 +151,46 @@ def _spread(finals: Sequence[float]) -> float | None:
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
 
 
-def _summary(row: SettingRuns, recipe: Recipe, fp32: SettingRuns | None) -> SettingRow:
-    finals, base = row.finals(recipe.metric), [] if fp32 is None else fp32.finals(recipe.metric)
+def _row(
+    setting: TrainSetting, runs: list[SeedRun], recipe: Recipe, base: list[float], measured: dict[str, Any]
+) -> SettingRow:
+    finals = _finals(runs, recipe)
     mean = statistics.fmean(finals) if finals else None
-    settings = None if row.setting.plan is None else row.setting.plan.settings
-    costs = [] if row.times is None else costliest(row.times, None if fp32 is None else fp32.times)
+    settings = None if setting.plan is None else setting.plan.settings
     return SettingRow(
-        label=row.setting.label,
-        level=row.setting.level,
-        dtype=row.setting.dtype or "fp32",
+        label=setting.label,
+        level=setting.level,
+        dtype=setting.dtype or "fp32",
         mean=mean,
         spread=_spread(finals),
         difference=mean - statistics.fmean(base) if mean is not None and base else None,
         why="" if settings is None else settings.reason,
-        seconds=row.seconds,
-        noise=row.noise,
-        samples_per_second=recipe.batch_size / row.seconds if row.seconds else None,
-        peak_bytes=row.peak_bytes,
-        saved_bytes=row.saved_bytes,
-        skipped=sum(len(run.skipped) for run in row.runs),
-        last_scale=next((run.scales[-1] for run in reversed(row.runs) if run.scales), None),
-        failed=next((run.failed for run in row.runs if run.failed), None),
-        stopped=row.stopped,
-        diverged=sum(run.diverged_at is not None for run in row.runs),
-        bound=row.bound,
-        ops=[OpCost(**vars(op), fp32=seconds) for op, seconds in costs],
-        profiled=row.times.seconds if row.times else None,
-        runs=row.runs,
+        skipped=sum(len(run.skipped) for run in runs),
+        last_scale=next((run.scales[-1] for run in reversed(runs) if run.scales), None),
+        failed=next((run.failed for run in runs if run.failed), None),
+        stopped=_stopped(runs),
+        diverged=sum(run.diverged_at is not None for run in runs),
+        runs=runs,
+        **measured,
     )
+
+
+def _stopped(runs: Sequence[SeedRun]) -> str | None:
+    """Why the time budget stopped a run; None where none was."""
+    return next((run.stopped for run in runs if run.stopped), None)
 
 
 class _Tell(Callback):
     """Tells of each step, and ends the training when its share of the time is used up."""
 
-    def __init__(self, on_step: OnStep, name: str, share: TrainingTime, steps: int) -> None:
-        self.on_step, self.name, self.share, self.steps = on_step, name, share, steps
+    def __init__(self, on_step: OnStep, name: str, budget: TimeBudget, steps: int) -> None:
+        self.on_step, self.name, self.budget, self.steps = on_step, name, budget, steps
         self.done = 0
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.done += 1
         self.on_step(self.name)
-        self.share.check(self.done, self.steps)
+        self.budget.check(self.done, self.steps)
 
 
 @contextmanager
@@ -254,18 +214,19 @@ def train_once(
     steps: int,
     device: torch.device,
     on_step: OnStep,
-    share: TrainingTime = NO_LIMIT,
+    budget: TimeBudget | None = None,
 ) -> SeedRun:
     """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
     model, optimizer = recipe.build(seed, setting.level)
-    run = SeedRun(seed)
+    run, budget = SeedRun(seed), budget or TimeBudget(None, 1)
+    budget.start()
     trainer = Trainer(
         model,
         optimizer,
         recipe.loss,
         device=device,
         metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
-        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}", share, steps)],
+        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}", budget, steps)],
         progress=False,
         wrap=nn.parallel.DistributedDataParallel if world_size() > 1 else None,
         **setting.prepare_options(),
@@ -312,20 +273,29 @@ class TimedSetting:
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def measure_rows(
-    recipe: Recipe, task: Task, rows: Sequence[SettingRuns], device: torch.device, rounds: int
-) -> None:
-    """Fill in time, memory and bound of every row that was not stopped, the times taken in turns."""
-    rows = [row for row in rows if not row.stopped]
-    benches = [TimedSetting(recipe, task, row.setting, device) for row in rows]
+def measured(
+    recipe: Recipe, task: Task, settings: Sequence[TrainSetting], device: torch.device, rounds: int
+) -> dict[TrainSetting, dict[str, Any]]:
+    """Time, memory, bound and costliest ops of a step at each setting, the times taken in turns."""
+    benches = [TimedSetting(recipe, task, setting, device) for setting in settings]
+    found: dict[TrainSetting, dict[str, Any]] = {}
     with _our_warnings([]):  # the trainings have told them already
         seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
-        for row, bench, taken in zip(rows, benches, seconds):
-            row.seconds, row.noise = statistics.median(taken), measure.noise(taken)
-            row.saved_bytes = measure.saved_bytes(bench.forward, bench.model.parameters())
-            row.peak_bytes = measure.peak_bytes(bench.step, bench.resident(), device)
-            row.bound = measure.bound_of(measure.work_of(bench.step), device)
-            row.times = step_times(bench.step, [bench.model], steps=2)
+        times = [step_times(bench.step, [bench.model], steps=2) for bench in benches]
+        full = next((t for setting, t in zip(settings, times) if setting.dtype is None), None)
+        for setting, bench, taken, ops in zip(settings, benches, seconds, times):
+            median = statistics.median(taken)
+            found[setting] = {
+                "seconds": median,
+                "noise": measure.noise(taken),
+                "samples_per_second": recipe.batch_size / median,
+                "saved_bytes": measure.saved_bytes(bench.forward, bench.model.parameters()),
+                "peak_bytes": measure.peak_bytes(bench.step, bench.resident(), device),
+                "bound": measure.bound_of(measure.work_of(bench.step), device),
+                "ops": measure.costliest(ops, full),
+                "profiled": ops.seconds,
+            }
+    return found
 
 
 def run_recipe(
@@ -346,20 +316,21 @@ def run_recipe(
     seeds, and is not measured. Ctrl-C ends the work: the result has the trainings that ended before.
     """
     task = recipe.task(folder)
-    rows = [SettingRuns(setting, []) for setting in settings]
+    trained: list[tuple[TrainSetting, list[SeedRun]]] = [(setting, []) for setting in settings]
+    found: dict[TrainSetting, dict[str, Any]] = {}
+    interrupted = False
     try:
-        for row in rows:
+        for setting, runs in trained:
             for seed in range(seeds):
-                share = budget.start() if budget else NO_LIMIT
-                if not row.stopped:
-                    row.runs.append(
-                        train_once(recipe, task, row.setting, seed, steps, device, on_step, share)
-                    )
-        measure_rows(recipe, task, rows, device, rounds)
+                if not _stopped(runs):
+                    runs.append(train_once(recipe, task, setting, seed, steps, device, on_step, budget))
+                elif budget:
+                    budget.start()  # its share stays for the others
+        found = measured(recipe, task, [s for s, runs in trained if not _stopped(runs)], device, rounds)
     except KeyboardInterrupt:
-        ended = [row for row in rows if row.runs]
-        return replace(summary(recipe, task.name, steps, seeds, ended), interrupted=True)
-    return summary(recipe, task.name, steps, seeds, rows)
+        interrupted = True
+        trained = [(setting, runs) for setting, runs in trained if runs]
+    return replace(summary(recipe, task.name, steps, seeds, trained, found), interrupted=interrupted)
 
 
 def tune_recipe(
