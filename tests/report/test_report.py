@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
 from halfstep.report.comparison import Bound, Comparison, RecipeRows, SeedRun, SettingRow
 from halfstep.report.page import smooth
-from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks, tick_labels
+from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks
 from halfstep.report.words import bounds, busy, cells, columns, recommended, sentence, verdict
 
 BOUND = Bound(0.004, 0.001, 0.00005, flops=2 * 10**9, bytes=10**7, ops=40)
@@ -109,7 +109,7 @@ def test_the_page_shows_every_row_chart_and_sentence():
     for title in ("Training loss", "Loss scale", "Time of a step", "Memory"):
         assert title in text
     assert "O1 fp16: step 2 skipped" in text
-    assert page.count("class='skip ") == 2  # on a page and on a phone
+    assert page.count("class='skip ") == 1
     assert "What bounds a step" in text
 
 
@@ -183,7 +183,7 @@ def test_losses_are_drawn_against_o0_with_the_band_of_its_seeds():
     runs = [run(), run(losses=(2.1, 1.6, 1.1, 0.9))]
     page = render(document(rows=[row(runs=runs), row("O1", "fp16", runs=runs)]))
     assert "Training loss minus O0" in page
-    assert page.count("class='band'") == 2  # on a page and on a phone
+    assert page.count("class='band'") == 1
     assert "class='band'" not in render(document())
 
 
@@ -213,10 +213,11 @@ def test_sentences_of_scale_and_failure(changes, words):
         (0, "0"),
         (0.25, "0.25"),
         (12345, "12,345"),
-        (2.5e7, "2.5e7"),
-        (1e-5, "1e-5"),
+        (2.5e7, "2.5e+07"),
+        (1e-5, "1e-05"),
         (-3.0, "-3"),
-        (1.234, "1.23"),
+        (125.5, "125.5"),
+        (0.1 + 0.2, "0.3"),
     ],
 )
 def test_tick_labels_are_short(value, text):
@@ -231,19 +232,6 @@ def test_ticks_are_round_and_inside(low, high):
     assert 1 <= len(ticks) <= 12
     assert power_ticks(1.0, 2.0**40)[0] == 1.0
     assert len(power_ticks(1.0, 2.0**40)) <= 8
-
-
-@pytest.mark.parametrize(
-    ("ticks", "labels"),
-    [
-        ([125.5, 126.0, 126.5], ["125.5", "126.0", "126.5"]),
-        ([1000.0, 1000.25], ["1,000.0", "1,000.2"]),
-        ([0.0, 5.0, 10.0], ["0", "5", "10"]),
-        ([3.0], ["3"]),
-    ],
-)
-def test_neighbouring_ticks_have_labels_of_their_own(ticks, labels):
-    assert tick_labels(ticks) == labels
 
 
 def test_a_line_breaks_where_the_loss_is_not_finite():
@@ -304,10 +292,10 @@ def test_points_show_their_values_under_the_pointer():
     line = Line("O1 <x>", "level-O1", [(float(x), x / 7) for x in range(1000)])
     page = line_chart([line], x_label="step", y_label="loss")
     assert "<title>O1 &lt;x&gt;, step 25: 3.571</title>" in page
-    assert page.count("class='dot") <= 2 * 41
+    assert page.count("class='dot") <= 41
 
 
 def test_a_headroom_axis_starts_at_0_with_the_danger_marked():
     page = line_chart([Line("a", "k0", [(1.0, 125.0), (2.0, 126.0)])], x_label="s", y_label="b", danger=1.0)
     assert ">0</text>" in page
-    assert page.count("class='danger'") == 2
+    assert page.count("class='danger'") == 1

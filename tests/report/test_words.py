@@ -2,9 +2,10 @@
 
 import pytest
 
+from halfstep.recipes.measure import costliest
 from halfstep.report.comparison import OpCost, SettingRow
 from halfstep.report.words import costs, remedy
-from halfstep.tuning.op_times import CAST, OpTime, StepTimes, costliest
+from halfstep.tuning.op_times import CAST, OpTime, StepTimes
 
 FULL = StepTimes(
     (OpTime("blocks.0", "linear", "backward", 4e-3), OpTime("", "gelu", "forward", 1e-3)), seconds=10e-3
@@ -21,13 +22,13 @@ LOW = StepTimes(
 
 def row(times: StepTimes, dtype: str, count: int) -> SettingRow:
     """A row of which nothing is known but where its step's time goes."""
-    ops = [OpCost(**vars(op), fp32=fp32) for op, fp32 in costliest(times, FULL, count)]
+    ops = costliest(times, FULL, count)
     return SettingRow(label=dtype, level="O1", dtype=dtype, ops=ops, profiled=times.seconds)
 
 
 def test_the_costliest_ops_carry_their_fp32_time() -> None:
     ops = costliest(LOW, FULL, count=2)
-    assert [(op.op, op.module, op.seconds, fp32) for op, fp32 in ops] == [
+    assert [(op.op, op.module, op.seconds, op.fp32) for op in ops] == [
         ("linear", "blocks.0", 5e-3, 4e-3),
         (CAST, "blocks.0", 2e-3, None),
     ]

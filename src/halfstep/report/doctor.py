@@ -47,7 +47,6 @@ def render_doctor(document: Any) -> str:
         "script": text_of("doctor.js"),
         "numbers": _embedded(document),
         "tags": {"works": "good", "untried": "open"},
-        "beside": _beside(document),
         "heat": _heat_map(document),
         "headroom": _headroom(document),
         "scale": _scale(document),
@@ -93,30 +92,6 @@ def _label(series: Mapping[str, Any]) -> str:
     return f"{series['path']} ({kind})" if kind else series["path"]
 
 
-def _beside(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Largest magnitudes at the first fault's step and at the last good step before it."""
-    found = document.get("beside") or {}
-    if not found:
-        return None
-    order = ("learning rate", "update", "loss", "input", "result", "gradient")
-    listed: list[Mapping[str, Any]] = list(found["rows"])
-    listed.sort(key=lambda row: order.index(row["kind"]))
-    return {"good": found["good"], "bad": found["bad"], "rows": [_beside_row(row) for row in listed[:60]]}
-
-
-def _beside_row(row: Mapping[str, Any]) -> dict[str, str]:
-    good, bad = (None if row[k] is None else float(row[k]) for k in ("good", "bad"))
-    word = ""
-    if bad is not None and not math.isfinite(bad):
-        word = "NaN" if math.isnan(bad) else "inf"
-    elif good and bad is not None and bad > 100 * good:
-        word = f"{bad / good:.2g} times"
-    elif good and bad == 0:
-        word = "all zero"
-    shown = ["" if x is None else f"{x:.4g}" for x in (good, bad)]
-    return {"kind": row["kind"], "path": row["path"], "good": shown[0], "bad": shown[1], "word": word}
-
-
 def _few(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -157,8 +132,6 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
         "Red: less than one bit left.",
         "legend": [path for path, _ in bits],
         "ahead": document.get("forecasts", []),
-        "outlook": _way_out(series, bits),
-        "lost": _lost(document),
     }
 
 
@@ -168,29 +141,8 @@ def _marked(document: Mapping[str, Any]) -> list[float]:
     return bad[:1]
 
 
-def _way_out(series: Sequence[Mapping[str, Any]], bits: Sequence[tuple[str, Any]]) -> str:
-    left = [_label(s) for s in series if any(not _positive(y) and y != 0 for y in s["amax"])]
-    if left:
-        return f"Left the format, so that the curve ends: {_few(left)}."
-    low = [path for path, points in bits if points[-1][1] < _EDGE]
-    if low:
-        return f"At the edge: {_few(low)}."
-    return "No tensor is on its way out of the format."
-
-
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _lost(document: Mapping[str, Any]) -> str:
-    lost = document.get("lost", [])
-    if not lost or not any(n["share"] > 0.001 for n in lost):
-        return ""
-    last = lost[-1]
-    return (
-        f"{last['share']:.1%} of the updates at step {last['step'] + 1} were lost to rounding; most in "
-        f"{last['worst']} ({last['worst_share']:.1%})."
-    )
 
 
 def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -224,9 +176,7 @@ def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
 def _cause(bad: Mapping[str, Any] | None) -> str:
     if bad is None:
         return "not traced"
-    root = f"in the root module ({bad['module_class']})" if bad["module_class"] else "outside any module"
-    place = f"in {bad['module']}" if bad["module"] else root
-    return f"{bad['phase']}: {bad['op']} {place}"
+    return f"{bad['phase']}: {bad['op']} in {bad['module'] or bad['module_class'] or 'the script'}"
 
 
 def _dtypes(document: Mapping[str, Any]) -> dict[str, Any] | None:

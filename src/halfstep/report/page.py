@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.svg import Bar, Line, bar_chart, line_chart
 from halfstep.report.template import fill, text_of, write_page
 from halfstep.report.words import bounds, cells, columns, recommended, sentence, verdict
+
+T = TypeVar("T")
 
 _MACHINE = {
     "command": "",
@@ -34,13 +35,8 @@ def write_report(document: Comparison, path: str | Path) -> Path:
     return write_page(render(document), path)
 
 
-@dataclass(frozen=True)
-class _Figure:
-    """A chart, drawn already (its texts are escaped), with its title and note."""
-
-    title: str
-    drawing: str
-    note: str
+_Figure = dict[str, str]
+"""A chart, drawn already (its texts are escaped): `title`, `drawing` and `note`."""
 
 
 def render(document: Comparison) -> str:
@@ -93,12 +89,6 @@ def _classes(row: SettingRow) -> str:
     return f"level-{row.level} dtype-{row.dtype}" + ("" if own else " other-scale")
 
 
-def _average(curves: Sequence[Sequence[float]]) -> list[float]:
-    """The mean over seeds at each step, where every seed got that far."""
-    length = min((len(curve) for curve in curves), default=0)
-    return [_mean([curve[i] for curve in curves]) for i in range(length)]
-
-
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
@@ -112,52 +102,42 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def _loss_figures(recipe: RecipeRows) -> list[_Figure]:
     """Losses over steps; beside O0, what each has more than it, with the band that seeds make."""
     window = max(1, recipe.steps // 40)
-    smoothed = {
-        row.label: smooth(_average([run.losses for run in row.runs if run.losses]), window)
-        for row in recipe.rows
-    }
     note = f"Mean over seeds, smoothed over {window} steps." if window > 1 else "Mean over seeds."
+    smoothed = {}
+    for row in recipe.rows:
+        curves = [run.losses for run in row.runs if run.losses]
+        smoothed[row.label] = smooth([_mean(values) for values in zip(*curves)], window)
     lines = [Line(row.label, _classes(row), _thin(smoothed[row.label])) for row in recipe.rows]
     chart = line_chart(lines, x_label="step", y_label="training loss")
-    return [*_difference_figure(recipe, smoothed, window, note), _Figure("Training loss", chart, note)]
-
-
-def _difference_figure(
-    recipe: RecipeRows, smoothed: Mapping[str, Sequence[float]], window: int, note: str
-) -> list[_Figure]:
+    whole: _Figure = {"title": "Training loss", "drawing": chart, "note": note}
     base = recipe.base
     others = [row for row in recipe.rows if row is not base]
     if base is None or not others:
-        return []
-    zero = smoothed[base.label]
-    lines: list[Line] = []
+        return [whole]
+    lines = []
     for row in others:
-        apart = [v - its for v, its in zip(smoothed[row.label], zero)]
+        apart = [v - its for v, its in zip(smoothed[row.label], smoothed[base.label])]
         lines.append(Line(row.label, _classes(row), _thin(apart)))
-    curves = [smooth(run.losses, window) for run in base.runs if run.losses]
-    band = _band(curves)
+    band = _band([smooth(run.losses, window) for run in base.runs if run.losses])
     if band:
         note = f"{note} Grey: how far O0's own seeds lie apart (two standard errors of their mean)."
     chart = line_chart(lines, x_label="step", y_label="loss minus O0's", band=band)
-    return [_Figure("Training loss minus O0's", chart, note)]
+    return [{"title": "Training loss minus O0's", "drawing": chart, "note": note}, whole]
 
 
 def _band(curves: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
     """(step, low, high) of the mean's uncertainty around zero; nothing for one seed."""
-    length = min((len(c) for c in curves), default=0)
     if len(curves) < 2:
         return []
-    stride = max(1, math.ceil(length / 200))
     found: list[tuple[float, float, float]] = []
-    for i in range(0, length, stride):
-        values = [c[i] for c in curves]
+    for step, values in _thin(list(zip(*curves))):
         if all(map(math.isfinite, values)):
             wide = 2 * statistics.stdev(values) / math.sqrt(len(values))
-            found.append((i + 1.0, -wide, wide))
+            found.append((step, -wide, wide))
     return found
 
 
-def _thin(values: Sequence[float]) -> list[tuple[float, float]]:
+def _thin(values: Sequence[T]) -> list[tuple[float, T]]:
     """(step, value) of at most 400 of them."""
     stride = max(1, math.ceil(len(values) / 400))
     return [(i + 1.0, values[i]) for i in range(0, len(values), stride)]
@@ -178,7 +158,8 @@ def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]
     if not lines:
         return [], constant
     chart = line_chart(lines, x_label="step", y_label="loss scale", powers_of_two=True)
-    return [_Figure("Loss scale", chart, "First seed. A red cross is a skipped step.")], constant
+    note = "First seed. A red cross is a skipped step."
+    return [{"title": "Loss scale", "drawing": chart, "note": note}], constant
 
 
 def _time_figure(recipe: RecipeRows) -> list[_Figure]:
@@ -189,7 +170,7 @@ def _time_figure(recipe: RecipeRows) -> list[_Figure]:
     ]
     note = "Median step time, measured in interleaved rounds."
     drawing = bar_chart(bars, describe="milliseconds a step")
-    return [_Figure("Time of a step", drawing, note)] if bars else []
+    return [{"title": "Time of a step", "drawing": drawing, "note": note}] if bars else []
 
 
 def _memory_figure(rows: Sequence[SettingRow]) -> list[_Figure]:
@@ -205,4 +186,5 @@ def _memory_figure(rows: Sequence[SettingRow]) -> list[_Figure]:
         if row.peak_bytes and row.saved_bytes is not None
     ]
     note = "Pale: peak of all tensors during a step. Solid: kept for backward, parameters not counted."
-    return [_Figure("Memory", bar_chart(bars, describe="megabytes"), note)] if bars else []
+    drawing = bar_chart(bars, describe="megabytes")
+    return [{"title": "Memory", "drawing": drawing, "note": note}] if bars else []

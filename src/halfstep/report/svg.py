@@ -3,8 +3,7 @@
 Colours and fonts come from the page's CSS classes (`level-O1`, `dtype-fp16`), so that one drawing serves
 light and dark. Every text is escaped. Nothing here knows about training.
 
-Lines are drawn twice, for a page and for a phone (`wide`, `narrow`): the page's CSS shows the one that fits,
-so that text is as large on both.
+A drawing is as wide as the page gives it, and small enough that its text is legible on a phone.
 """
 
 from __future__ import annotations
@@ -14,29 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_RIGHT, _TOP, _BOTTOM = 14, 14, 40
+_WIDTH, _HEIGHT = 420, 250
+_LEFT, _RIGHT, _TOP, _BASE = 70, _WIDTH - 10, 12, _HEIGHT - 38
 #: Points of a curve that show their value under the pointer.
 _DOTS = 40
 
-
-@dataclass(frozen=True)
-class _Canvas:
-    """Room for one drawing, in the units that are pixels where it fits: `ticks` along x and y."""
-
-    name: str
-    width: int
-    height: int
-    left: int
-    ticks: tuple[int, int]
-
-    @property
-    def base(self) -> int:
-        """Where the horizontal axis lies."""
-        return self.height - _BOTTOM
-
-
-_WIDE = _Canvas("wide", 640, 300, 58, (6, 5))
-_NARROW = _Canvas("narrow", 330, 250, 52, (4, 5))
+Place = Callable[[float], float]
+"""Where a value lies on the drawing."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +45,8 @@ class Bar:
 
 
 def number(value: float) -> str:
-    """A tick label: at most three significant digits, no needless zeros."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
-        exponent = math.floor(math.log10(abs(value)))
-        mantissa = f"{value / 10**exponent:.3g}"
-        return f"{mantissa}e{exponent}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """A tick label: as many digits as round numbers need."""
+    return f"{value:,.6g}"
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -89,16 +66,6 @@ def power_ticks(low: float, high: float) -> list[float]:
     first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
     stride = max(1, math.ceil((last - first + 1) / 8))
     return [2.0**k for k in range(first, last + 1, stride)]
-
-
-def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Labels of the fewest digits that tell neighbouring ticks apart."""
-    labels = [number(tick) for tick in ticks]
-    digits = 0
-    while len(set(labels)) < len(set(ticks)) and digits < 12:
-        digits += 1
-        labels = [f"{tick:,.{digits}f}" for tick in ticks]
-    return labels
 
 
 def line_chart(
@@ -128,123 +95,100 @@ def line_chart(
         y_low, y_high = y_low / 2, y_high * 2
     else:
         y_low, y_high = y_low - 0.04 * (y_high - y_low), y_high + 0.04 * ((y_high - y_low) or 1.0)
-    scale: Callable[[float], float] = math.log2 if powers_of_two else float
+    scale: Place = math.log2 if powers_of_two else float
+    across, vertical = (
+        _mapper(x_low, x_high, _LEFT, _RIGHT),
+        _mapper(scale(y_low), scale(y_high), _BASE, _TOP),
+    )
+
+    def up(y: float) -> float:
+        return vertical(scale(y))
+
+    ticks = power_ticks(y_low, y_high) if powers_of_two else nice_ticks(y_low, y_high)
+    parts = [
+        _frame(across, up, nice_ticks(x_low, x_high), ticks, powers_of_two),
+        f"<text class='name' x='{(_RIGHT + _LEFT) / 2}' y='{_HEIGHT - 6}' text-anchor='middle'>"
+        f"{escape(x_label)}</text>",
+        f"<text class='name' transform='translate(13 {(_TOP + _BASE) / 2}) rotate(-90)' "
+        f"text-anchor='middle'>{escape(y_label)}</text>",
+    ]
+    if danger is not None:
+        parts.append(_area([(x, y_low, danger) for x in (x_low, x_high)], across, up, "danger"))
+    if band:
+        parts.append(_area(band, across, up))
+    parts += [_mark(across(x), x) for x in marked if x_low <= x <= x_high]
+    parts += [_curve(line, across, up, powers_of_two) for line in lines]
     told = escape(f"{y_label} by {x_label}", quote=True)
-
-    def drawn(on: _Canvas) -> str:
-        across = _mapper(x_low, x_high, on.left, on.width - _RIGHT)
-        vertical = _mapper(scale(y_low), scale(y_high), on.base, _TOP)
-
-        def up(y: float) -> float:
-            return vertical(scale(y))
-
-        ticks = power_ticks(y_low, y_high) if powers_of_two else nice_ticks(y_low, y_high, on.ticks[1])
-        parts = [
-            _frame(on, across, up, nice_ticks(x_low, x_high, on.ticks[0]), ticks, powers_of_two),
-            f"<text class='name' x='{(on.width + on.left) / 2}' y='{on.height - 6}' text-anchor='middle'>"
-            f"{escape(x_label)}</text>",
-            f"<text class='name' transform='translate(13 {(_TOP + on.base) / 2}) rotate(-90)' "
-            f"text-anchor='middle'>{escape(y_label)}</text>",
-        ]
-        if danger is not None:
-            parts.append(_area([(x, y_low, danger) for x in (x_low, x_high)], across, up, "danger"))
-        if band:
-            parts.append(_area(band, across, up))
-        parts += [_mark(on, across(x), x) for x in marked if x_low <= x <= x_high]
-        parts.extend(_curve(line, across, up, powers_of_two) for line in lines)
-        size = f"viewBox='0 0 {on.width:g} {on.height:g}'"
-        return f"<svg class='{on.name}' {size} role='img' aria-label='{told}'>{''.join(parts)}</svg>"
-
-    return f"<div>{drawn(_WIDE)}{drawn(_NARROW)}</div>"
+    size = f"viewBox='0 0 {_WIDTH} {_HEIGHT}'"
+    return f"<svg class='chart' {size} role='img' aria-label='{told}'>{''.join(parts)}</svg>"
 
 
-def _area(
-    band: Sequence[tuple[float, float, float]],
-    across: Callable[[float], float],
-    up: Callable[[float], float],
-    name: str = "band",
-) -> str:
+def _area(band: Sequence[tuple[float, float, float]], across: Place, up: Place, name: str = "band") -> str:
     there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in band]
     back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(band)]
     return f"<path class='{name}' d='M{'L'.join([*there, *back])}Z'/>"
 
 
-def _mark(on: _Canvas, x: float, step: float) -> str:
-    before = x - 5 > on.left + 60
+def _mark(x: float, step: float) -> str:
+    before = x - 5 > _LEFT + 60
     at = f"x='{x - 5 if before else x + 5:.1f}' y='{_TOP + 10}' text-anchor='{'end' if before else 'start'}'"
     name = f"<text class='marked' {at}>step {step:g}</text>"
-    return f"<line class='marked' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{on.base}'/>{name}"
+    return f"<line class='marked' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{_BASE}'/>{name}"
 
 
 def _drawable(y: float, logarithmic: bool) -> bool:
     return math.isfinite(y) and (not logarithmic or y > 0)
 
 
-def _mapper(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+def _mapper(low: float, high: float, start: float, end: float) -> Place:
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (end - start)
 
 
 def _frame(
-    on: _Canvas,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
-    x_ticks: Sequence[float],
-    y_ticks: Sequence[float],
-    powers_of_two: bool,
+    across: Place, up: Place, x_ticks: Sequence[float], y_ticks: Sequence[float], powers_of_two: bool
 ) -> str:
     parts = []
-    ends = f"x1='{on.left}' x2='{on.width - _RIGHT}'"
-    labels = tick_labels(y_ticks)
-    if powers_of_two:
-        labels = [f"2<tspan dy='-4' font-size='9'>{round(math.log2(tick))}</tspan>" for tick in y_ticks]
-    for tick, label in zip(y_ticks, labels):
-        y = up(tick)
-        parts.append(f"<line class='grid' {ends} y1='{y:.1f}' y2='{y:.1f}'/>")
-        parts.append(f"<text class='tick' x='{on.left - 7}' y='{y + 4:.1f}' text-anchor='end'>{label}</text>")
-    for tick, label in zip(x_ticks, tick_labels(x_ticks)):
-        place = f"x='{across(tick):.1f}' y='{on.base + 16}' text-anchor='middle'"
+    ends = f"x1='{_LEFT}' x2='{_RIGHT}'"
+    for tick in y_ticks:
+        label = number(tick)
+        if powers_of_two:
+            label = f"2<tspan dy='-4' font-size='9'>{round(math.log2(tick))}</tspan>"
+        parts.append(f"<line class='grid' {ends} y1='{up(tick):.1f}' y2='{up(tick):.1f}'/>")
+        place = f"x='{_LEFT - 7}' y='{up(tick) + 4:.1f}' text-anchor='end'"
         parts.append(f"<text class='tick' {place}>{label}</text>")
-    parts.append(f"<line class='axis' {ends} y1='{on.base}' y2='{on.base}'/>")
+    for tick in x_ticks:
+        place = f"x='{across(tick):.1f}' y='{_BASE + 16}' text-anchor='middle'"
+        parts.append(f"<text class='tick' {place}>{number(tick)}</text>")
+    parts.append(f"<line class='axis' {ends} y1='{_BASE}' y2='{_BASE}'/>")
     return "".join(parts)
 
 
-def _curve(
-    line: Line, across: Callable[[float], float], up: Callable[[float], float], logarithmic: bool
-) -> str:
+def _curve(line: Line, across: Place, up: Place, logarithmic: bool) -> str:
+    """The curve, dots that show their values under the pointer, and a cross at each mark."""
     path: list[str] = []
-    pen_up, before = True, 0.0
+    before: float | None = None
     for x, y in line.points:
         if not _drawable(y, logarithmic):
-            pen_up = True
+            before = None
             continue
-        if pen_up:
-            path.append(f"M{across(x):.1f} {up(y):.1f}")
-        else:
-            aside = f"H{across(x):.1f}" if line.steps and y != before else ""
-            path.append(f"{aside}L{across(x):.1f} {up(y):.1f}")
-        pen_up, before = False, y
-    heights = dict(line.points)
-    stride = max(1, len(line.points) // _DOTS)
-    dots = "".join(
-        f"<circle class='dot {line.classes}' cx='{across(x):.1f}' cy='{up(y):.1f}' r='4'>"
-        f"<title>{escape(line.name)}, step {x:g}: {y:.4g}</title></circle>"
-        for x, y in line.points[::stride]
-        if _drawable(y, logarithmic)
-    )
-    title = f"<title>{escape(line.name)}</title>"
-    drawn = f"<path class='curve {line.classes}' d='{''.join(path)}'>{title}</path>"
-    return (
-        drawn
-        + dots
-        + "".join(
-            f"<path class='skip {line.classes}' "
-            f"d='M{across(x) - 3.5:.1f} {up(heights[x]) - 3.5:.1f}l7 7m0 -7l-7 7'>"
-            f"<title>{escape(line.name)}: step {x:g} skipped</title></path>"
-            for x in line.marks
-            if x in heights and _drawable(heights[x], logarithmic)
-        )
-    )
+        corner = f"H{across(x):.1f}" if line.steps and before not in (None, y) else ""
+        path.append(f"{'M' if before is None else corner + 'L'}{across(x):.1f} {up(y):.1f}")
+        before = y
+    drawn = {x: (across(x), up(y), y) for x, y in line.points if _drawable(y, logarithmic)}
+    name = escape(line.name)
+    parts = [f"<path class='curve {line.classes}' d='{''.join(path)}'><title>{name}</title></path>"]
+    for x in [x for x, _ in line.points][:: max(1, len(line.points) // _DOTS)]:
+        if x in drawn:
+            at = f"cx='{drawn[x][0]:.1f}' cy='{drawn[x][1]:.1f}' r='4'"
+            value = f"<title>{name}, step {x:g}: {drawn[x][2]:.4g}</title>"
+            parts.append(f"<circle class='dot {line.classes}' {at}>{value}</circle>")
+    for x in line.marks:
+        if x in drawn:
+            cross = f"M{drawn[x][0] - 3.5:.1f} {drawn[x][1] - 3.5:.1f}l7 7m0 -7l-7 7"
+            skipped = f"<title>{name}: step {x:g} skipped</title>"
+            parts.append(f"<path class='skip {line.classes}' d='{cross}'>{skipped}</path>")
+    return "".join(parts)
 
 
 def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:
