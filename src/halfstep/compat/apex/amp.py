@@ -2,26 +2,25 @@
 
 State is process-wide, as in Apex, but nothing of the user's is rebound: models and optimizers get hooks,
 torch's functions stay as they are (O1 runs in an open `halfstep.autocast` region under the op table
-"apex"). Differences: it runs on any device; masters start from the exact fp32 weights; clipping
-`model.parameters()` at O2 after `scale_loss` reaches scaled fp16 gradients, as in Apex, so clip
-`amp.master_params(optimizer)`.
+"apex"). Differences: it runs on any device; masters start from the exact fp32 weights; after `scale_loss` a
+weight at O2 has its master's gradient, unscaled and in fp32.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeVar, cast
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.casting.context import autocast
+from halfstep.casting.context import active_policy, autocast
 from halfstep.casting.kernel_choice import table_of
 from halfstep.compat.apex._state import (
     Account,
@@ -32,9 +31,7 @@ from halfstep.compat.apex._state import (
     Properties,
     backward_of,
     cast_batches,
-    no_steps,
     properties,
-    tell_of_odd_calls,
 )
 from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
@@ -49,8 +46,6 @@ from halfstep.torch_private import pytree
 from halfstep.trees import cast_floats, is_wide_float
 
 F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
-R = TypeVar("R")
 
 __all__ = [
     "AmpError",
@@ -71,45 +66,27 @@ __all__ = [
 ]
 
 
-class Casts:
-    """Whether decorated functions cast now, and which attributes of which modules were replaced by such."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self.disabled = 0
-        self.replaced: list[tuple[Any, str, Any]] = []
-
-    def stop(self) -> None:
-        """Put every replaced attribute back."""
-        self.active = False
-        while self.replaced:
-            module, name, original = self.replaced.pop()
-            setattr(module, name, original)
-
-    def register(self, module: Any, name: str, kind: str) -> None:
-        """Replace `module.name` until shutdown; it casts from `initialize` on."""
-        if not hasattr(module, name):
-            raise ConfigError(f"no function named {name} in module {module}")
-        original = getattr(module, name)
-        self.replaced.append((module, name, original))
-        setattr(module, name, wrapped(original, kind))
-
-
-CASTS = Casts()
-
-
-def wrapped(fn: Callable[P, R], kind: str) -> Callable[P, R]:
+def _casting(fn: F, kind: str) -> F:
     """`fn` with floating arguments cast while amp casts: to "half", "float", or "promote" (the widest)."""
 
     @functools.wraps(fn)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        acts = CASTS.active and not CASTS.disabled
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        acts = _amp_state.region is not None and active_policy(_amp_state.device) is not None
         dtype = _dtype(kind, (args, kwargs)) if acts else None
         if dtype is None:
             return fn(*args, **kwargs)
-        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))  # pyright: ignore[reportCallIssue]
+        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
-    return wrapper
+    return cast(F, wrapper)
+
+
+def _register(module: Any, name: str, kind: str) -> None:
+    """Replace `module.name` until shutdown; it casts from `initialize` on."""
+    if not hasattr(module, name):
+        raise ConfigError(f"no function named {name} in module {module}")
+    original = getattr(module, name)
+    _amp_state.replaced.append((module, name, original))
+    setattr(module, name, _casting(original, kind))
 
 
 def _dtype(kind: str, arguments: Any) -> torch.dtype | None:
@@ -142,6 +119,8 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for an optimization level; returns them in the form they came in.
 
+    Options and loss scales of a later call hold for the models of earlier ones too.
+
     Args:
         models, optimizers: one or a list of each; models in fp32 and not yet in DDP.
         enabled: False makes every amp call a no-op.
@@ -172,8 +151,7 @@ def initialize(
     if isinstance(enabled, str):
         raise AmpError(f"enabled={enabled!r:.40}: expected True or False; a level goes by name, opt_level=")
     if not enabled:
-        off: dict[str, Any] = {**chosen.options, "enabled": False}
-        state.opt_properties = None if state.accounts else Properties(**off)
+        state.opt_properties = None if state.accounts else replace(chosen, enabled=False)
         return models if optimizers is None else (models, optimizers)
     scalers = [
         LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -181,14 +159,13 @@ def initialize(
     ]
     given = _as_models(models), _as_optimizers(optimizers)
     _check(*given, state)
-    tell_of_odd_calls(*given, chosen, state.opt_properties)
     state.begin(chosen, given[0])
     state.loss_scalers = scalers
-    before = len(state.conversions), len(state.handles), len(state.accounts)
+    before = len(state.undo)
     try:
         _apply(*given, chosen, cast_model_outputs, state)
     except Exception:
-        _take_down(state, *before)
+        state.take_down(before)
         raise
     return models if optimizers is None else (models, optimizers)
 
@@ -242,32 +219,28 @@ def _apply(
     for model in models:
         if isinstance(dtype, torch.dtype):
             record = convert(model, _plan(chosen, dtype), dtype, keep_originals=bool(chosen.master_weights))
+            state.undo.append(record.revert)
             originals.update(record.originals)
             record.forget_originals()
-            state.conversions.append(record)
-            state.handles.append(
-                model.register_forward_pre_hook(
-                    functools.partial(cast_batches, dtype), prepend=True, with_kwargs=True
-                )
-            )
-            state.handles += _spare_slow_kernels(model, dtype, state.device)
+            batches = functools.partial(cast_batches, dtype)
+            state.keep(model.register_forward_pre_hook(batches, prepend=True, with_kwargs=True))
+            state.keep(*_spare_slow_kernels(model, dtype, state.device))
         if isinstance(dtype, torch.dtype) or outputs is not None:
-            state.handles.append(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
+            state.keep(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
     for optimizer in optimizers:
-        account = state.accounts[optimizer] = Account(optimizer, state)
+        account = state.open_account(optimizer)
         if chosen.master_weights:
             account.masters = MasterWeights(optimizer, models, initial=originals)
             follow_wraps(state)
         elif isinstance(dtype, torch.dtype):
             optimizer.load_state_dict(optimizer.state_dict())
     if dtype not in (None, False, torch.float32):
+        masters = [account.masters for account in state.accounts.values() if account.masters is not None]
         for model in models:
-            hook = CheckpointInFp32([weakref.ref(account) for account in state.accounts.values()])
-            state.handles.append(model.register_state_dict_post_hook(hook))
+            state.keep(model.register_state_dict_post_hook(CheckpointInFp32(masters)))
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
         state.region.__enter__()
-        CASTS.active = True
 
 
 def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
@@ -319,19 +292,16 @@ def scale_loss(
     listed: Iterable[Any] = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     accounts = [state.account(optimizer) for optimizer in listed]
     for account in accounts:
-        account.announced = True
+        account.named = True
     if not state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
-    if not delay_unscale:
-        for account in accounts:
-            account.before_backward()
+    for account in accounts:
+        account.before_backward()
     scaled = scaler.value.scale(loss.float())
-    with no_steps(accounts), backward_of(scaled, state):
+    with backward_of(scaled, state):
         yield scaled
     if delay_unscale:
-        for account in accounts:
-            account.scaled = True
         return
     flags = [account.after_backward(scaler.value.inverse(state.device)) for account in accounts]
     if not delay_overflow_check:
@@ -412,44 +382,38 @@ def init(*_args: Any, **_options: Any) -> None:
 @contextmanager
 def disable_casts() -> Generator[None]:
     """Within, O1 casts nothing."""
-    CASTS.disabled += 1
-    try:
-        with ExitStack() as stack:
-            if _amp_state.region is not None:
-                stack.enter_context(autocast(_amp_state.device, enabled=False))
-            yield
-    finally:
-        CASTS.disabled -= 1
+    with nullcontext() if _amp_state.region is None else autocast(_amp_state.device, enabled=False):
+        yield
 
 
 def half_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in fp16."""
-    return cast(F, wrapped(fn, "half"))
+    return _casting(fn, "half")
 
 
 def float_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in fp32."""
-    return cast(F, wrapped(fn, "float"))
+    return _casting(fn, "float")
 
 
 def promote_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in the widest of their dtypes."""
-    return cast(F, wrapped(fn, "promote"))
+    return _casting(fn, "promote")
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Treat `module.name` as `half_function` does, until `shutdown`."""
-    CASTS.register(module, name, "half")
+    _register(module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Treat `module.name` as `float_function` does, until `shutdown`."""
-    CASTS.register(module, name, "float")
+    _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Treat `module.name` as `promote_function` does, until `shutdown`."""
-    CASTS.register(module, name, "promote")
+    _register(module, name, "promote")
 
 
 def shutdown() -> None:
@@ -460,21 +424,8 @@ def shutdown() -> None:
     """
     global _amp_state
     state, _amp_state = _amp_state, AmpState()
-    CASTS.stop()
+    for module, name, original in reversed(state.replaced):
+        setattr(module, name, original)
     if state.region is not None:
         state.region.__exit__(None, None, None)
-    _take_down(state, 0, 0, 0)
-
-
-def _take_down(state: AmpState, conversions: int, handles: int, accounts: int) -> None:
-    """Undo the conversions, hooks and accounts that came after so many of each."""
-    for handle in state.handles[handles:]:
-        handle.remove()
-    late = list(state.accounts)[accounts:]
-    for optimizer in late:
-        state.accounts[optimizer].settle()
-    for conversion in state.conversions[conversions:]:
-        conversion.revert()
-    for optimizer in late:
-        state.accounts.pop(optimizer).remove()
-    del state.conversions[conversions:], state.handles[handles:]
+    state.take_down()

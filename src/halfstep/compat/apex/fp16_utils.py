@@ -5,7 +5,6 @@ Each function does what its name says in Apex; `hs.prepare` does all of it at on
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from halfstep.compat.apex._state import LossScaler as AmpScaler
 from halfstep.convert.conversion import convert
 from halfstep.distributed import all_ranks
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError, show
+from halfstep.errors import CheckpointError, UnsupportedError, show
 from halfstep.optim import MasterWeights
 from halfstep.optim.masters import weight_of
 from halfstep.policy.plan import Plan, PlanRule
@@ -42,7 +41,6 @@ __all__ = [
 
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
-_DYNAMIC_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
@@ -85,9 +83,6 @@ class FP16_Optimizer:
         dynamic_loss_args: `init_scale` (2^16), `scale_factor` (2), `scale_window` (2000), `min_loss_scale`,
             `max_loss_scale` (2^24) of the dynamic scale.
         verbose: print skipped steps.
-
-    Raises:
-        ConfigError: a name in `dynamic_loss_args` that is none of these.
     """
 
     clip_grad_norm = staticmethod(clip_grad_norm)
@@ -100,16 +95,15 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        args = dict(dynamic_loss_args or {})
-        if unknown := args.keys() - _DYNAMIC_ARGS:
-            raise ConfigError(f"dynamic_loss_args has {sorted(unknown)}: expected {', '.join(_DYNAMIC_ARGS)}")
         self.optimizer, self.verbose, self.overflow = init_optimizer, verbose, False
         self.loss_scaler = (
-            AmpScaler("dynamic", **args) if dynamic_loss_scale else AmpScaler(static_loss_scale)
+            AmpScaler("dynamic", **(dynamic_loss_args or {}))
+            if dynamic_loss_scale
+            else AmpScaler(static_loss_scale)
         )
         self.masters = MasterWeights(init_optimizer)
         self.first_closure_call_this_step = True
-        self._scaled = self._announced = self._told = False
+        self._scaled = False
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -130,24 +124,24 @@ class FP16_Optimizer:
     )
     state = _of_inner("state", "The inner optimizer's state; may be set.")
 
+    def _groups(self, with_master: bool) -> list[list[Tensor]]:
+        own = {id(master) for _, master in self.masters.pairs()}
+        return [[p for p in g["params"] if (id(p) in own) == with_master] for g in self.param_groups]
+
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The 16-bit weights of each group."""
-        weights = {id(master): weight for weight, master in self.masters.pairs()}
-        return [[weights[id(p)] for p in group] for group in self.fp32_from_fp16_groups]
+        return [[weight_of(p) for p in group] for group in self.fp32_from_fp16_groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The masters of each group, in the order of `fp16_groups`."""
-        masters = {id(master) for _, master in self.masters.pairs()}
-        return [[p for p in g["params"] if id(p) in masters] for g in self.param_groups]
+        return self._groups(True)
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The parameters of each group that are fp32 themselves and get gradients."""
-        masters = {id(master) for _, master in self.masters.pairs()}
-        own = [[p for p in g["params"] if id(p) not in masters] for g in self.param_groups]
-        return [[p for p in group if p.requires_grad] for group in own]
+        return [[p for p in group if p.requires_grad] for group in self._groups(False)]
 
     all_fp16_params = _joined("fp16_groups")
     all_fp32_from_fp16_params = _joined("fp32_from_fp16_groups")
@@ -169,7 +163,7 @@ class FP16_Optimizer:
             # Gradients of earlier losses are unscaled already; bring them to the scale of the coming ones.
             self.masters.copy_grads(inv_scale=self.loss_scale)
         self.loss_scaler.value.scale(loss.float()).backward(retain_graph=retain_graph)
-        self._scaled = self._announced = True
+        self._scaled = True
         if update_master_grads:
             self.update_master_grads()
 
@@ -210,16 +204,6 @@ class FP16_Optimizer:
         self.update_master_grads()
         if closure is not None:
             return self._step_with(closure)
-        plain = any(weight_of(p).grad is not None for p in self.masters.params())
-        if plain and not self._announced and not self._told:
-            self._told = True
-            warnings.warn(
-                "FP16_Optimizer.step() takes gradients of a plain loss.backward(): the loss was not scaled, "
-                "so that small gradients are lost in fp16. Write optimizer.backward(loss) (said once)",
-                HalfstepWarning,
-                stacklevel=2,
-            )
-        self._announced = False
         if self.overflow:
             self.maybe_print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
             self.zero_grad(set_grads_to_None=True)
@@ -240,7 +224,7 @@ class FP16_Optimizer:
         try:
             return self.optimizer.step(called)
         finally:
-            self.first_closure_call_this_step, self._announced = True, False
+            self.first_closure_call_this_step = True
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError("FP16_Optimizer should be serialized using state_dict(), and is not copied")
@@ -348,21 +332,11 @@ class FP16Model(nn.Module):
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters of a model, and fp32 copies of them (one flat copy if asked) to train.
-
-    Raises:
-        ConfigError: `flat_master` of parameters of several dtypes, or of none.
-    """
+    """The trainable parameters of a model, and fp32 copies of them (one flat copy if asked) to train."""
     params = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
         return params, [nn.Parameter(p.detach().clone().float()) for p in params]
-    dtypes = {str(p.dtype) for p in params}
-    if len(dtypes) != 1:
-        raise ConfigError(
-            f"flat_master=True needs parameters of one dtype, got {', '.join(sorted(dtypes)) or 'none'}: "
-            "use flat_master=False, or FP16_Optimizer"
-        )
-    master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())
+    master = nn.Parameter(torch.cat([p.detach().reshape(-1).float() for p in params]))
     master.grad = torch.zeros_like(master)
     return params, [master]
 

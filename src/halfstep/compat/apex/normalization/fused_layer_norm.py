@@ -6,14 +6,11 @@ The `Mixed` ones return the dtype of their weight, the others that of their inpu
 from __future__ import annotations
 
 import numbers
-import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from halfstep.errors import HalfstepWarning, UnsupportedError
 
 __all__ = [
     "FusedLayerNorm",
@@ -127,28 +124,8 @@ class FusedRMSNorm(_Normalizes, nn.RMSNorm):
         return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 1e-5)
 
 
-class _AlwaysAffine(_Normalizes):
-    """As in Apex, which takes no `elementwise_affine` here."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        elementwise_affine: bool | None = None,
-    ) -> None:
-        name = type(self).__name__
-        if elementwise_affine is not None:
-            told = f"{name} has no elementwise_affine: it is always affine"
-            warnings.warn(told, HalfstepWarning, stacklevel=2)
-        if elementwise_affine is False:
-            raise UnsupportedError(f"{name} does not support elementwise_affine=False, as in Apex")
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-
-class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
-    """FusedLayerNorm whose output has the dtype of its weight."""
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """FusedLayerNorm whose output has the dtype of its weight, which it always has."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
@@ -157,8 +134,8 @@ class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
         )
 
 
-class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
-    """FusedRMSNorm whose output has the dtype of its weight."""
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """FusedRMSNorm whose output has the dtype of its weight, which it always has."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape]."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from halfstep.compat.apex.parallel.LARC import LARC
-from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.errors import UnsupportedError
 from halfstep.torch_private import tree_leaves
 
 __all__ = [
@@ -94,7 +94,7 @@ def _sum_hook(always_fp32: bool, average: bool, predivide: float) -> Any:
     return sum_as_apex
 
 
-_STREAMS: dict[str, Any] = {
+_AT_DEFAULT: dict[str, Any] = {
     "shared_param": None,
     "allreduce_trigger_params": None,
     "retain_allreduce_buffers": False,
@@ -103,7 +103,7 @@ _STREAMS: dict[str, Any] = {
     "gradient_average_split_factor": None,
     "prof": False,
 }
-"""Apex's further options, with their defaults there."""
+"""Apex's further options, which torch's DDP refuses beyond their defaults."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -115,7 +115,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     made, which divides by the number of ranks first. torch's own arguments are taken as well.
 
     Raises:
-        ConfigError: Apex's options that have no counterpart here, where they are not at their defaults.
+        TypeError: Apex's options of streams and buffers, where they are not at their defaults.
     """
 
     def __init__(
@@ -128,13 +128,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: float = 1.0,
         **options: Any,
     ) -> None:
-        streams = {name: options.pop(name) for name in _STREAMS if name in options}
-        if asked := [name for name, value in streams.items() if value not in (_STREAMS[name], None)]:
-            raise ConfigError(
-                f"{', '.join(asked)}: torch's DDP has streams, buffers and an order of its own; leave it out"
-            )
-        if not gradient_predivide_factor > 0:
-            raise ConfigError(f"gradient_predivide_factor {gradient_predivide_factor!r}: expected it above 0")
+        for name, default in _AT_DEFAULT.items():
+            if options.get(name) in (default, None):
+                options.pop(name, None)
         size = max(message_size * 4 / 2**20, 1e-3)
         if delay_allreduce:
             size = 1 + sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
@@ -176,19 +172,6 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     0 means all ranks, which is None. All ranks must call this together.
 
     Raises:
-        ConfigError: a size that does not divide the number of ranks, or that is larger.
+        ValueError: a size that does not divide the number of ranks.
     """
-    if group_size == 0:
-        return None
-    world = dist.get_world_size()
-    if group_size < 0 or world < group_size or world % group_size:
-        raise ConfigError(
-            f"group_size {group_size} does not divide the {world} ranks: give one that does, or 0"
-        )
-    mine = None
-    for first in range(0, world, group_size):
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine  # pyright: ignore[reportReturnType]
+    return dist.new_subgroups(group_size)[0] if group_size else None  # pyright: ignore[reportReturnType]
