@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,11 +54,22 @@ def all_finite(tree: Any) -> Tensor:
 
 
 def _finite(t: Tensor) -> Tensor:
-    t = dense_values(t.detach())
-    if t.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=t.device)
-    low, high = torch.aminmax(t)
+    low, high = ends_of(dense_values(t.detach()))
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+Ends = tuple[Tensor, Tensor]
+"""Smallest and largest element, 0-d."""
+
+
+def ends_of(t: Tensor) -> Ends:
+    """Smallest and largest element of a dense real tensor: zeros where it is empty, NaN if it holds one."""
+    if t.element_size() == 1:
+        t = t.float()
+    if not t.numel():
+        return t.new_zeros(()), t.new_zeros(())
+    low, high = torch.aminmax(t)
+    return low, high
 
 
 def dense_values(t: Tensor) -> Tensor:
@@ -76,6 +87,21 @@ def dense_values(t: Tensor) -> Tensor:
 def home_device(tensors: list[Tensor]) -> torch.device:
     """Return where scalars of these tensors meet: the first accelerator, so that no copy waits."""
     return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+
+
+def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
+    """0-d tensors of any dtypes and devices as one [n] in float32 (float64 if one is)."""
+    kinds = {(s.dtype, s.device) for s in scalars}
+    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
+    out = list(scalars)
+    if len(kinds) == 1:
+        return torch.stack(out).to(home, wide, non_blocking=True)
+    for kind in kinds:  # one cast for each kind, not one for each scalar
+        places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
+        values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
+        for i, value in zip(places, values.unbind()):
+            out[i] = value
+    return torch.stack(out)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import get_total_norm
 
+import halfstep as hs
 from halfstep.gradients.stats import combine, finite_and_norm, measure
 
 LOW = [torch.float16, torch.bfloat16]
@@ -82,3 +84,17 @@ def test_finite_and_norm_agrees_with_measure(bad):
     finite, norm, _ = finite_and_norm(grads, 0.5)
     assert finite == whole.finite
     torch.testing.assert_close(norm, whole.norm, equal_nan=True, rtol=0, atol=0)
+
+
+def test_the_largest_magnitude_is_of_16_bit_and_of_fp32_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16", loss_scale="headroom")
+    with amp.autocast():
+        loss = model(torch.randn(8, 32)).float().pow(2).mean() * 1e-3
+    amp.backward(loss)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    model[1].bias.grad.mul_(1e3)
+    expected = max(float(p.grad.abs().max()) for p in model.parameters()) / amp.loss_scale.read()
+    assert float(amp.step().amax) == pytest.approx(expected, rel=1e-6)

@@ -1,1 +1,1 @@
-"""What a set of gradients holds (finite, norm, largest magnitude), widened or unscaled on the way."""
+"""What a set of gradients holds (finite, norm, largest magnitude), unscaled on the way."""

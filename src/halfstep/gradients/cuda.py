@@ -12,8 +12,6 @@ import torch
 
 from halfstep.errors import HalfstepWarning, UnsupportedError
 
-OLDEST = (7, 0)  # the compute capability Triton's code needs
-
 
 @cache
 def kernels() -> Any:
@@ -51,8 +49,6 @@ def why_not(device: torch.device) -> str:
         return "a machine where Triton cannot be imported: pip install triton"
     if torch.version.hip is not None:
         return "AMD GPUs: the kernels are for CUDA"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
-        return f"{torch.cuda.get_device_name(device)}: Triton's code needs compute capability 7.0"
     if device.type != "cuda" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return ""  # a graph under capture may not load a kernel; the steps before it have tried
     return _failure(device)

@@ -15,27 +15,14 @@ import torch
 from torch import Tensor
 
 from halfstep.gradients.cpu import GRADS, kernels_worth, work_on
-from halfstep.trees import dense_values, home_device
-
-Ends = tuple[Tensor, Tensor]
-"""Smallest and largest element, 0-d; (x, x) stands for a largest magnitude x that is known already."""
+from halfstep.trees import Ends, dense_values, ends_of, gathered, home_device
 
 
 def amaxes_of(ends: Sequence[Ends]) -> Tensor:
     """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
     scalars = [end for pair in ends for end in pair]
-    both = _together(scalars, home_device(scalars)).view(-1, 2)
+    both = gathered(scalars, home_device(scalars)).view(-1, 2)
     return torch.maximum(-both[:, 0], both[:, 1])
-
-
-def ends_of(t: Tensor) -> Ends:
-    """Smallest and largest element of a dense real tensor: zeros where it is empty, NaN if it holds one."""
-    if not t.numel():
-        return t.new_zeros(()), t.new_zeros(())
-    if t.element_size() == 1:
-        t = t.float()
-    low, high = torch.aminmax(t)
-    return low, high
 
 
 @torch.no_grad()
@@ -50,7 +37,7 @@ def amaxes(gradients: Sequence[Tensor]) -> Tensor:
         kernels = kernels_worth(tensors) if len({t.dtype for t in tensors}) == 1 else None
         return _peaks(kernels, tensors) if kernels else amaxes_of([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
-    return _together(norms, home)
+    return gathered(norms, home)
 
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
@@ -60,21 +47,6 @@ def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
     # As integers: magnitudes keep their order, and NaN lies above infinity.
     np.maximum.at(found.view(np.int32), work.items[:, 0], peaks.view(np.int32))
     return torch.from_numpy(found)
-
-
-def _together(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
-    kinds = {(s.dtype, s.device) for s in scalars}
-    if len(kinds) == 1:
-        stacked = torch.stack(list(scalars))
-        return stacked if stacked.dtype == torch.float64 else stacked.float()
-    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
-    out = list(scalars)
-    for kind in kinds:  # one cast for each kind, not one for each scalar
-        places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
-        values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
-        for i, value in zip(places, values.unbind()):
-            out[i] = value
-    return torch.stack(out)
 
 
 def worst_of(amaxes: dict[str, float]) -> str:

@@ -18,28 +18,8 @@ from typing_extensions import TypeVar
 from halfstep import distributed
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, show
-from halfstep.gradients.unscale import unscale_
 from halfstep.torch_private import foreach_norm
-from halfstep.trees import dense_values, home_device
-
-__all__ = [
-    "AnyStats",
-    "Clip",
-    "GradStats",
-    "HostStats",
-    "KernelStats",
-    "check_clip",
-    "clip_coefficient",
-    "combine",
-    "finite_and_norm",
-    "found_inf_of",
-    "measure",
-    "measure_shards",
-    "measure_whole",
-    "on_host_if_cpu",
-    "unscale_",
-]
-
+from halfstep.trees import dense_values, gathered, home_device
 
 _Flag = TypeVar("_Flag", covariant=True, default=Tensor)
 _Norm = TypeVar("_Norm", covariant=True, default=Tensor)
@@ -184,7 +164,7 @@ def measure_shards(
     kept = [t for tensors in sets.values() for t in tensors]
     home = home_device(kept) if kept else torch.device("cpu")
     found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
-    squares, amax = torch.stack([a for a, _ in found]).sum(), _gather([b for _, b in found], home).amax()
+    squares, amax = torch.stack([a for a, _ in found]).sum(), gathered([b for _, b in found], home).amax()
     if stages is not None:
         squares, amax = distributed.sums_over((stages,), squares, amax)
     finite, norm = torch.isfinite(amax), squares.sqrt().to(amax.dtype)
@@ -195,11 +175,20 @@ def measure_shards(
 
 
 @torch.no_grad()
-def measure_whole(grads: Sequence[Tensor], *, stages: Any = None) -> GradStats:
-    """Return `measure` where no gradient is elsewhere, else `measure_shards`, which every rank must call."""
+def measure_whole(
+    grads: Sequence[Tensor],
+    inv_scale: float | Tensor | None = None,
+    *,
+    needs_amax: bool = True,
+    stages: Any = None,
+) -> GradStats[Tensor, Tensor, Tensor | None]:
+    """Return `measure_shards`, which every rank must call, where a gradient is elsewhere, else `measure`.
+
+    Without `needs_amax` it is `finite_and_norm` that measures.
+    """
     if stages is not None or any(distributed.local_of(g) is not g for g in grads):
-        return measure_shards(grads, stages=stages)
-    return measure(grads)
+        return measure_shards(grads, inv_scale, stages=stages)
+    return (measure if needs_amax else finite_and_norm)(grads, inv_scale)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
@@ -217,8 +206,8 @@ def combine(parts: Sequence[GradStats]) -> GradStats:
         return parts[0]
     home = home_device([part.norm for part in parts])
     finite = torch.stack([part.finite.to(home, non_blocking=True) for part in parts]).all()
-    norm = torch.linalg.vector_norm(_gather([part.norm for part in parts], home))
-    return GradStats(finite, norm, _gather([part.amax for part in parts], home).amax())
+    norm = torch.linalg.vector_norm(gathered([part.norm for part in parts], home))
+    return GradStats(finite, norm, gathered([part.amax for part in parts], home).amax())
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
@@ -228,13 +217,6 @@ def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
         yield places, [tensors[i] for i in places]
 
 
-def _gather(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
-    widest = torch.float64 if any(s.dtype == torch.float64 for s in scalars) else torch.float32
-    if any(s.dtype != widest or s.device != home for s in scalars):
-        scalars = [s.to(home, widest, non_blocking=True) for s in scalars]
-    return torch.stack(list(scalars))
-
-
 def _norms(tensors: list[Tensor], home: torch.device, least: torch.dtype = torch.float32) -> Tensor:
     """Return the 2-norm of each tensor, in order (the order decides the last bit of the total)."""
     norms: dict[int, Tensor] = {}
@@ -242,7 +224,7 @@ def _norms(tensors: list[Tensor], home: torch.device, least: torch.dtype = torch
         wide = torch.promote_types(group[0].dtype, least)
         found = foreach_norm(group, 2, dtype=wide)
         norms.update(zip(places, found, strict=True))
-    return _gather([norms[i] for i in range(len(tensors))], home)
+    return gathered([norms[i] for i in range(len(tensors))], home)
 
 
 def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
@@ -256,7 +238,7 @@ def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
             extremes += [end for t in whole + joined for end in torch.aminmax(t)]
         else:
             extremes += foreach_norm(group, math.inf)
-    return _gather(extremes, home).abs().amax()
+    return gathered(extremes, home).abs().amax()
 
 
 def _rescue(norm: Tensor, amax: Tensor, finite: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ makes them agree. A link keeps no optimizer alive, so that an optimizer's hooks 
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any, cast
 
@@ -18,8 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any, run_ranges
-from halfstep.gradients.stats import HostStats
-from halfstep.gradients.widen import widen
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import checkpoints
 from halfstep.optim.loading import HasMasters, HooksOfHolder
@@ -165,8 +163,6 @@ class Link(HasMasters):
         self._given = names
         self._together: list[dict[str, Any]] = []
         """Groups whose option `foreach` is set for the step that is under way."""
-        self.finish: Callable[[], None] | None = None
-        """Called once, before the next widening: for who left scaled 16-bit gradients with the weights."""
         self.adopt(initial)
 
     @property
@@ -250,24 +246,17 @@ class Link(HasMasters):
         return [m._name or here[id(m)] for m in self.pairs.values()]
 
     @torch.no_grad()
-    def widen(self) -> tuple[list[Tensor], HostStats | None]:
-        """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor.
-
-        Returns those that were widened now, and what they hold where widening measured them.
-        """
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
+    def widen(self) -> None:
+        """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
         low = [w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW]
-        dense = [w for w in low if not cast(Tensor, w.grad).is_sparse]
-        wide, measured = widen([cast(Tensor, w.grad) for w in dense]) if dense else ([], None)
-        for w, g in zip(dense, wide):
-            w.grad = g
+        dense = [cast(Tensor, w.grad) for w in low if not cast(Tensor, w.grad).is_sparse]
+        wide = [torch.empty_like(g, dtype=torch.float32) for g in dense]
+        if dense:
+            foreach_copy_(wide, dense)
+        rest = iter(wide)
         for w in low:
             grad = cast(Tensor, w.grad)
-            if grad.is_sparse:
-                w.grad = grad.to(torch.float32)
-        return wide, measured
+            w.grad = grad.to(torch.float32) if grad.is_sparse else next(rest)
 
     @torch.no_grad()
     def write_back(self) -> None:

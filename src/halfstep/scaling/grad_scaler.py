@@ -34,7 +34,7 @@ from halfstep.errors import (
     show,
 )
 from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
-from halfstep.gradients.stats import GradStats, finite_and_norm, measure, measure_shards, measure_whole
+from halfstep.gradients.stats import GradStats, measure_whole
 from halfstep.gradients.unscale import any_of, kernels_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
@@ -327,9 +327,8 @@ class GradScaler(torchs.GradScaler):
         self, grads: list[Tensor], inv_scale: Tensor | None = None
     ) -> GradStats[Tensor, Tensor, Tensor | None]:
         """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
-        if self._norm_group is not None or any(distributed.local_of(g) is not g for g in grads):
-            return measure_shards(grads, inv_scale, stages=self._norm_group)
-        return (measure if self._rule.needs_amax else finite_and_norm)(grads, inv_scale)
+        wanted = self._rule.needs_amax
+        return measure_whole(grads, inv_scale, needs_amax=wanted, stages=self._norm_group)
 
     def _one_pass_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         row, inv_scale = self._row(optimizer), None

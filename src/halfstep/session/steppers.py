@@ -7,7 +7,6 @@ numbers mean (scales, ranks, outcomes) is decided there, never here.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,12 +20,9 @@ from halfstep.errors import ScalerStateError, UnsupportedError
 from halfstep.gradients.stats import (
     AnyStats,
     Clip,
-    GradStats,
-    HostStats,
     clip_coefficient,
-    finite_and_norm,
-    measure,
     measure_shards,
+    measure_whole,
     on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
@@ -186,23 +182,18 @@ class TorchStepper(Stepper):
         return any(w.grad is not None for w in weights_of(self.optimizer))
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-        """Read the gradients once, twice where the largest magnitude is asked for.
-
-        Where widening them for masters has measured them already, only the others are read.
-        """
+        """Read the gradients once, twice where the largest magnitude is asked for."""
         if self._needs_closure:
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
         self._inv_scale = inv_scale
-        wide, known = ([], None) if self._masters is None else self._masters.link.widen()
+        if self._masters is not None:
+            self._masters.link.widen()
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
-        gradients = self.gradients()
-        if known is not None:
-            return _complete(wide, known, gradients, inv_scale, needs_amax)
-        return _look(gradients, inv_scale, needs_amax)
+        return on_host_if_cpu(measure_whole(self.gradients(), inv_scale, needs_amax=needs_amax))
 
     def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
         """Unscale and clip in place, then the optimizer's own step."""
@@ -252,27 +243,3 @@ def steppers_of(
         else TorchStepper(one, masters.get(index), ordered, norm_group)
         for index, one in enumerate(optimizers)
     ]
-
-
-def _look(gradients: list[Tensor], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-    """Measure by reading; on a CPU no more than the norm, unless more is needed."""
-    if any(local_of(g) is not g for g in gradients):
-        return on_host_if_cpu(measure_shards(gradients, inv_scale))
-    return on_host_if_cpu((measure if needs_amax else finite_and_norm)(gradients, inv_scale))
-
-
-def _complete(
-    wide: list[Tensor],
-    known: HostStats,
-    gradients: list[Tensor],
-    inv_scale: Tensor | None,
-    needs_amax: bool,
-) -> AnyStats:
-    """Add the gradients that widening did not measure; read all where these are not finite."""
-    seen = {id(g) for g in wide}
-    rest = _look([g for g in gradients if id(g) not in seen], None, needs_amax)
-    if rest.finite is not True or isinstance(rest.norm, Tensor) or isinstance(rest.amax, Tensor):
-        return _look(gradients, inv_scale, needs_amax)
-    factor = 1.0 if inv_scale is None else float(inv_scale)
-    amax = max(known.amax, rest.amax or 0.0) * factor if needs_amax else None
-    return GradStats(True, math.hypot(known.norm, rest.norm) * factor, amax)

@@ -42,8 +42,7 @@ from halfstep.kernels.cpu.streams import widths
 from halfstep.kernels.cpu.update import block_exponents, core, peak, read_grad
 
 FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over
-# What `measurer` does: squares in fp32, all in float64, or in fp32 while the gradients are written as fp32.
-NARROW, WIDE, WIDEN = 0, 1, 2
+NARROW, WIDE = 0, 1  # how `measurer` adds squares up: in fp32, or all in float64
 REBIASED = 2.0 ** (1023 - 127)  # an exponent of bf16 in the place of a float64's
 # The same but for numbers from CLEAR on: bits no exponent of bf16 reaches put it right up to one scale, and
 # make a zero 2^-127, which a sum of such squares does not feel.
@@ -52,7 +51,7 @@ LIFTED, SCALE, CLEAR = 0x300 << 52, 2.0**128, (127 - 32) << 7
 SOURCES = tuple(Path(str(m.__file__)).stat().st_mtime_ns for m in (_numba_bits, _numba_kernels, streams))
 
 
-def look_wide_bf16(source, target, n):
+def look_wide_bf16(source, n):
     """`looker` of WIDE for bf16, in half the time: four words at once, each widened by a shift."""
     widest_vectors()
     fours, ones = carray(at(source), n // 4, np.uint64), carray(at(source), n, np.uint16)
@@ -100,19 +99,16 @@ def looker(grad: int, how: int) -> Any:
     if (grad, how) == (L.BF16, WIDE):
         return compiled(name="look_wide_bf16", fastmath={"reassoc", "contract"})(look_wide_bf16)
     kind = np.float64 if how == WIDE else np.float32
-    widen, wide = how == WIDEN, how == WIDE
+    wide = how == WIDE
 
-    def look(source, target, n):
+    def look(source, n):
         if wide:
             widest_vectors()
         g16, g32 = carray(at(source), n, np.int16), carray(at(source), n, np.float32)
-        out = carray(at(target), n, np.float32)
         total = kind(0)
         top = i32(0)
         for i in range(n):
             x = read_grad(grad, g16, g32, i)
-            if widen:
-                out[i] = x
             top = max(top, i32(bits_of(x) & MASK))
             total += kind(x) * kind(x)
         return np.float64(total), top
@@ -156,7 +152,7 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
                     column = column + n if column + n < width else 0
                     block += 1
                 if looks:
-                    squared, bits = seen(g, g, n)
+                    squared, bits = seen(g, n)
                     total += squared
                     top = max(top, bits)
                 bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(key), j))
@@ -195,7 +191,6 @@ def _measure(grad, how, first, last, items, table, found):
 def _measure_of(grad, how, first, last, items, table, found):
     seen = looker(grad.literal_value, how.literal_value)
     size = 4 if grad.literal_value == L.FP32 else 2
-    source, target = (0, 1) if how.literal_value == WIDEN else (2, 2)
 
     def run(grad, how, first, last, items, table, found):
         for k in range(first, last):
@@ -203,7 +198,7 @@ def _measure_of(grad, how, first, last, items, table, found):
             total, top = 0.0, i32(0)
             for j in range(start, start + count, FLUSH):
                 n = min(FLUSH, start + count - j)
-                squared, bits = seen(table[source, p] + size * j, table[target, p] + 4 * j, n)
+                squared, bits = seen(table[2, p] + size * j, n)
                 total += squared
                 top = max(top, bits)
             found[0, k], found[1, k] = total, float_of(top)
@@ -216,8 +211,7 @@ def _measure_of(grad, how, first, last, items, table, found):
 def measurer(grad: int, how: int = NARROW) -> Any:
     """Sum of squares and largest magnitude of each work item, in its column of `found`.
 
-    NaN and inf show in the latter. `how` is NARROW, WIDE or WIDEN; the lines of WIDEN's table are the 16-bit
-    sources and the fp32 targets.
+    NaN and inf show in the latter. `how` is NARROW or WIDE; addresses are line 2 of the table.
     """
     sources = SOURCES
 
