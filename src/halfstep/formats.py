@@ -200,6 +200,9 @@ def round_reference(x: float | Fraction, fmt: str | torch.dtype | Format, satura
     return math.copysign(float(rounded), sign)
 
 
+_EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
+
+
 @torch.no_grad()
 def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False) -> Tensor:
     """Every element rounded as `round_reference` does, in a new tensor of the same shape and dtype.
@@ -217,41 +220,15 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
         ConfigError: `t` is not an fp32 or fp64 tensor.
     """
     fmt = format_of(fmt)
-    if not isinstance(t, Tensor):
+    if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64):
+        given = dtype_name(t.dtype) if isinstance(t, Tensor) else f"{t!r:.60}"
         raise ConfigError(
-            f"round_to takes an fp32 or fp64 tensor, was given {t!r:.60}; "
-            "make it one with torch.tensor(), or round a number with formats.round_reference"
-        )
-    if t.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(
-            f"round_to takes an fp32 or fp64 tensor, was given {dtype_name(t.dtype)}; cast it first"
+            f"round_to takes an fp32 or fp64 tensor, was given {given}; make it one with torch.tensor()"
         )
     own = _BY_DTYPE[t.dtype]
     if fmt.bits >= own.bits:
         return t.clamp(-fmt.max, fmt.max) if saturate and fmt is own else t.clone()
-    if t.dtype == torch.float32 and fmt.torch_dtype is not None:
-        return _round_by_cast(t, fmt, fmt.torch_dtype, saturate)
-    return _round_by_arithmetic(t, fmt, saturate)
-
-
-def _round_by_cast(t: Tensor, fmt: Format, dtype: torch.dtype, saturate: bool) -> Tensor:
-    """torch's conversions, kept from overflowing where torch versions disagree about it."""
-    settled = saturate or not fmt.has_inf
-    rounded = (t.clamp(-fmt.max, fmt.max) if settled else t).to(dtype).to(t.dtype)
-    if settled and not saturate:
-        half_spacing = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits - 1)
-        rounded.masked_fill_(t.abs() > fmt.max + half_spacing, math.nan)
-    return rounded
-
-
-_EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
-
-
-def _round_by_arithmetic(t: Tensor, fmt: Format, saturate: bool) -> Tensor:
-    """Divide by the spacing, round to an integer, multiply back.
-
-    In fp64 every step is exact, subnormals of fp32 included.
-    """
+    # Divided by the spacing, rounded to an integer, multiplied back: exact in fp64, fp32 subnormals too.
     size = t.to(torch.float64, copy=True).abs_().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 2))
     spacing = size.view(torch.int64).bitwise_and(_EXPONENT_FIELD_FP64).view(torch.float64)
     spacing.clamp_(min=fmt.smallest_normal).mul_(fmt.epsilon)

@@ -229,17 +229,6 @@ def memory_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def delays_all_reduce(ddp: Any) -> bool:
-    """Return whether a DDP sends all gradients at the end, which a replay of one rank cannot stand in for."""
-    return bool(getattr(ddp, "_delay_all_reduce_all_params", False))
-
-
-def collective_that_is_over() -> Any:
-    """Return what a collective gives that is over, as the dispatcher wants it; None where torch has none."""
-    work: Any = getattr(torch._C._distributed_c10d, "FakeWork", None)  # pyright: ignore
-    return work().boxed() if hasattr(work, "boxed") else None
-
-
 load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 """An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
 

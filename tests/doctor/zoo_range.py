@@ -390,7 +390,7 @@ for i in range(12):
         module="mix",
         op=("linear",),
         cause=("range",),
-        says=("row 7 of emb.weight", "since step 4"),
+        says=("row 7 of emb.weight",),
     ),
     Script(
         name="second_behind_the_first",

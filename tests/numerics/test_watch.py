@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS
-from halfstep.gradients.per_parameter import amaxes, amaxes_of, ends_of
+from halfstep.gradients.per_parameter import amaxes, amaxes_of
 from halfstep.numerics.watch import forecast, headroom, spread, trend, watch
 from halfstep.optim import SGD, AdamW
 from halfstep.scaling import StaticLossScale
 from halfstep.session import prepare
-from halfstep.trees import dense_values
+from halfstep.trees import dense_values, ends_of
 
 
 class Two(nn.Module):

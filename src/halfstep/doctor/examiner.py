@@ -325,20 +325,15 @@ class Examiner:
         if self.done == 0:
             self._copies.hold()
 
-    def on_sign(self, module: nn.Module | None = None) -> bool:
-        """A step shows that it has begun: a region opens or a model is called; whether a tape knows of it."""
+    def on_sign(self, module: nn.Module | None = None) -> None:
+        """A step shows that it has begun: a region opens or a model is called."""
         if module is not None:
             self.roster.meet(module)
-        before = self.taping
         if not self._signed:
             self._signed = True
             if self.done == 0 or _loads_with_workers():
                 self._copies.hold()
                 self._go_on()
-        if module is None or self.taping is None or self.taping is before:
-            return False
-        self.taping.tape.enter_module(module)
-        return True
 
     def _begin(self) -> None:
         """The next step begins; with workers that load its batch, it does where it shows itself."""
@@ -481,8 +476,6 @@ class Examiner:
             self._end_tape()
         named = self.roster.named()
         weights = dict(zip(named, read_amaxes(list(named.values()))))
-        for name, amax in weights.items():
-            self.ledger.weights.setdefault(name, []).append((self.done, amax))
         if self.roster.fell_ill(weights):
             self.ledger.blame("parameter")
             now.spoiled = True

@@ -174,9 +174,9 @@ class Hooks:
         before = self._examiner.taping
         if self._by_hand:
             self._end_by_hand()
-        entered = self._examiner.on_sign(module)
+        self._examiner.on_sign(module)
         taping = self._examiner.taping
-        if taping is not None and taping is not before and not entered:
+        if taping is not None and taping is not before:
             taping.tape.enter_module(module)
         if self._root is None and any(module is m for m in self._examiner.roster.models):
             self._root = module

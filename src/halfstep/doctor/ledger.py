@@ -128,11 +128,10 @@ def length(tensors: Sequence[Tensor]) -> float:
 
 
 class Ledger:
-    """The notes of a run, by step; `weights` holds each parameter's largest magnitude after every step."""
+    """The notes of a run, by step."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
-        self.weights: dict[str, list[tuple[int, float]]] = {}
         self.now = Note(0)
         self._iteration = 0
         self._round: set[int] = set()
@@ -226,18 +225,10 @@ class Ledger:
         """How many steps up to now were bad without a good one between them."""
         return sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.notes)))
 
-    def since(self, name: str, step: int) -> int | None:
-        """From which step on a parameter has been about as large as it was at `step`; None if always."""
-        history = [(index, amax) for index, amax in self.weights.get(name, []) if index < len(self.notes)]
-        history = [(self.notes[index].number, amax) for index, amax in history]
-        now = max((amax for number, amax in history if number <= step and math.isfinite(amax)), default=0.0)
-        large = [number for number, amax in history if amax >= now / 2]
-        return large[0] if now and large[0] != history[0][0] else None
-
     def until(self, stop: int | None) -> Ledger:
         """The notes before the one with this index, and that one; all with None."""
         part = Ledger()
-        part.notes, part.weights = self.notes if stop is None else self.notes[: stop + 1], self.weights
+        part.notes = self.notes if stop is None else self.notes[: stop + 1]
         return part
 
     def broken(self) -> int | None:
@@ -318,21 +309,15 @@ def beside(ledger: Ledger, number: int) -> dict[str, Any]:
     if bad is None or not before:
         return {}
     good = before[-1]
-    rows = [
-        {"kind": kind, "path": path, "good": usual.get(path), "bad": value}
-        for kind, now, usual in (
-            ("input", bad.inputs, good.inputs),
-            ("result", bad.outputs, good.outputs),
-            ("gradient", bad.gradients, good.gradients),
-        )
-        for path, value in now.items()
-    ]
-    told = [
+    values = [
         *(("learning rate", f"group {i}", a, b) for i, (a, b) in enumerate(zip(good.rates, bad.rates))),
         ("update", "all weights", good.update, bad.update if bad.taken else None),
         ("loss", "loss", good.loss, bad.loss),
+        *(("input", path, good.inputs.get(path), value) for path, value in bad.inputs.items()),
+        *(("result", path, good.outputs.get(path), value) for path, value in bad.outputs.items()),
+        *(("gradient", path, good.gradients.get(path), value) for path, value in bad.gradients.items()),
     ]
-    rows += [{"kind": k, "path": p, "good": a, "bad": b} for k, p, a, b in told if b is not None]
+    rows = [{"kind": k, "path": p, "good": a, "bad": b} for k, p, a, b in values if b is not None]
     return {"good": good.number, "bad": number, "rows": rows}
 
 

@@ -275,19 +275,11 @@ def _composed(found: Found, traced: Sequence[Fault]) -> Document:
     document, ledger = found.document, found.ledger
     document.bad = all_faults(found.notes, traced)
     for fault in document.bad:
-        _say_since(fault, ledger)
         _say_outlier(fault, ledger)
     until = document.bad[0].step if document.bad else None
     keep_latest(document, until)
     document.beside = {} if until is None else beside(ledger, until)
     return document
-
-
-def _say_since(fault: Fault, ledger: Ledger) -> None:
-    """Adds to a cause that lies in a weight the step from which on it was so."""
-    since = ledger.since(fault.cause.weight, fault.step) if fault.cause.weight else None
-    if since is not None:
-        fault.cause = dataclasses.replace(fault.cause, since=since)
 
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.doctor.document import Document
 from halfstep.errors import ConfigError, show
-from halfstep.numerics.snapshot import StepParticipants, is_session, listed
+from halfstep.numerics.snapshot import StepParticipants, listed
 
 
 def examine(
@@ -38,14 +38,15 @@ def examine(
         `halfstep.report.doctor.write_doctor(document, path)`.
 
     Raises:
-        ConfigError: `step` is not a function, a batch is not a tuple, or what takes part is of another kind.
+        ConfigError: `step` is not a function, or a batch is not a tuple.
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
     from halfstep.numerics.audit import Audit, audit
     from halfstep.numerics.lint import LintProbe, findings_at_rest
     from halfstep.numerics.trace import trace_step
 
-    _check(step, batches, model, optimizer, session)
+    if not callable(step):
+        raise ConfigError(f"examine({show(step)}): expected a function that does one training step")
     document = Document(label, 0)
     models, optimizers = listed(model), listed(optimizer)
     parts = StepParticipants(step, [*models, *optimizers, *listed(session), *others])
@@ -72,18 +73,3 @@ def examine(
             break
     document.lint = list(dict.fromkeys([*at_rest, *probe.found()]))
     return document
-
-
-def _check(step: object, batches: object, model: object, optimizer: object, session: object) -> None:
-    if not callable(step):
-        raise ConfigError(f"examine({show(step)}): expected a function that does one training step")
-    if not isinstance(batches, Iterable):
-        raise ConfigError(f"batches={show(batches)}: expected tuples of step's arguments")
-    for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
-        listed: list[object] = (
-            [given] if isinstance(given, kind) or not isinstance(given, Iterable) else [*given]
-        )
-        if given is not None and not all(isinstance(x, kind) for x in listed):
-            raise ConfigError(f"{name}={show(given)}: expected a {kind.__name__}, or several")
-    if session is not None and not is_session(session):
-        raise ConfigError(f"session={show(session)}: expected what hs.prepare returns")

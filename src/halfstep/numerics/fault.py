@@ -79,8 +79,8 @@ class Cause:
     was found.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
-    the parameter that holds what is too large, if one does, and `since` which step, from 0. `scalar`: a
-    constant that the format rounds to zero, as it does an epsilon.
+    the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
+    zero, as it does an epsilon.
     """
 
     kind: str
@@ -90,15 +90,11 @@ class Cause:
     weight: str = ""
     scalar: float | None = None
     more: tuple[str, ...] = ()
-    since: int | None = None
 
     @property
     def words(self) -> str:
         """All that is known of it, in a line."""
-        parts = [self.text, *self.more]
-        if self.since is not None:
-            parts[min(1, len(parts) - 1)] += f", since step {self.since + 1}"  # beside what the weight holds
-        return "; ".join(parts)
+        return "; ".join([self.text, *self.more])
 
     def and_also(self, text: str) -> Cause:
         """The same with one more thing found."""
@@ -140,6 +136,13 @@ class Cure:
 
     def __str__(self) -> str:
         return f"cure ({self.verdict}): {self.text}"
+
+
+#: What of a fault is told in JSON as it is.
+_PLAIN = (
+    "step", "phase", "module", "op", "where", "code", "module_class", "aten", "harmless", "behind", "origin",
+    "underflow", "hidden", "rank",
+)  # fmt: skip
 
 
 @dataclass
@@ -272,20 +275,7 @@ class Fault:
 
     def as_dict(self) -> dict[str, Any]:
         """The fault as plain values: a row of the doctor's JSON."""
-        plain = [
-            "step",
-            "phase",
-            "module",
-            "op",
-            "where",
-            "code",
-            "module_class",
-            "aten",
-            "harmless",
-            "behind",
-        ]
-        plain += ["origin", "underflow", "hidden", "rank"]
-        return {name: getattr(self, name) for name in plain} | {
+        return {name: getattr(self, name) for name in _PLAIN} | {
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
             "cures": [dict(vars(cure)) for cure in self.cures],
             "summary": self.story(),

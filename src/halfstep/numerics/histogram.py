@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, dtype_name, format_of, round_to
+from halfstep.trees import dense_values, ends_of
 
 _INT_OF_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _CHUNK = 1 << 22
@@ -109,11 +110,7 @@ class WhatIf:
 
 
 def _flat(t: Tensor) -> Tensor:
-    t = t.detach()
-    if t.layout != torch.strided:
-        t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
-    if t.is_complex():
-        t = torch.view_as_real(t)
+    t = dense_values(t.detach())
     if not t.is_floating_point():
         raise ConfigError(f"a histogram counts floating-point tensors, was given {dtype_name(t.dtype)}")
     return t.contiguous().view(-1)
@@ -146,15 +143,6 @@ def _bin_index(magnitude: Tensor, fmt: Format) -> Tensor:
     return torch.where(nan, _bins(fmt) - 1, index)
 
 
-def _bincount(index: Tensor, size: int) -> Tensor:
-    if index.device.type == "cpu":
-        return torch.bincount(index, minlength=size)
-    # bincount asks an accelerator for the largest index and waits; adding ones does not.
-    counts = torch.zeros(size, dtype=torch.int64, device=index.device)
-    wide = index.to(torch.int64)
-    return counts.scatter_add_(0, wide, torch.ones_like(wide))
-
-
 def count_many(parts: Sequence[Tensor]) -> Tensor:
     """Counts many flat fp32 CPU tensors in one go: int64 [len(parts), bins], each row as `count`'s bins."""
     fmt = FORMATS["fp32"]
@@ -174,17 +162,6 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _count_on_cpu(flat: Tensor, fmt: Format) -> Tensor:
-    """A tensor of 32 bits or fewer, counted as the fp32 values that it holds exactly."""
-    parts = flat.split(_CHUNK) if flat.numel() else ()
-    wide = sum(
-        (count_many([part.to(torch.float32)])[0] for part in parts),
-        torch.zeros(_bins(FORMATS["fp32"])).long(),
-    )
-    start = 1 + lowest_exponent(fmt) - lowest_exponent(FORMATS["fp32"])
-    return torch.cat([wide[:1], wide[start : start + _bins(fmt) - 3], wide[-2:]])
-
-
 def count(t: Tensor) -> Counts:
     """Counts the exponents of `t` (any float dtype, shape and device; complex: both parts).
 
@@ -196,12 +173,14 @@ def count(t: Tensor) -> Counts:
     """
     flat = _flat(t)
     fmt = format_of(flat.dtype)
-    if flat.device.type == "cpu" and fmt.bits <= 32:
-        bins = _count_on_cpu(flat, fmt)
-    else:
-        bins = torch.zeros(_bins(fmt), dtype=torch.int64, device=flat.device)
-        for part in flat.split(_CHUNK):
-            bins += _bincount(_bin_index(_bits(part, fmt), fmt), _bins(fmt))
+    bins = torch.zeros(_bins(fmt), dtype=torch.int64, device=flat.device)
+    for part in flat.split(_CHUNK):
+        index = _bin_index(_bits(part, fmt), fmt)
+        if index.is_cpu:
+            bins += torch.bincount(index, minlength=len(bins))
+        else:  # bincount asks an accelerator for the largest index and waits; adding ones does not
+            index = index.to(torch.int64)
+            bins.scatter_add_(0, index, torch.ones_like(index))
     return Counts(fmt.name, bins)
 
 
@@ -210,16 +189,7 @@ def amax(t: Tensor) -> Tensor:
 
     One pass of aminmax, which carries NaN along: the result is finite exactly when every element is.
     """
-    t = t.detach()
-    if t.layout != torch.strided:
-        t = _flat(t)
-    if t.numel() == 0:
-        return torch.zeros((), dtype=t.dtype, device=t.device)
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    if format_of(t.dtype).bits == 8:
-        t = t.to(torch.float32)
-    low, high = torch.aminmax(t)
+    low, high = ends_of(dense_values(t.detach()))
     return torch.maximum(low.neg(), high)
 
 

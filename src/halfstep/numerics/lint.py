@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.numerics.cause import rerun
-from halfstep.numerics.snapshot import StepParticipants
+from halfstep.numerics.snapshot import StepParticipants, closed_over
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
@@ -241,12 +243,8 @@ def _equal_neighbours(node: Node) -> _Found:
 
 def _from_error(error: RuntimeError) -> Iterable[Finding]:
     if "without overflow" in str(error):
-        frames = error.__traceback__
-        line = ""
-        while frames is not None:
-            if is_users(frames.tb_frame.f_code.co_filename):
-                line = f"{frames.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frames.tb_lineno}"
-            frames = frames.tb_next
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         text = "a fill value does not fit the tensor's dtype (fp16 ends at 65504)"
         yield Finding("mask", line, text, _MASK_CURE)
         return
@@ -348,15 +346,8 @@ _PROBABILITIES = (
 
 
 def _losses(parts: StepParticipants, step: Callable[..., Any] | None) -> Iterable[Finding]:
-    cells = getattr(step, "__closure__", None) or ()
-    values = []
-    for cell in cells:
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            continue
     modules = {m: n for model in parts.models for n, m in model.named_modules()}
-    modules = {v: "loss" for v in values if isinstance(v, nn.Module)} | modules
+    modules = {v: "loss" for v in closed_over(step) if isinstance(v, nn.Module)} | modules
     for module, path in modules.items():
         if isinstance(module, nn.BCELoss):
             yield Finding("probabilities", path or "BCELoss", *_PROBABILITIES)

@@ -19,10 +19,10 @@ from torch import nn
 from halfstep.distributed import all_ranks, is_sharded, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
-from halfstep.numerics.fault import Fault
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.numerics.tape import is_finite, tensors_in
 from halfstep.numerics.trace import Trace, trace_step
+from halfstep.trees import gradients_of
 
 _SHARDED = (
     "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "
@@ -98,9 +98,12 @@ class Replayable:
         """
         self.settle()
         parts = self._parts_of(step)
-        ran = _Ran(step, batch, Snapshot(parts, weights=False), _outcomes(parts))
+        ran = _Ran(
+            step, batch, Snapshot(parts, weights=False), 0 if parts.session is None else parts.session.steps
+        )
         self.steps += 1
-        hooks = [] if self._sharded or self._never_spoils(parts) else self._guards(parts, ran)
+        skips = parts.session is not None and parts.session.skip_nonfinite
+        hooks = [] if self._sharded or skips else self._guards(parts, ran)
         try:
             ran.result = step(*batch)
         except LossScaleCollapsed as error:
@@ -126,10 +129,11 @@ class Replayable:
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
         wanted = bad and power_of_two and self._replays < _TRIES * self._limit
-        if self._sharded:
-            self._tell_of_shards(bad)
-        elif wanted and self._on_any_rank(len(self.traces) < self._limit):
-            self._keep(self._replay(ran))
+        if self._sharded and bad and self._warn and not self._told:
+            self._told = True
+            warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=3)
+        elif not self._sharded and wanted and self._on_any_rank(len(self.traces) < self._limit):
+            self._keep(self._replay(ran), self._warn)
 
     def _on_any_rank(self, here: bool) -> bool:
         """All ranks replay or none does: a replay takes part in their collectives."""
@@ -145,27 +149,21 @@ class Replayable:
                 return True
         return ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
 
-    def _keep(self, trace: Trace) -> None:
-        """Keeps a trace whose cause is new, and tells it."""
+    def _keep(self, trace: Trace, tell: bool) -> None:
+        """Keeps a trace whose cause is new, with a warning where the user is to be told."""
         bad = trace.bad
         if bad is None or any(bad.same_as(known.bad) for _, known in self.traces):
             return
         self.traces.append((self.steps, trace))
-        if self._warn and not bad.harmless and bad.cause.kind != "rank":
+        if tell and not bad.harmless and bad.cause.kind != "rank":
             warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
-
-    def _tell_of_shards(self, bad: bool) -> None:
-        if bad and self._warn and not self._told:
-            self._told = True
-            warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=4)
 
     def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
         if self._sharded:
             return LossScaleCollapsed(str(error))
         trace = self._replay(ran)
-        bad: Fault | None = trace.bad
-        if bad is not None and not any(bad.same_as(known.bad) for _, known in self.traces):
-            self.traces.append((self.steps, trace))
+        self._keep(trace, tell=False)
+        bad = trace.bad
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
     def _parts_of(self, step: Callable[..., Any]) -> StepParticipants:
@@ -175,15 +173,12 @@ class Replayable:
             self._device = next((p.device for p in self._parts.parameters()), torch.device("cpu"))
         return self._parts
 
-    @staticmethod
-    def _never_spoils(parts: StepParticipants) -> bool:
-        return parts.session is not None and parts.session.skip_nonfinite
-
     def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
         """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if ran.early is None and self._device.type == "cpu" and _holds_nonfinite(optimizer):
+            gradients = gradients_of(optimizer) if ran.early is None and self._device.type == "cpu" else []
+            if gradients and not math.isfinite(float(amaxes(gradients).max())):
                 ran.early = Snapshot(parts)
 
         return [o.register_step_pre_hook(guard) for o in parts.optimizers]
@@ -193,9 +188,9 @@ class Replayable:
         if parts.session is not None:
             parts.session.sync()
         self._replays += 1
-        after = ran.early or Snapshot(parts, weights=False)
+        after = Snapshot(parts, weights=ran.early is not None)
         if ran.early is not None:
-            after.exchange()
+            ran.early.restore()
         gradients = [(p, p.grad) for p in parts.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -206,13 +201,3 @@ class Replayable:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             after.restore()
-
-
-def _holds_nonfinite(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    return bool(gradients) and not math.isfinite(float(amaxes(gradients).max()))
-
-
-def _outcomes(parts: StepParticipants) -> int:
-    """How many steps the session has made, so that a step's own outcomes can be told."""
-    return 0 if parts.session is None else parts.session.steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from halfstep.rng import rewinder
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
+from halfstep.trees import parameters_of
 
 
 def is_session(thing: Any) -> bool:
@@ -88,7 +89,7 @@ class StepParticipants:
     def parameters(self) -> list[Tensor]:
         """Every parameter of the models and every tensor the optimizers update, once."""
         owned = [p for m in self.models for p in m.parameters()]
-        updated = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        updated = [p for o in self.optimizers for p in parameters_of(o)]
         return list({id(p): p for p in (*owned, *updated)}.values())
 
 
@@ -96,6 +97,15 @@ def _keeps_state(thing: Any) -> bool:
     return not isinstance(thing, type) and all(
         callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
     )
+
+
+def closed_over(function: Any) -> list[Any]:
+    """What a function holds in its closure."""
+    found: list[Any] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a name the enclosing function has not bound yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def _reachable(step: Callable[..., Any]) -> list[Any]:
@@ -109,12 +119,7 @@ def _reachable(step: Callable[..., Any]) -> list[Any]:
     code = getattr(function, "__code__", None)
     if code is not None:
         names = getattr(function, "__globals__", {})
-        found += [names[n] for n in code.co_names if n in names]
-        for cell in function.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # a name the enclosing function has not bound yet
-                continue
+        found += [names[n] for n in code.co_names if n in names] + closed_over(function)
     listed = [x for t in found for x in (t if isinstance(t, list | tuple) else (t,))]
     return [t for t in listed if is_session(t) or _keeps_state(t)]
 
@@ -221,11 +226,6 @@ def _by_state_dict(thing: Any) -> Restore:
     return lambda: thing.load_state_dict(copy.deepcopy(state))
 
 
-def _norm_of(release: Any) -> Restore:
-    """What an optimizer that releases gradients clips the next ones by."""
-    return partial(release.load, release.state())
-
-
 class Snapshot:
     """The state before a step. `restore()` may be called any number of times.
 
@@ -234,16 +234,17 @@ class Snapshot:
 
     def __init__(self, parts: StepParticipants, weights: bool = True) -> None:
         self._random = rewinder()
-        self._take: list[Callable[[], Restore]] = [partial(_buffers, parts.modules)]
+        self._restore = [_buffers(parts.modules)]
         if weights:
-            self._take += [partial(_values, [p]) for p in parts.parameters()]
-            self._take += [partial(_optimizer_state, o) for o in parts.optimizers]
-            self._take += [partial(_by_state_dict, thing) for thing in parts.others]
+            self._restore.append(_values(parts.parameters()))
+            self._restore += [_optimizer_state(o) for o in parts.optimizers]
+            self._restore += [_by_state_dict(thing) for thing in parts.others]
         if parts.session is not None:
-            self._take.append(partial(parts.session.remember, weights))
+            self._restore.append(parts.session.remember(weights))
         for release in filter(None, (getattr(o, "release", None) for o in parts.optimizers)):
-            self._take += [release.memory, *([partial(_norm_of, release)] if weights else [])]
-        self._restore = [take() for take in self._take]
+            self._restore.append(release.memory())
+            if weights:  # what an optimizer that releases gradients clips the next ones by
+                self._restore.append(partial(release.load, release.state()))
 
     def restore(self) -> None:
         """Writes every value back and sets the random generators."""
@@ -251,13 +252,3 @@ class Snapshot:
             for restore in self._restore:
                 restore()
         self._random()
-
-    def exchange(self) -> None:
-        """Restores, and keeps what was there until now instead; never a second copy of everything."""
-        random = rewinder()
-        with torch.no_grad():
-            for place, restore in enumerate(self._restore):
-                self._restore[place] = self._take[place]()
-                restore()
-        self._random()
-        self._random = random

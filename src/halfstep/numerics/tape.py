@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from halfstep.numerics.histogram import amax
 from halfstep.policy.op_names import canonical_op
 from halfstep.torch_private import (
     TorchDispatchMode,
+    disable_current_modes,
     engine_under,
     gradient_hooks,
     graph_task,
@@ -172,24 +173,14 @@ def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
     yield from later
 
 
-def _shows(t: torch.Tensor) -> tuple[Any, ...] | None:
-    if t.layout != torch.strided or t.is_meta:
-        return None
-    try:
-        return t.data_ptr(), tuple(t.shape), t.stride()
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
 def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by the names of the user's variables that hold them now, outermost function first."""
-    wanted = {_shows(t): t for t in tensors if t.numel()}
-    wanted.pop(None, None)
+    wanted = {key_of(t): t for t in tensors if t.numel()}
     frames = [f for f in _stack() if is_users(f.f_code.co_filename)] if wanted else []
     found: dict[str, torch.Tensor] = {}
     for one in reversed(frames):
         for name, value in _variables(one):
-            key = _shows(value)
+            key = key_of(value)
             if key in wanted:
                 found.setdefault(name, wanted.pop(key))
     return found
@@ -212,78 +203,6 @@ def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
     what Python code backward calls (own Functions, recomputation) must see it again."""
     with engine_under(mode):
         return function(*args, **kwargs)
-
-
-class ModuleStack:
-    """Context manager that knows which module's forward is running, by global hooks removed at the end.
-
-    `adopt` is called once for each tree of modules with the names of its parameters.
-    """
-
-    def __init__(
-        self, model: nn.Module | None, adopt: Callable[[Iterable[tuple[str, nn.Parameter]]], None]
-    ) -> None:
-        self._names: dict[int, str] = {}
-        self._running: list[nn.Module] = []
-        self._keep: list[nn.Module] = []
-        self._handles: list[Any] = []
-        self._adopt = adopt
-        self._model = model
-
-    def __enter__(self) -> ModuleStack:
-        if self._model is not None:
-            self._learn(self._model)
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._running.clear()
-
-    def _learn(self, root: nn.Module) -> None:
-        has_weights = next(root.parameters(), None) is not None
-        first = not self._keep and has_weights
-        if first:
-            self._keep.append(root)
-        prefix = "" if first else type(root).__name__
-        for name, module in root.named_modules():
-            path = ".".join(part for part in (prefix, fqn(name)) if part)
-            self._names.setdefault(id(module), path)
-        self._adopt(
-            (".".join(part for part in (prefix, fqn(name)) if part), parameter)
-            for name, parameter in root.named_parameters()
-        )
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self.enter(module)
-
-    def enter(self, module: nn.Module) -> None:
-        """Notes that a module's forward begins."""
-        if id(module) not in self._names:
-            self._learn(module)
-        self._running.append(module)
-
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._running and self._running[-1] is module:
-            self._running.pop()
-
-    def name_of(self, module: nn.Module) -> str:
-        """The path of a module, its class name if it was never seen."""
-        return self._names.get(id(module), type(module).__name__)
-
-    @property
-    def path(self) -> str:
-        """Path of the innermost running module; empty at the root or outside every module."""
-        return self.name_of(self._running[-1]) if self._running else ""
-
-    @property
-    def kind(self) -> str:
-        """Class of the innermost running module; empty outside every module."""
-        return type(self._running[-1]).__name__ if self._running else ""
 
 
 def is_finite(t: Tensor) -> bool:
@@ -424,14 +343,13 @@ def key_of(t: Tensor) -> tuple[Any, ...]:
     return (_storage(t), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
 
 
-class Tape:
+class Tape(TorchDispatchMode):
     """Context manager that records one step. Read `nodes`, `ends`, `counts` after it has closed.
 
     Args:
         model: names modules by its paths; without it the first module called is taken for the model.
         keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
-        batch: what the step's batch is called in words.
     """
 
     def __init__(
@@ -439,15 +357,16 @@ class Tape:
         model: nn.Module | None = None,
         keep_bytes: int = 1 << 30,
         observers: Iterable[Callable[[Node, bool], None]] = (),
-        batch: str = "",
     ) -> None:
-        self.batch = batch
+        super().__init__()
+        self.batch = ""
+        """What the step's batch is called in words."""
         self.root_amax = 0.0
         self.nodes: list[Node] = []
         self.candidates: dict[int, Node] = {}
         self.ends: list[End] = []
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.collectives: Counter[str] = Counter()
+        self.talked = False
         self._received: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.passed: list[Node] = []
@@ -464,25 +383,33 @@ class Tape:
         self._observers = tuple(observers)
         self._steps = 0
         self.rates: list[float] = []
-        self._busy = False
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._devices = ("cpu",) if here is None else ("cpu", here.type)
         self.calls: list[tuple[Any, int, bool]] = []
         self.call_count = 0
-        self._modules = ModuleStack(model, self._adopt)
+        self._model = model
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[nn.Module] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Tape:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._stack.enter_context(self._modules)
+        if self._model is not None:
+            self._learn(self._model)
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            register_module_forward_pre_hook(self.enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
         self._stack.enter_context(_Calls(self))
-        self._stack.enter_context(_TapeMode(self))
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._stack.close()
         self._made.clear()
+        self._running.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._steps += 1
@@ -491,10 +418,15 @@ class Tape:
     def _after_step(self, *_: object) -> None:
         self._steps -= 1
 
-    def _adopt(self, names: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in names:
+    def _learn(self, root: nn.Module) -> None:
+        """Names a tree of modules, the first with weights without a prefix, and follows its gradients."""
+        first = next(root.parameters(), None) is not None and "" not in self._names.values()
+        prefix = [] if first else [type(root).__name__]
+        for name, module in root.named_modules():
+            self._names.setdefault(module, ".".join([*prefix, *filter(None, [fqn(name)])]))
+        for name, parameter in root.named_parameters():
             if parameter.is_leaf and parameter.requires_grad:
-                hook = _gradient_hook(self, name)
+                hook = partial(self._on_gradient, ".".join([*prefix, fqn(name)]))
                 self._stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
                 # It must come before the hook of an optimizer that uses each gradient up at once, and the
                 # engine reads the dict in the order of insertion, whatever move_to_end says.
@@ -504,13 +436,25 @@ class Tape:
                     del hooks[key]
                 hooks.update(others)
 
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradients[name] = parameter.grad
+            self.check("gradient", name, parameter.grad)
+
+    def enter_module(self, module: nn.Module, args: Any = ()) -> None:
+        """Notes that a module's forward begins, or that it did before the tape."""
+        if module not in self._names:
+            self._learn(module)
+        self._running.append(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+
     def check(self, kind: str, name: str, value: Tensor) -> bool:
         """Notes `value` as an end of the step; returns whether it is finite."""
-        self._busy, busy = True, self._busy
-        try:
+        with disable_current_modes():
             finite = is_finite(value)
-        finally:
-            self._busy = busy
         if finite:
             return True
         origins, _ = self._bad.get(_storage(value), (frozenset(), value))
@@ -520,13 +464,8 @@ class Tape:
     def look_at_root(self, loss: Tensor) -> None:
         """Notes where backward begins."""
         if self.check("loss", "loss", loss):
-            self._busy, busy = True, self._busy
-            self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
-            self._busy = busy
-
-    def enter_module(self, module: nn.Module) -> None:
-        """Tells a tape that begins inside a module's forward which module that is."""
-        self._modules.enter(module)
+            with disable_current_modes():
+                self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
 
     def _phase(self, found: str) -> str:
         if self._steps:
@@ -534,7 +473,11 @@ class Tape:
         if graph_task() != -1:
             self.backward_seen = True
             return found or "backward"
-        after = self.backward_seen and not torch.is_grad_enabled() and not self._modules.path
+        after = (
+            self.backward_seen
+            and not torch.is_grad_enabled()
+            and not (self._running and self._names[self._running[-1]])
+        )
         return "optimizer" if after else "forward"
 
     def _locate(self, func: Any) -> tuple[str, OpLocation]:
@@ -542,7 +485,9 @@ class Tape:
         phase = self._phase(found)
         sequence = sequence_number() - 1
         function, call, region = self.calls[-1] if self.calls else (None, 0, False)
-        location = OpLocation(self._modules.path, self._modules.kind, function, file, line, "", call, region)
+        module = self._running[-1] if self._running else None
+        path, kind = ("", "") if module is None else (self._names[module], type(module).__name__)
+        location = OpLocation(path, kind, function, file, line, "", call, region)
         if phase != "backward":
             if not file:
                 location = self._lines.get(location.module, location)
@@ -569,9 +514,10 @@ class Tape:
             return replace(here, module=module, module_class=kind, node=node.name(), in_region=region)
         return replace(location, node=node.name())
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one kernel and records it."""
-        if self._busy or func.namespace == "profiler":
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.namespace == "fsdp":  # fsdp's lay out memory for collectives
             return self._collective(func, args, kwargs)
@@ -621,7 +567,7 @@ class Tape:
 
         What this rank gave it is followed through; what others gave shows when somebody reads the result.
         """
-        self.collectives[schema_of(func).name] += 1
+        self.talked = True
         out = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         known = [self._bad[_storage(t)][0] for t in given if _storage(t) in self._bad]
@@ -702,15 +648,6 @@ class Tape:
             old.args, old.kwargs, old.outs, old.parents, old.dropped = (), None, [], [], True
 
 
-def _gradient_hook(tape: Tape, name: str) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            tape.gradients[name] = parameter.grad
-            tape.check("gradient", name, parameter.grad)
-
-    return hook
-
-
 def _detached(tree: Any) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
@@ -744,15 +681,6 @@ def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
     if node.base not in ("add", "add_", "baddbmm") or not node.outside or _has_nan(wrong):
         return False
     return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
-
-
-class _TapeMode(TorchDispatchMode):
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._tape.run(func, args, kwargs or {})
 
 
 class _Calls(TorchFunctionMode):

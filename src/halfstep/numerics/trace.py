@@ -3,26 +3,20 @@
 `trace_step` runs one step under the tape and puts everything back as it was, so it may be called on a live
 training run. `first_bad_op` is its short form. Cures are tried in place: on one rank, or on all
 ranks together. Ranks find different ops, and a trial takes part in the step's collectives, so
-ranks tell each other first what they found and then try everybody's cures, in one order. A rank that raised
-where others wait would leave them waiting for ever: a cure that changes an op is therefore rehearsed before,
-by each rank on its own, with collectives answered by its own values and DDP left out (a backward that fails
-inside DDP spoils its reducer).
+ranks tell each other first what they found and then try everybody's cures, in one order.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
@@ -42,48 +36,30 @@ from halfstep.numerics.cures import (
     propose,
     to_bf16,
     unmask,
-    with_attributes,
 )
-from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spec, Spoiled, TensorInfo, try_cures
+from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, prefixed, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
-from halfstep.torch_private import (
-    TorchDispatchMode,
-    collective_that_is_over,
-    delays_all_reduce,
-    schema_of,
-    tree_leaves,
-    tree_map,
-)
+from halfstep.trees import parameters_of
 
-#: Collectives for which a rank's own values are an answer of the right shape.
-_ANSWERED = frozenset(["c10d::allreduce_", "c10d::broadcast_", "c10d::barrier"])
 #: Cures that change one factor, so that the step runs the very same ops.
 _SCALES = ("loss_scale", "loss")
-
-# What a rehearsal showed.
-_READY, _RAISED, _UNSAFE = "ready", "raised", "unsafe"
 
 
 class _InPlace:
     """Runs a step again in this process, on this rank.
 
     Args:
-        step: runs the step as it is.
         look: runs it under the tape; what was bad, if anything.
         restore: puts everything back as it was before the step.
         parts: what takes part in the step.
     """
 
     def __init__(
-        self,
-        step: Callable[[], Any],
-        look: Callable[[], Fault | None],
-        restore: Callable[[], None],
-        parts: StepParticipants,
+        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants
     ) -> None:
-        self._step, self._look, self._restore, self._parts = step, look, restore, parts
+        self._look, self._restore, self._parts = look, restore, parts
         self.group = parts.group
 
     def run(self, again: Again) -> Seen | None:
@@ -105,145 +81,29 @@ class _InPlace:
             self._restore()
         return seen
 
-    def rehearse(self, spec: Spec) -> str:
-        """Whether the step runs through with the change, on this rank alone: ready, raised or unsafe."""
-        cure = placed(spec, self._parts)
-        if cure is None or spec[0] in _SCALES:
-            return _UNSAFE if cure is None else _READY
-        try:
-            with run_eagerly(), replay(), _without_ddp(), cure, _Alone():
-                self._step()
-        except _NotAlone:
-            return _UNSAFE
-        except LossScaleCollapsed:  # comes last in a step, and on all ranks
-            return _READY
-        except Exception:
-            return _RAISED
-        finally:
-            self._restore()
-        return _READY
-
-
-@dataclass(frozen=True)
-class _ReplayReport:
-    """What a rank tells the others of its replay.
-
-    `fault`: its own, None if all was well with it. `through`: whether the step ran to its end. `known`:
-    whether a rehearsal can answer every collective that the step ran.
-    """
-
-    fault: Fault | None
-    through: bool
-    known: bool
-
 
 class _Together:
-    """Runs a step again on all ranks together: each must make one of these and call it alike.
+    """Runs a step again on all ranks: each must make one of these and call it alike.
 
-    A step is well if everything stays finite on every rank.
+    Other loss scales alone are tried, with which the step runs the very same ops: a rank that raised with
+    another cure would leave the others waiting in a collective for ever.
+
+    Args:
+        alone: runs it again on this rank.
+        through: whether every rank's step ran to its end.
     """
 
-    def __init__(self, everyone: Sequence[_ReplayReport], alone: _InPlace) -> None:
-        self._alone = alone
-        self._answers: dict[Spec, Seen | None] = {}
-        self._through = all(told.through for told in everyone)
-        self._known = all(told.known for told in everyone)
+    def __init__(self, alone: _InPlace, through: bool) -> None:
+        self._alone, self._through = alone, through
 
     def run(self, again: Again) -> Seen | None:
-        """What that showed on any rank; asks all ranks where the cure was not tried yet."""
+        """Whether everything stays finite on every rank."""
         assert again.cure is not None
-        if again.cure not in self._answers:
-            self._answers[again.cure] = self._try(again)
-        return self._answers[again.cure]
-
-    def _try(self, again: Again) -> Seen | None:
-        assert again.cure is not None
-        if not self._through or not (again.cure[0] in _SCALES or self._known):
+        if not self._through or again.cure[0] not in _SCALES:
             return None
-        states = gather(self._alone.rehearse(again.cure), self._alone.group)
-        if _UNSAFE in states:
-            return None
-        if _RAISED in states:
-            return Seen(bad_at=again.at)
         seen = self._alone.run(again)
         well = all(gather(seen is not None and seen.bad_at is None, self._alone.group))
         return Seen(bad_at=None if well else again.at)
-
-
-class _NotAlone(BaseException):
-    """A step that needs the other ranks; passes by handlers of Exception in the step."""
-
-
-class _Alone(TorchDispatchMode):
-    """Answers collectives at once, with this rank's own values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" not in func.namespace:
-            return func(*args, **(kwargs or {}))
-        name = schema_of(func).name
-        if name not in _ANSWERED:
-            raise _NotAlone(name)
-        work = _done()
-        return work if name == "c10d::barrier" else (args[0], work)
-
-
-def _done() -> Any:
-    """What a collective that is over returns, as the dispatcher wants it."""
-    work = collective_that_is_over()
-    if work is None:
-        raise _NotAlone("this PyTorch cannot stand in for a collective")
-    return work
-
-
-def _forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-    """DDP's forward without DDP: its reducer neither expects nor sees the backward that follows."""
-    marks_used = ddp.static_graph or ddp.find_unused_parameters  # its hooks would count this backward
-    if marks_used or ddp.mixed_precision is not None or delays_all_reduce(ddp):
-        raise _NotAlone("DDP")
-    if ddp.device_ids:
-        home = torch.device(ddp.device_type, ddp.device_ids[0])
-
-        def move(x: Any) -> Any:
-            return x.to(home) if isinstance(x, Tensor) else x
-
-        args, kwargs = tree_map(move, (args, kwargs))
-    return ddp.module(*args, **kwargs)
-
-
-def _met(waiting: set[int], module: int, gradient: Tensor) -> None:
-    waiting.discard(module)
-
-
-@contextmanager
-def _expected_reductions(names: MutableMapping[str, int]) -> Generator[None]:
-    """Counts in `names` the DDP modules whose last forward within was not followed by a backward.
-
-    Their reducers wait for one, and would take a rehearsal's for it.
-    """
-    waiting: set[int] = set()
-
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        if not isinstance(module, DistributedDataParallel):
-            return
-        if torch.is_grad_enabled() and module.require_backward_grad_sync:
-            waiting.add(id(module))
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(partial(_met, waiting, id(module)))
-
-    handle = register_module_forward_hook(after)
-    try:
-        yield
-    finally:
-        handle.remove()
-        if waiting:
-            names["a reduction by DDP that is still expected"] = len(waiting)
-
-
-@contextmanager
-def _without_ddp() -> Generator[None]:
-    with with_attributes(DistributedDataParallel, forward=_forward):
-        yield
 
 
 #: The one value for a fault, by the name that it has beside `first_bad_op`.
@@ -257,7 +117,7 @@ _ELSEWHERE = "another rank's gradients were not finite: see that rank's verdict"
 @dataclass
 class Trace:
     """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well;
-    `collectives`: by which kernels ranks talked to each other, and what DDP still expects.
+    `talked`: whether ranks talked to each other in it.
     """
 
     bad: Fault | None
@@ -267,7 +127,7 @@ class Trace:
     ops: int
     seconds: float
     error: BaseException | None = None
-    collectives: tuple[str, ...] = ()
+    talked: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """How often each (phase, op, dtype) ran, as rows."""
@@ -295,10 +155,8 @@ def trace_step(
             `step` uses; `others` are further things with state_dict (schedulers, scalers).
         underflow: also look for gradients that vanish (a second, slower run of each suspicious op).
         try_cures: replay the step with each cure that can be applied from outside. Over several ranks all try
-            everybody's cures together, so all must call this alike; where the step uses collectives other
-            than all-reduce and broadcast (FSDP, synchronised batch norm), DDP with a static graph or looking
-            for unused parameters, or a last forward of DDP without backward, only other loss scales are
-            tried; none where a rank's step raised.
+            everybody's cures together, so all must call this alike; only other loss scales are tried there,
+            and none where a rank's step raised.
         keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
@@ -337,7 +195,7 @@ def _run(
 ) -> Trace:
     result, error = None, None
     taping = Taping(parts, underflow, keep_bytes, observers)
-    with replay(), _expected_reductions(taping.tape.collectives), taping.around:
+    with replay(), taping.around:
         try:
             result = step(*batch)
         except Exception as caught:
@@ -378,7 +236,7 @@ class Taping:
             bad = _underflow(flushed[0], parts, spoiled)
         return Trace(
             bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
-            collectives=tuple(tape.collectives),
+            talked=tape.talked,
         )  # fmt: skip
 
 
@@ -391,8 +249,7 @@ def _named_values(parts: StepParticipants) -> Iterable[tuple[str, str, Tensor]]:
         for name, buffer in model.named_buffers():
             yield "buffer", prefix + name, buffer
     for number, optimizer in enumerate(parts.optimizers):
-        updated = [p for g in optimizer.param_groups for p in g["params"]]
-        for place, parameter in enumerate(updated):
+        for place, parameter in enumerate(parameters_of(optimizer)):
             name = names.get(parameter, f"parameter {place} of optimizer {number}")
             if parameter not in names:
                 yield "parameter", name, parameter
@@ -586,10 +443,10 @@ def _try_cures(
     bad = trace.bad
     own = None if bad is None or bad.cause.kind == "rank" else bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
-    told = _ReplayReport(own, through, _ANSWERED.issuperset(trace.collectives))
-    together = world_size() > 1 and bool(trace.collectives)
-    everyone = gather(told, parts.group) if together else [told]
-    found = [one.fault for one in everyone if one.fault is not None]
+    together = world_size() > 1 and trace.talked
+    everyone = gather((own, through), parts.group) if together else [(own, through)]
+    by_rank = [fault for fault, _ in everyone]
+    found = [fault for fault in by_rank if fault is not None]
     underflow = any(fault.underflow for fault in found)
 
     def look() -> Fault | None:
@@ -598,13 +455,12 @@ def _try_cures(
             raise again.error
         return again.bad
 
-    alone = _InPlace(lambda: step(*batch), look, restore, parts)
-    rerun = _Together(everyone, alone) if together else alone
+    alone = _InPlace(look, restore, parts)
+    rerun = _Together(alone, all(through for _, through in everyone)) if together else alone
     for fault in found:
         try_cures(fault, Again(taped=0), rerun)
     if not together or bad is None:
         return
-    by_rank = [told.fault for told in everyone]
     mine = by_rank[rank(parts.group)]
     if bad.cause.kind == "rank":
         _say_others(bad, by_rank)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,14 +31,14 @@ from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.distributed import gather, local_of, world_size
 from halfstep.errors import ConfigError, show
 from halfstep.formats import FORMATS, Format, dtype_name, format_of
-from halfstep.gradients.per_parameter import Ends, amaxes, amaxes_of, ends_of, worst_of
+from halfstep.gradients.per_parameter import amaxes, amaxes_of, worst_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import Counts, count, count_many
-from halfstep.numerics.snapshot import is_session, replaying
+from halfstep.numerics.snapshot import is_session, listed, replaying
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
-from halfstep.torch_private import graph_task
-from halfstep.trees import dense_values, scalar_on
+from halfstep.torch_private import graph_task, tree_leaves
+from halfstep.trees import Ends, dense_values, ends_of, parameters_of, scalar_on
 
 #: Points a forecast looks back on, and the least it needs.
 WINDOW, LEAST = 32, 6
@@ -191,14 +191,10 @@ class _SampledTensor:
         return _SampledTensor(self.dtype, ends, None, self.parts + other.parts)
 
 
-def _see(t: Tensor, exact: bool, amax: Tensor | None = None) -> _SampledTensor:
-    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them.
-
-    `amax` is its largest magnitude, where that is known.
-    """
+def _see(t: Tensor, exact: bool) -> _SampledTensor:
+    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them."""
     t = dense_values(t.detach())
-    name = dtype_name(t.dtype)
-    ends = ends_of(t) if amax is None else (amax, amax)
+    name, ends = dtype_name(t.dtype), ends_of(t)
     if exact or t.device.type != "cpu" or t.dtype not in _COUNTED_TOGETHER:
         return _SampledTensor(name, ends, count(t if exact else spread(t)))
     return _SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
@@ -318,12 +314,11 @@ class Watch:
         self._lost: list[LostUpdates] = []
         self._model, self._scaler = model, scaler
         self._session = optimizer if is_session(optimizer) else None
-        self._optimizers = _optimizers(optimizer)
+        self._optimizers = listed(optimizer if self._session is None else self._session.optimizers)
         self._format = None if dtype is None else format_of(dtype)
         self._names: dict[Tensor, str] = {p: fqn(n) for n, p in model.named_parameters()}
         if not self._names:
             raise ConfigError(f"watch got a model without parameters ({type(model).__name__})")
-        self._classes: dict[str, str] = {}
         self._sampling = every > 0
         self._ends: dict[str, Ends] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
@@ -337,7 +332,7 @@ class Watch:
 
     def _install(self) -> None:
         released = {
-            p for o in self._optimizers if getattr(o, "release", None) is not None for p in _updated(o)
+            p for o in self._optimizers if getattr(o, "release", None) is not None for p in parameters_of(o)
         }
         # All gradients are looked at together when a session's step begins; not over several ranks, where
         # they are averages by then, nor where backward releases them.
@@ -352,8 +347,7 @@ class Watch:
                     self._hold(parameter.register_post_accumulate_grad_hook(hook))
         if self.every > 0:
             for name, module in self._model.named_modules():
-                if name and fqn(name) and not isinstance(module, _CONTAINERS):
-                    self._classes[fqn(name)] = type(module).__name__
+                if fqn(name) and not isinstance(module, _CONTAINERS):
                     hook = partial(self._on_output, fqn(name))
                     self._hold(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
@@ -411,15 +405,14 @@ class Watch:
     def _before_step(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         if replaying():
             return
-        weights = [weight_of(p) for p in _updated(optimizer)]
+        weights = [weight_of(p) for p in parameters_of(optimizer)]
         found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
         if not found:
             return
-        largest = amaxes(list(found.values()))
-        self._gradients = tuple(found), largest
+        self._gradients = tuple(found), amaxes(list(found.values()))
         if self._sampling:
-            for (name, gradient), amax in zip(found.items(), largest):
-                self._count("gradient", name, gradient, amax)
+            for name, gradient in found.items():
+                self._count("gradient", name, gradient)
 
     def _on_accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -439,12 +432,14 @@ class Watch:
         if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
         recomputed = graph_task() != -1
-        for tensor in _floats(output):
-            if not recomputed and module.training:
-                self._count("activation", name, tensor)
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._on_output_gradient, name))
+        floats = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
+        tensor = next((t for t in floats if t.numel()), None)
+        if tensor is None:
             return
+        if not recomputed and module.training:
+            self._count("activation", name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(partial(self._on_output_gradient, name))
 
     def _on_output_gradient(self, name: str, gradient: Tensor | None) -> None:
         if self._sampling and gradient is not None and not replaying():
@@ -452,7 +447,7 @@ class Watch:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._sampling and not replaying():
-            for parameter in _updated(optimizer):
+            for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._before[parameter] = local_of(parameter).detach().clone()
                     self._held[parameter] = [spread(t).clone() for t in _held(optimizer, parameter)]
@@ -477,7 +472,7 @@ class Watch:
         shares: dict[str, tuple[Tensor, Tensor]] = {}
         dtypes: dict[str, str] = {}
         random = rounded_at_random(optimizer)
-        for place, parameter in enumerate(_updated(optimizer)):
+        for place, parameter in enumerate(parameters_of(optimizer)):
             before = self._before.pop(parameter, None)
             held_before = self._held.pop(parameter, [])
             if before is None:
@@ -504,8 +499,8 @@ class Watch:
             values = torch.stack([v for pair in shares.values() for v in pair])
             self._late.append((send_to_host(values), partial(self._take_lost, self.step, dtypes)))
 
-    def _count(self, kind: str, name: str, tensor: Tensor, amax: Tensor | None = None) -> None:
-        seen = _see(tensor, self.exact, amax)
+    def _count(self, kind: str, name: str, tensor: Tensor) -> None:
+        seen = _see(tensor, self.exact)
         known = self._seen.get((kind, name))
         if known is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
@@ -657,7 +652,7 @@ class Watch:
             bits, (_, path) = min(tight)
             name = self._format_for(self.series["activation", path]).name
             left = f"has {bits:.1f} bits left in {name}" if bits > -math.inf else "is not finite any more"
-            lines.append(f"least headroom: '{path}' ({self._classes[path]}) {left}")
+            lines.append(f"least headroom: '{path}' ({self.class_of(path)}) {left}")
         lines += [str(f) for f in self.forecasts()[:3]]
         if self.lost and self.lost[-1].share > 0.01:
             last = self.lost[-1]
@@ -673,28 +668,6 @@ def skips_in_words(steps: Sequence[int], of: int) -> list[str]:
     return [f"{len(steps)} of {of} steps skipped, the last at step {steps[-1] + 1}"] if steps else []
 
 
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    if is_session(optimizer):
-        return list(optimizer.optimizers)
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
 def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
     """What holds the value of a parameter, on this rank."""
     return [local_of(t) for t in held(optimizer, parameter)]
-
-
-def _updated(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _floats(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() and output.numel() else []
-    if isinstance(output, list | tuple):
-        return [t for x in output for t in _floats(x)]
-    if isinstance(output, dict):
-        return [t for x in output.values() for t in _floats(x)]
-    return []

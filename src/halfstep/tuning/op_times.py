@@ -64,12 +64,6 @@ class StepTimes:
         return dict(found)
 
 
-def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[tuple[OpTime, float | None]]:
-    """The ops that cost most of a step, each with its seconds in fp32 (None where that is not known)."""
-    known = {} if full is None else {op.key: op.seconds for op in full.ops}
-    return [(op, known.get(op.key)) for op in own.ops[:count]]
-
-
 @contextmanager
 def without_remarks() -> Generator[None]:
     """Within, what torch's C++ side writes straight to file descriptor 2 is gone: no setting turns it off."""
