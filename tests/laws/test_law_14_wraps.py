@@ -165,11 +165,9 @@ def test_ranks_leave_a_join_with_the_same_masters():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_values_that_are_loaded_after_a_wrap_are_the_masters_where_they_differ(dtype):
     model, optimizer, _ = prepared(1, "ours", dtype)
-    optimizer._expect_writes(model.parameters())
     before, values = masters_of(model, optimizer), {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(values)
     assert same(masters_of(model, optimizer), before)
-    optimizer._expect_writes(model.parameters())
     values["0.weight"] += 0.5
     model.load_state_dict(values)
     assert torch.equal(masters_of(model, optimizer)["0.weight"], values["0.weight"].float())

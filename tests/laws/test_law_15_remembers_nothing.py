@@ -83,7 +83,7 @@ def fresh(optimizer):
 
 
 def copied(optimizer):
-    """Groups, state and gradients, with autograd's counts of changes."""
+    """Groups, state and gradients."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, object] = {}
     groups = copy.deepcopy(optimizer.param_groups, memo)
@@ -97,9 +97,6 @@ def copied(optimizer):
             twin.grad.data = grad
         else:
             twin.grad = grad
-        for one, own in ((p, twin), *((t, memo.get(id(t))) for t in optimizer.state.get(p, {}).values())):
-            if isinstance(one, torch.Tensor) and one._version > own._version:
-                torch.autograd.graph.increment_version([own] * (one._version - own._version))
     twin = fresh(optimizer)
     twin.param_groups, twin.state = groups, state
     return twin, [memo[id(p)] for p in params]

@@ -149,8 +149,6 @@ class Program:
             held = [self.optimizer.masters()[p] for p in self.weights]
             self.check(where, held)
             self.keep(held)
-            for slack, p, value in zip(self.slack, self.weights, held):  # fp16 zeros that torch did not count
-                slack += torch.where(p.detach() == 0, value.abs(), 0)  # are exact after a change it counts
 
     @torch.no_grad()
     def keep(self, values):
@@ -187,26 +185,25 @@ class Program:
     @torch.no_grad()
     def edit(self, i, name, target, before):
         number = self.random.random()
-        counted = self.random.random() >= 0.5
-        target = target if counted else target.data
+        target = target if self.random.random() >= 0.5 else target.data
         EDITS[name](target, random.Random(number))
         after = before.clone()
         EDITS[name](after, random.Random(number))
-        self.was_set(i, before, after, counted)
+        self.was_set(i, before, after)
 
     @torch.no_grad()
-    def was_set(self, i, before, after, counted=True):
+    def was_set(self, i, before, after):
         """The rule: an element that changed is what it was set to, any other what it was.
 
-        Exact masters keep that to half a unit of 16 bits. Changes that torch does not count may be off by a
-        unit where they set an fp16 zero, and by some units where the value before was below 2^-16.
+        Exact masters keep that to half a unit of 16 bits; they may be off by a unit where an fp16 zero was
+        set, and by some units where an fp16 value was below 2^-16 before.
         """
         changed = after != before
         self.truth[i].copy_(torch.where(changed, after.to(self.held), self.truth[i]))
         if self.kind.endswith("exact") and self.level != "O1":
             share, least = (2**-8, 2**-133) if self.low == "bf16" else (2**-11, 2**-25)
             slack = after.float().abs() * share + least
-            if self.low == "fp16" and not counted:
+            if self.low == "fp16":
                 slack = torch.where(before.float().abs() < 2**-16, 8 * slack, slack + 2**-25)
             self.slack[i] = torch.maximum(self.slack[i], slack) if not changed.all() else slack
 

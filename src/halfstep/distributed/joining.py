@@ -64,7 +64,6 @@ def join(ddp: nn.Module, session: Any, **options: Any) -> Generator[None]:
         _ANSWERED.add(ddp)
         try:
             yield
-            session.replica(ddp).expect_broadcast()
         finally:
             _ANSWERED.discard(ddp)
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.distributed import shard_groups
@@ -116,7 +117,7 @@ class Table:
             self._table[KEY] = keys & rounding.WORD
         kernel = cpus_.kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
         work.run(kernel, self._table, scalars)
-        bundle.count_versions()
+        increment_version(bundle.params)
         return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 
 
@@ -227,7 +228,7 @@ def by_kernels(
     over = late.flag(device) if any(bundle.kind == L.FP16_EXACT for bundle in bundles) else None
     plans.update(bundles, seed, hyper, away, scalars, sign, skip, over, device)
     for bundle in bundles:
-        bundle.count_versions()
+        increment_version(bundle.params)
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:

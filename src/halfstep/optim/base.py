@@ -5,7 +5,7 @@ and the kernels. Each optimizer is a subclass that gives an algorithm and its ar
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any, TypedDict, Unpack, cast
 
@@ -32,8 +32,8 @@ from halfstep.optim import (
     checkpoints,
     cuda,
     entries,
-    hand_edits,
     shards,
+    split,
     storage,
 )
 from halfstep.optim.algorithms import Algorithm
@@ -41,7 +41,6 @@ from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import PARTLY, GradientRelease
-from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -149,7 +148,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def __getstate__(self) -> Group:
         own = ("seed", "backend", "accumulate", "release_gradients")
-        self._take_edits()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: Group) -> None:
@@ -157,8 +155,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self._prepare()
         for group in self.param_groups:
             self._hook(group["params"])
-        for p, lacking, _ in self._pairs():
-            hand_edits.even(p, lacking)
 
     def _bundles(self, only: Tensor | None = None) -> list[Bundle]:
         return bundles.bundles_of(self.param_groups, self.algorithm, only)
@@ -386,16 +382,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         algorithm, kind, state_kind = self._formats(weight, group)
         trains = p.requires_grad or any(key not in storage.MASTER_KEYS for key in known)
         entry = self.state.setdefault(p, {})
-        if value is not None:
-            entry.pop(hand_edits.AWAITED, None)
         with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
             if trains:
                 name = arguments.name_of(group, place)
                 entries.settle(own, weight, algorithm, kind, state_kind, name, value)
             else:
                 entries.settle_master(own, weight, kind, value)
-        if "lacking" in entry and value is not None:
-            hand_edits.even(p, entry["lacking"])
         if not entry:
             del self.state[p]
 
@@ -435,41 +427,19 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         value = None
         if kind in (*storage.EXACT, *storage.WITH_MASTER):
             own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}
-            if isinstance(own.get("lacking"), Tensor) and own["lacking"].shape == weight.shape:
-                own["lacking"] = hand_edits.bits_of(p, entry["lacking"], entry)
             value = entries.known_value(own, weight)
         if value is None:
             value = weight.to(torch.float32, copy=True)
         return shards.as_shard("master", value, p)
 
     def _awaits(self, p: Tensor) -> bool:
-        """Whether the low-order bits of `p` were said to be those of the value that it has now."""
-        known = cast("Group", self.state.get(p, {})).get(hand_edits.AWAITED)
-        return known is not None and hand_edits.is_described(local_of(p), known, p.dtype)
-
-    def _expect_writes(self, weights: Iterable[Tensor]) -> None:
-        """The values that these have are theirs, however often somebody is about to write them again."""
-        for p in weights:
-            entry = cast("Group", self.state.get(p, {}))
-            if "lacking" in entry and local_of(p) is p:
-                entry[hand_edits.AWAITED] = hand_edits.describe_weight(p)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Group]]:
-        """Exact masters: weights, the bits they lack, and their entries."""
-        for p, group, _ in self._places():
-            entry = cast("Group", self.state.get(p, {}))
-            lacking = entry.get("lacking")
-            exact = group["master"] == "exact" and p.dtype in LOW_DTYPES
-            if not exact or not isinstance(lacking, Tensor) or lacking.dtype != torch.int16:
-                continue
-            if lacking.shape == p.shape and lacking.device == p.device:
-                yield p, lacking, entry
+        """Whether a state that came before the value of `p` brought the low-order bits of that one."""
+        known = cast("Group", self.state.get(p, {})).pop("weight", None)
+        return known is not None and split.is_described(local_of(p), known, p.dtype)
 
     @torch.no_grad()
     def _take_edits(self) -> None:
-        """Make masters those of weights that were set since the last step."""
-        for p, lacking, entry in self._pairs():
-            hand_edits.take_one(p, lacking, entry)
+        """Make fp32 masters those of weights that were set since the last step."""
         for p, group, _ in self._places():
             entry = cast("Group", self.state.get(p, {}))
             if group["master"] == "fp32" and isinstance(entry.get("master"), Tensor):
@@ -514,7 +484,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state_dict = checkpoints.into_entries(state_dict)
-        self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
         groups, held = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)
@@ -523,8 +492,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             if weight is not None:
                 local_of(p).copy_(weight)
             shards.show(own, self.state.setdefault(p, {}), p)
-        for p, lacking, _ in self._pairs():
-            hand_edits.even(p, lacking)
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from types import NoneType
 from typing import Any
@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from halfstep.distributed import first_element, local_of
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, entries, hand_edits, rounding, shards, storage
+from halfstep.optim import arguments, entries, rounding, shards, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.shards import PLAIN
 
 Group = dict[str, Any]
 Place = tuple[int, int]
-_grads, _dtypes = attrgetter("grad"), attrgetter("dtype")
+_grads, _dtypes, _index = attrgetter("grad"), attrgetter("dtype"), Tensor.get_device
 WEIGHT, EXTRA, GRAD, STATES, STEP, KEY, WIDTH, EXPONENTS, LINES = 0, 1, 2, 3, 5, 6, 7, 8, 10
 """Lines of a table: addresses (of two states and their exponents too), random key, length of a row."""
 ABSENT = 16  # in place of an address: aligned, and not 0
@@ -85,7 +84,7 @@ class Bundle:
     ) -> None:
         self.group, self.number, self.places, self.params = group, number, places, params
         self.weights, self.grads, self.algorithm, weight = weights, grads, algorithm, weights[0]
-        self.device = weight.device
+        self.device, self._index = weight.device, weight.get_device()
         self.kind = arguments.kind_of(weight.dtype, group["master"])
         self.state_kind = L.STATE_FP32
         if algorithm.states:
@@ -100,7 +99,6 @@ class Bundle:
         """This rank's tensors of the states, by their name in `optimizer.state`."""
         self.elements: tuple[int, ...] = ()
         """How many each weight has here."""
-        self._lacking: list[Tensor] = []
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -131,9 +129,6 @@ class Bundle:
                     f"the states of {len(self.params)} parameters of group {self.number} hold other than "
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
-        if held is not None and self.extra_key == "lacking":
-            self._lacking = list(map(itemgetter("lacking"), held))
-            hand_edits.take(self.params, self._lacking, held, self.device)
         return self
 
     def _make_fit(self, held: Sequence[Group]) -> None:
@@ -152,23 +147,24 @@ class Bundle:
         states = {} if held is None else self._states_in(held, wanted)
         if states is None or self.grad_dtype not in cpus_.GRADS or any(map(Tensor.is_neg, self.grads)):
             return False
-        columns, count = [self.weights, self.grads, *states.values()], len(self.params)
-        tensors = list(chain.from_iterable(columns))
-        if not PLAIN.issuperset(map(type, tensors[count:])):
+        count, counted = len(self.params), bool(states)
+        columns = [self.weights, self.grads, *states.values()]  # the last is of counts of steps
+        tensors = list(chain(*columns))
+        others, dtypes = tensors[count:], [dtype for _, dtype in wanted.values()]
+        if not PLAIN.issuperset(map(type, others)) or not {self._index}.issuperset(map(_index, others)):
             return False
         try:
-            contiguous = all(map(Tensor.is_contiguous, tensors))
+            contiguous = all(map(Tensor.is_contiguous, tensors[:-count] if counted else tensors))
             addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
         except RuntimeError:  # sparse
             return False
-        elements, dtypes = list(map(Tensor.numel, tensors)), list(map(_dtypes, tensors[2 * count :]))
-        blocks = len(self.algorithm.states) if self.widths and states else 0
-        alike = 2 + len(states) - blocks - bool(states)  # columns; the last is of step counts
+        elements = list(map(Tensor.numel, tensors))
+        blocks = len(self.algorithm.states) if self.widths and counted else 0
+        alike = 2 + len(states) - blocks - counted  # columns
         exponents = [math.prod(storage.exponents_shape(w)) for w in self.weights] if blocks else []
         if (
-            elements != [*elements[:count] * alike, *exponents * blocks, *[1] * count * bool(states)]
-            or dtypes != list(chain.from_iterable([dtype] * count for _, dtype in wanted.values()))
-            or set(map(Tensor.get_device, tensors)) != {tensors[0].get_device()}
+            elements != [*elements[:count] * alike, *exponents * blocks, *[1] * count * counted]
+            or list(map(_dtypes, others[count:])) != list(chain(*map(repeat, dtypes, repeat(count))))
             or not (contiguous or _in_order(tensors, count, alike))
         ):
             return False
@@ -214,9 +210,9 @@ class Bundle:
 
         The first `lines` of them; None: as many as a kernel of a CPU reads.
         """
-        absent, numbers = [ABSENT] * len(self.params), list[int]()
         if lines is None:
             lines = LINES if self.widths else WIDTH if self.rounds_randomly else KEY
+        absent, numbers = [ABSENT] * len(self.params), list[int]()
         for line in range(lines):
             numbers += self._lines.get(line, absent)
         table = np.array(numbers, np.int64).reshape(lines, -1)
@@ -257,11 +253,6 @@ class Bundle:
             )
             for i, (weight, grad) in enumerate(zip(self.weights, self.grads))
         ]
-
-    def count_versions(self) -> None:
-        """Tell autograd that a kernel changed the weights and, so that both counts stay equal, their bits."""
-        increment_version(self.params)
-        increment_version(self._lacking)
 
 
 def bundles_of(

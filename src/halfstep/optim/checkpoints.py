@@ -20,7 +20,6 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, entries, shards, split, storage
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.hand_edits import UNSUMMED, describe_weight, is_described, of_shards
 from halfstep.optim.storage import CODES, EXPONENTS
 
 if TYPE_CHECKING:
@@ -42,19 +41,15 @@ _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
-    packed = dict(entry)
-    if "lacking" not in entry:
+    weight, packed = local_of(p), {key: value for key, value in entry.items() if key != "weight"}
+    if "lacking" not in packed:
         return packed
-    weight, awaited = local_of(p), packed.pop("weight", None)
     if weight.dtype not in _DTYPES.values():  # made wider since the last step, which ended its master
         del packed["lacking"]
         return packed
-    if awaited is None or is_described(weight, awaited, weight.dtype):
-        packed["weight"] = describe_weight(weight)
-    else:
-        packed["weight"] = awaited
+    packed["weight"] = split.describe_weight(weight, whole=weight is p)
     if weight is not p:
-        packed.update(weight=of_shards(packed["weight"]), lacking=packed["lacking"].to(WIDE))
+        packed["lacking"] = packed["lacking"].to(WIDE)
     return packed
 
 
@@ -100,9 +95,8 @@ def restore(
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
-        known = saved.get("weight") or of_shards({"format": L.BF16 if p.dtype == torch.bfloat16 else L.FP16})
-        if known["sum"] == UNSUMMED or not is_described(p, known, p.dtype):
-            state["weight"] = known  # which may come after its bits
+        if "weight" in saved:
+            state["weight"] = saved["weight"]  # which may come after its bits
     else:
         value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
     weight = None if value is None else p.detach().clone()
@@ -167,7 +161,7 @@ def master_value(
     else:
         dtype, known = _dtype_of(saved, p), saved.get("weight")
         halves = [own.detach().to(dtype) for own in values]
-        fitting = [half for half in halves if known is None or is_described(half, known, here)]
+        fitting = [half for half in halves if known is None or split.is_described(half, known, here)]
         value = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
     if not fitting:
         low, theirs = ("fp16", "bf16") if here == torch.float16 else ("bf16", "fp16")

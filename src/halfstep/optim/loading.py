@@ -7,7 +7,7 @@ bits that the weights lack. Copies and pickles of a model keep empty ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any, TypeGuard
 
@@ -38,11 +38,8 @@ class HasMasters:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
 
     def _awaits(self, p: Tensor) -> bool:
-        """Whether the low-order bits of `p` were said to be those of the value that it has now."""
+        """Whether a state that came before the value of `p` brought the low-order bits of that one."""
         return False
-
-    def _expect_writes(self, weights: Iterable[Tensor]) -> None:
-        """The values that these have are theirs, however often somebody is about to write them again."""
 
 
 class HooksOfHolder:

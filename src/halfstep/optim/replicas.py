@@ -65,11 +65,6 @@ class Replica:
         self.weights = [p for p in module.parameters() if p in low and p in trained]
         """In the module's order, which is that of all ranks."""
 
-    def expect_broadcast(self) -> None:
-        """DDP is about to write weights: on the rank whose values they are, that is nobody's edit by hand."""
-        for holder in self._holders:
-            holder._expect_writes(self.weights)
-
     @torch.no_grad()
     def take_from(self, rank: int) -> None:
         """Set the masters of all ranks to those of `rank` of DDP's group, a collective; weights follow."""
@@ -117,4 +112,3 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     if replica.weights:
         check_same_shapes(parent.process_group, replica.weights)
         replica.take_from(0)
-        replica.expect_broadcast()

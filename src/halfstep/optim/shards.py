@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients.stats import HostStats
 from halfstep.kernels import codes as L
-from halfstep.optim import arguments, hand_edits, storage
+from halfstep.optim import arguments, split, storage
 from halfstep.torch_private import place_of_shard
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -142,7 +142,7 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
     if local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
     if key == "weight":
-        return hand_edits.of_shards(value)
+        return {**value, "sum": split.UNSUMMED}
     if not isinstance(value, Tensor):
         return value
     own: Any = p

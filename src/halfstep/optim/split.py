@@ -3,14 +3,41 @@
 bf16: the 16-bit half is the nearest bf16, ties away from zero, and the lacking bits are the signed distance
 between the two bit patterns, so that joining is one integer addition. fp16: the half is torch's cast (ties
 to even); from 2^-16 up the lacking bits are again the distance of the patterns, below they count steps of
-2^-40. Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit.
+2^-40. A weight that somebody sets keeps its lacking bits: it is what it was set to within half a unit (fp16:
+zeros within one, what was below 2^-16 before within some).
+
+Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels import codes as L
+
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
+UNSUMMED = 1 << 62
+"""In the place of a checksum: no rank knows that of a whole weight, of which each has a shard."""
+
+
+def describe_weight(half: Tensor, whole: bool) -> dict[str, int]:
+    """The format and a checksum of a `whole` 16-bit weight, by which its lacking bits know it again.
+
+    Numbers only: torch's own optimizers take a string apart on the way through.
+    """
+    total = int(half.detach().view(torch.int16).sum(dtype=torch.int64)) if whole else UNSUMMED
+    return {"format": L.BF16 if half.dtype == torch.bfloat16 else L.FP16, "sum": total}
+
+
+def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -> bool:
+    """Whether `known` describes the 16-bit weight `half`, as far as it says; `came_as`: the model's dtype."""
+    if known["sum"] == UNSUMMED:
+        return came_as in (half.dtype, torch.float32)
+    return describe_weight(half, whole=True) == known
+
 
 
 def join(half: Tensor, lacking: Tensor) -> Tensor:
