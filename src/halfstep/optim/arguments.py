@@ -129,7 +129,7 @@ def state_kind_of(p: Tensor, state_dtype: str) -> int:
 def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """The group with every number a Python one; 0-d tensors are read."""
     betas = group.get("betas", ())
-    if _PLAIN.issuperset(map(type, group.values())) and all(type(beta) is float for beta in betas):
+    if _PLAIN.issuperset(map(type, group.values())) and _PLAIN.issuperset(map(type, betas)):
         return group
     return {key: _as_number(value) for key, value in group.items() if key != "params"}
 
@@ -140,8 +140,7 @@ def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> l
         return [clip_norm] * len(groups)
     limits = [group.get("clip_norm") for group in groups]
     for limit in limits:
-        if limit is not None:
-            check_clip(limit)
+        check_clip(limit)
     return limits
 
 

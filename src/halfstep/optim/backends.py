@@ -7,13 +7,11 @@ tensors and nothing is read back; the one error that needs a value travels by as
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
-from halfstep.distributed import shard_groups
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cuda as gpus_
@@ -22,7 +20,7 @@ from halfstep.kernels import codes as L
 from halfstep.optim import cuda, reference, rounding
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
-from halfstep.optim.bundles import KEY, Bundle
+from halfstep.optim.bundles import Bundle
 
 Scalar = float | Tensor | None
 Factor = Scalar | Clip
@@ -53,7 +51,7 @@ class LateErrors:
 
         While a graph is captured it does nothing.
         """
-        if any(map(cuda.capturing, self._flags)):
+        if not self._flags or any(map(cuda.capturing, self._flags)):
             return
         due, self._sent = self._sent, [send_to_host(flag) for flag in self._flags.values()]
         if any(bool(copy.wait()) for copy in due):
@@ -75,50 +73,10 @@ def as_fp32(row: tuple[Number, ...]) -> Scalars:
     return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
-def _factor_of(factors: tuple[Scalar, Factor], hyper: Mapping[str, Any]) -> float:
+def factor_of(factors: tuple[Scalar, Factor], hyper: Mapping[str, Any]) -> float:
     """What gradients are multiplied by, as a Python number."""
     factor = number(factors[0]) * number(factors[1])
     return -factor if hyper["maximize"] else factor
-
-
-class Table:
-    """What the kernels of a CPU are called with for one bundle: one call a thread for all of its weights."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.bundle = bundle
-        self._grad = cpus_.GRADS[bundle.grad_dtype]
-        self._table = bundle.table()
-        self._work = cpus_.WorkItems(bundle.elements, bundle.widths)
-
-    def measure(self) -> tuple[Any, float, float]:
-        """Measure the gradients: where they are split, the sum of squares and the largest magnitude."""
-        return (shard_groups(self.bundle.params[0]), *self._work.measure(self._grad, self._table))
-
-    def totals(self) -> tuple[Any, float, float]:
-        """The same, from what an update with a look has found."""
-        return (shard_groups(self.bundle.params[0]), *self._work.totals(self._grad, self._table))
-
-    def update(self, factors: tuple[Scalar, Factor], seed: int, look: bool) -> bool:
-        """Update every parameter, with `look` measuring on the way; true where one left its master's range.
-
-        `factors` multiply the gradients.
-        """
-        bundle, work = self.bundle, self._work
-        algorithm, hyper = bundle.algorithm, numbers_of(bundle.group)
-        factor = _factor_of(factors, hyper)
-        steps = np.empty(len(bundle.params))
-        same = cpus_.kernels().step_counter()(self._table, steps)
-        counts = [steps.item(0)] if same else steps.tolist()  # one row serves all
-        rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
-        scalars = np.array([rows[step] for step in counts], np.float32)
-        if bundle.rounds_randomly:
-            bases, shifts = (np.array(own, np.int64) for own in (bundle.base_keys(seed), bundle.key_shifts()))
-            keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
-            self._table[KEY] = keys & rounding.WORD
-        kernel = cpus_.kernels().updater(algorithm.code, bundle.kind, self._grad, bundle.state_kind, look)
-        work.run(kernel, self._table, scalars)
-        increment_version(bundle.params)
-        return bundle.kind == L.FP16_EXACT and bool(work.found[2].any())
 
 
 def runner(backend: str, device: torch.device, algorithm: int | None = None) -> str:
@@ -181,7 +139,7 @@ def _numbers(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scala
     """The scalars of each parameter, and what multiplies gradients, as Python numbers."""
     hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.states["step"]]
     rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
-    return [rows[step] for step in counts], as_fp32((_factor_of(factors, hyper),))[0]
+    return [rows[step] for step in counts], as_fp32((factor_of(factors, hyper),))[0]
 
 
 def _tensors(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:

@@ -7,6 +7,7 @@ and the kernels. Each optimizer is a subclass that gives an algorithm and its ar
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
+from operator import itemgetter
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
@@ -52,7 +53,7 @@ from halfstep.torch_private import (
 from halfstep.trees import parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
-Work = tuple[Bundle, str, backends.Table | None]
+Work = tuple[Bundle, str]
 
 
 class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
@@ -184,7 +185,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return None
         if backends.runner(self.backend, torch.device("cpu")) != "numba":
             return None
-        found = [backends.Table(bundle.read()).measure() for bundle in self._bundles()]
+        found = [bundle.read().prepare().measure() for bundle in self._bundles()]
         return self._combined(found, inv_scale)
 
     @torch.no_grad()
@@ -260,8 +261,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         skips = any(here) and bool(found_inf)
         return [bundle for bundle, on_host in zip(found, here) if not (skips and on_host)]
 
+    def _runner(self, bundle: Bundle) -> str:
+        return backends.runner(self.backend, bundle.device, bundle.algorithm.code)
+
     def _skips(self) -> bool:
-        return any(group.get("skip_nonfinite") for group in self.param_groups)
+        return any(map(itemgetter("skip_nonfinite"), self.param_groups))
 
     def _update(
         self,
@@ -274,17 +278,17 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     ) -> None:
         """Update these; where kernels of a CPU do it and nothing clips or skips, they look on the way."""
         limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
-        clips = found_inf is not True and any(limit is not None for limit in limits)
+        clips = found_inf is not True and any(limits)
         skips = found_inf is None and self._skips()
         decided, clip_coefs = found_inf is not None, [clip_coef] * len(self.param_groups)
         if found_inf is not None and found_inf is not False:
             found = self._not_skipped(found, found_inf)
-        work = self._completed(found)
-        tables = [table for _, _, table in work if table is not None]
-        alone = self.release is None and 0 < len(tables) == len(found)
+        work = [(bundle.read(self.state), self._runner(bundle)) for bundle in found]
+        here = [bundle.prepare() for bundle, runner in work if runner == "numba"]
+        alone = self.release is None and 0 < len(here) == len(found)
         on_the_way = look is not None and alone and not clips and not skips
         if clips or skips or (look is not None and not on_the_way):
-            stats = self._combined([table.measure() for table in tables], inv_scale) if alone else None
+            stats = self._combined([bundle.measure() for bundle in here], inv_scale) if alone else None
             stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
             if clips:
                 clip_coefs = [None if limit is None else Clip(stats.norm, limit) for limit in limits]
@@ -298,17 +302,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
                 self._conclude(on_host_if_cpu(stats), skips)
         over = self._run(work, inv_scale, clip_coefs, found_inf, on_the_way)
         if look is not None and on_the_way:
-            look.append(self._combined([table.totals() for table in tables], inv_scale))
+            look.append(self._combined([bundle.totals() for bundle in here], inv_scale))
         if over:
             raise MasterRangeError(backends.RANGE)
-
-    def _completed(self, found: list[Bundle]) -> list[Work]:
-        """These with all of their states, what runs each, and its table where that is a CPU's kernel."""
-        work: list[Work] = []
-        for bundle in found:
-            own = backends.runner(self.backend, bundle.read(self.state).device, bundle.algorithm.code)
-            work.append((bundle, own, backends.Table(bundle) if own == "numba" else None))
-        return work
 
     def _run(
         self,
@@ -321,10 +317,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         """Update these, whose groups have a clip factor each; true where one left its master's range."""
         over: list[Any] = []
         away: dict[tuple[int, torch.device], list[Bundle]] = {}
-        for bundle, runner, table in work:
+        for bundle, runner in work:
             scalars = inv_scale, clip_coefs[bundle.number]
-            if table is not None:
-                over.append(table.update(scalars, self.seed, look))
+            if runner == "numba":
+                hyper = arguments.numbers_of(bundle.group)
+                over.append(bundle.update(hyper, backends.factor_of(scalars, hyper), self.seed, look))
             elif runner == "triton":
                 away.setdefault((bundle.number, bundle.device), []).append(bundle)
             elif bundle.device.type == "cpu":

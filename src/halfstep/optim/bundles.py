@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from halfstep.distributed import first_element, local_of
+from halfstep.distributed import first_element, local_of, shard_groups
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients import cpu as cpus_
@@ -89,6 +90,8 @@ class Bundle:
         self.state_kind = L.STATE_FP32
         if algorithm.states:
             self.state_kind = arguments.state_kind_of(weight, group["state_dtype"])
+        self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
+        """Whether a step needs random bits."""
         blocks = self.state_kind == L.STATE_8BIT
         self.widths = tuple(map(storage.width_of, weights)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
@@ -104,11 +107,6 @@ class Bundle:
     def grad_dtype(self) -> torch.dtype:
         """The dtype of all gradients."""
         return self.grads[0].dtype
-
-    @property
-    def rounds_randomly(self) -> bool:
-        """Whether a step needs random bits."""
-        return self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
 
     def read(self, state: Any = None) -> Bundle:
         """Look at weights, gradients and, given an optimizer's `state`, states; returns itself.
@@ -200,10 +198,45 @@ class Bundle:
         if self.extra_key is not None:
             wanted[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
         if self.widths:
-            wanted |= {key + "_exponents": (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
-        return wanted | {"step": (STEP, torch.float32)}
+            wanted |= {key + storage.EXPONENTS: (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
+        wanted["step"] = (STEP, torch.float32)
+        return wanted
 
-    # ---- for kernels ------------------------------------------------------------------------------------
+    # ---- the kernels of a CPU ---------------------------------------------------------------------------
+
+    def prepare(self) -> Bundle:
+        """Make what they are called with, one call a thread for all weights; returns itself."""
+        self._table, self._work = self.table(), cpus_.WorkItems(self.elements, self.widths)
+        return self
+
+    def measure(self) -> tuple[Any, float, float]:
+        """Measure the gradients: where they are split, the sum of squares and the largest magnitude."""
+        return (shard_groups(self.params[0]), *self._work.measure(cpus_.GRADS[self.grad_dtype], self._table))
+
+    def totals(self) -> tuple[Any, float, float]:
+        """The same, from what an update with a look has found."""
+        return (shard_groups(self.params[0]), *self._work.totals(cpus_.GRADS[self.grad_dtype], self._table))
+
+    def update(self, hyper: Mapping[str, Any], factor: float, seed: int, look: bool) -> bool:
+        """Update every parameter, with `look` measuring on the way; true where one left its master's range.
+
+        `hyper` is the group with Python numbers; `factor` multiplies the gradients.
+        """
+        algorithm, kernels, steps = self.algorithm, cpus_.kernels(), np.empty(len(self.params))
+        same = kernels.step_counter()(self._table, steps)
+        counts = [steps.item(0)] if same else steps.tolist()  # one row serves all
+        rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
+        scalars = np.array(list(map(rows.__getitem__, counts)), np.float32)
+        if self.rounds_randomly:
+            bases, shifts = (np.array(own, np.int64) for own in (self.base_keys(seed), self.key_shifts()))
+            keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
+            self._table[KEY] = keys & rounding.WORD
+        formats = self.kind, cpus_.GRADS[self.grad_dtype], self.state_kind
+        self._work.run(kernels.updater(algorithm.code, *formats, look), self._table, scalars)
+        increment_version(self.params)
+        return self.kind == L.FP16_EXACT and bool(self._work.found[2].any())
+
+    # ---- for all that run it ----------------------------------------------------------------------------
 
     def table(self, lines: int | None = None) -> Any:
         """Where everything lies: int64 numbers, a column for each parameter, with the lines named above.
@@ -212,9 +245,8 @@ class Bundle:
         """
         if lines is None:
             lines = LINES if self.widths else WIDTH if self.rounds_randomly else KEY
-        absent, numbers = [ABSENT] * len(self.params), list[int]()
-        for line in range(lines):
-            numbers += self._lines.get(line, absent)
+        absent = [ABSENT] * len(self.params)
+        numbers = list(chain.from_iterable(map(self._lines.get, range(lines), repeat(absent))))
         table = np.array(numbers, np.int64).reshape(lines, -1)
         for least, count, place in zip(table.min(0), self.elements, self.places) if 0 in numbers else ():
             if least == 0 and count:
@@ -293,14 +325,13 @@ def _bundles(
 ) -> list[Bundle]:
     plain = PLAIN.issuperset(map(type, params))
     weights, grads = (params, grads) if plain else (_locals(params), _locals(grads))
-    keys: list[list[Any]] = [list(map(_dtypes, own)) for own in (weights, grads)]
-    keys.append(list(map(Tensor.get_device, weights)))
+    keys: list[list[Any]] = [[*map(_dtypes, weights)], [*map(_dtypes, grads)], [*map(_index, weights)]]
     if group["state_dtype"] == "8bit":
         keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights])
     if not plain:
         shards.check_blocks(group, params)
         keys.append(groups_of_shards(params))
-    if all(key.count(key[0]) == len(key) for key in keys):
+    if max(map(len, map(set, keys))) == 1:
         return [Bundle(group, number, places, params, weights, grads, algorithm)]
     own = list(zip(*keys))
     found: list[Bundle] = []

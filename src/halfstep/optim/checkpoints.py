@@ -95,8 +95,7 @@ def restore(
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
         state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
-        if "weight" in saved:
-            state["weight"] = saved["weight"]  # which may come after its bits
+        state["weight"] = saved.get("weight") or split.describe_weight(p, whole=False)  # may come after them
     else:
         value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
     weight = None if value is None else p.detach().clone()

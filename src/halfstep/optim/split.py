@@ -39,7 +39,6 @@ def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -
     return describe_weight(half, whole=True) == known
 
 
-
 def join(half: Tensor, lacking: Tensor) -> Tensor:
     """Return the fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape."""
     return join_bf16(half, lacking) if half.dtype == torch.bfloat16 else join_fp16(half, lacking)
