@@ -294,7 +294,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("Adam", {"eps": -1}, "eps=-1"),
     ("SGD", {"momentum": -0.5}, "momentum=-0.5"),
     ("SGD", {"momentum": 0.5, "dampening": 0.5, "nesterov": True}, "nesterov"),
-    ("AdamW", {"foreach": True, "fused": True}, "contradict"),
     ("AdamW", {"differentiable": True}, "differentiable=True"),
     ("AdamW", {"amsgrad": True, "state_dtype": "8bit"}, "amsgrad"),
 ]

@@ -54,10 +54,6 @@ def settle_group(group: dict[str, Any]) -> None:
         raise UnsupportedError(
             "differentiable=True: a step here is no part of a graph; use torch.optim for it"
         )
-    if group["foreach"] and group["fused"]:
-        raise ConfigError(
-            "foreach=True and fused=True contradict each other: leave both out, steps are fused here"
-        )
     check_hyperparameters(group)
 
 

@@ -481,6 +481,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state_dict = checkpoints.into_entries(state_dict)
+        self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
         groups, held = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)

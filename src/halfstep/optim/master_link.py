@@ -45,12 +45,12 @@ class Master(nn.Parameter):
     _source: Tensor
     _owner: "weakref.ref[Link]"
     _name: str | None
-    _seen: tuple[int, int, torch.dtype]
-    """When it and its weight last agreed: the changes that torch had counted of both, the weight's dtype."""
+    _seen: tuple[int, torch.dtype]
+    """When it and its weight last agreed: the changes of it that torch had counted, the weight's dtype."""
 
     def agree(self) -> None:
         """Note that it and its weight agree now."""
-        self._seen = self._source._version, self._version, self._source.dtype
+        self._seen = self._version, self._source.dtype
 
     def write(self) -> None:
         """Round it into its weight: nearest, ties to even, as torch casts."""
@@ -274,22 +274,9 @@ class Link(HasMasters):
 
     @torch.no_grad()
     def push(self) -> None:
-        """Round those masters into their weights that were changed through the optimizer's groups.
-
-        ConfigError where both sides of a pair were changed, since the later change cannot be known.
-        """
-        for w, master in self.pairs.items():
-            of_weight, of_master, _ = master._seen
-            if master._version != of_master:
-                if w._version != of_weight and _differing([master]):
-                    name = master._name
-                    what = f"a parameter of shape {list(w.shape)}" if name is None else f"parameter {name!r}"
-                    raise ConfigError(
-                        f"{what} was changed by hand both in the model and through optimizer.param_groups "
-                        "since its last step, and which change came last cannot be known: change it on one "
-                        "side only. MasterWeights.refresh() now keeps the model's values, "
-                        "MasterWeights.write_back() the optimizer's"
-                    )
+        """Round those masters into their weights that were changed through the optimizer's groups."""
+        for master in self.pairs.values():
+            if master._version != master._seen[0]:
                 master.write()
 
     @torch.no_grad()
@@ -304,7 +291,7 @@ class Link(HasMasters):
                     "or train by an optimizer of hs.optim, which follows"
                 )
         for m in _differing(masters):
-            w, stored = m._source, m._seen[2]
+            w, stored = m._source, m._seen[1]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
             m.copy_(torch.where(low == w, m, w.to(torch.float32)))
             if w.dtype != stored:

@@ -20,6 +20,7 @@ from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.torch_private import tree_leaves
 from halfstep.trees import parameters_of
 
 __all__ = ["MasterWeights", "weight_of"]
@@ -41,7 +42,7 @@ class MasterWeights:
     an entry `masters`, keyed by FQN. Weights that are set by hand (`nn.init`, a clamp, `.data`) are compared
     with their masters by value before each step and wherever masters are read, and taken over exactly.
     What is set through `optimizer.param_groups` (not by numpy) is in the model at its next forward pass,
-    step or save; ConfigError where both sides of a weight were changed in between. In DDP clear gradients
+    step or save, and counts where both sides of a weight were changed in between. In DDP clear gradients
     to None between steps, as torch does: its reducer takes no zeroed fp32 gradient of a 16-bit weight.
 
     Args:
@@ -298,27 +299,14 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     mine = set(map(id, params))
     if any(type(p) is Master for p in params):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
-    for key, value in vars(optimizer).items():
-        shared = getattr(value, "param_groups", None) is optimizer.param_groups  # a wrapper's inner optimizer
-        if key not in {"param_groups", "state", "defaults"} and not shared and _holds(value, mine):
-            raise UnsupportedError(
-                f"{kind} keeps its own references to parameters in .{key}, which masters cannot follow. "
-                "Wrap the inner optimizer, or use O1 (fp32 weights)"
-            )
-
-
-def _holds(value: object, mine: set[int], depth: int = 3) -> bool:
-    if isinstance(value, torch.optim.Optimizer) or id(value) in mine:
-        return True
-    if depth == 0 or isinstance(value, (Tensor, str)):
-        return False
-    if isinstance(value, Mapping):
-        items: Iterable[object] = [*cast(Mapping[object, object], value).keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set)):
-        items = cast(Iterable[object], value)
-    else:
-        return False
-    return any(_holds(item, mine, depth - 1) for item in items)
+    for key in vars(optimizer).keys() - {"param_groups", "state", "defaults"}:
+        for held in tree_leaves(getattr(optimizer, key)):
+            shared = getattr(held, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
+            if id(held) in mine or (isinstance(held, torch.optim.Optimizer) and not shared):
+                raise UnsupportedError(
+                    f"{kind} keeps its own references to parameters in .{key}, which masters cannot follow. "
+                    "Wrap the inner optimizer, or use O1 (fp32 weights)"
+                )
 
 
 @torch.no_grad()
