@@ -69,7 +69,7 @@ REFUSALS = {
     "twice": (ConfigError, "O2 in bf16", lambda: [convert(m, "O2", "bf16") for m in [net()] * 2]),
     "LBFGS": (
         UnsupportedError,
-        "LBFGS.*flat copy",
+        "LBFGS.*its own references",
         lambda: masters_of(lambda m: torch.optim.LBFGS(m.parameters())),
     ),
     "own references": (UnsupportedError, "slow", lambda: masters_of(lambda m: Ahead(m.parameters(), 0.1))),

@@ -303,15 +303,22 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", OTHERS)
-def test_another_kind_s_state_is_refused_by_name(source: str, target: str):
+def test_states_of_other_names_are_refused(source: str, target: str):
+    """As torch does, those of the same names are read: Adam's as AdamW's."""
     params = wide()
     first, second = OTHERS[source](params, lr=0.1), KINDS[target](params, lr=0.1)
     steps_of(params, first, 2, 0)
     state = copy.deepcopy(first.state_dict())
-    if source.removeprefix("torch ") == target:
+    given = {
+        key for entry in state["state"].values() for key, value in entry.items() if torch.is_tensor(value)
+    }
+    given -= {"step", "lacking"}
+    if not given:
+        return  # plain SGD
+    if given == set(second.algorithm(second.param_groups[0]).states):
         second.load_state_dict(state)
         return
-    with pytest.raises(CheckpointError, match=f"the saved optimizer is .*, this one {target}"):
+    with pytest.raises(CheckpointError, match=r"does not keep|has no"):
         second.load_state_dict(state)
     assert not second.state
     assert second.param_groups[0]["lr"] == 0.1
@@ -326,9 +333,12 @@ def test_a_parameter_that_left_its_group_leaves_the_file_too():
     assert len(optimizer.state) == 2
 
 
-def test_the_algorithm_is_in_the_file():
-    assert AdamW(wide()).state_dict()["param_groups"][0]["algorithm"] == "AdamW"
-    assert "algorithm" not in AdamW(wide()).param_groups[0]
+def test_the_algorithm_in_an_earlier_file_is_not_read():
+    optimizer = AdamW(wide())
+    state = optimizer.state_dict()
+    state["param_groups"][0]["algorithm"] = "AdamW"
+    optimizer.load_state_dict(state)
+    assert "algorithm" not in optimizer.param_groups[0]
 
 
 def test_a_named_checkpoint_names_an_optimizer_without_names():

@@ -45,7 +45,7 @@ def settle_group(group: dict[str, Any]) -> None:
     """
     for name, value in group.items():
         if name not in ("params", "param_names"):
-            group[name] = _without_numpy(value)
+            group[name] = _as_number(value, read=False)
     check_storage(group)
     limits_of([group], None)
     if not isinstance(group["skip_nonfinite"], bool):
@@ -127,7 +127,7 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     betas = group.get("betas", ())
     if _PLAIN.issuperset(map(type, group.values())) and _PLAIN.issuperset(map(type, betas)):
         return group
-    return {key: _as_number(value) for key, value in group.items() if key != "params"}
+    return {key: _as_number(value, read=True) for key, value in group.items() if key != "params"}
 
 
 def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> list[float | None]:
@@ -152,20 +152,13 @@ def check_clipping(clip_norm: float, clip_coef: Any, released: bool) -> None:
         )
 
 
-def _as_number(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value)
+def _as_number(value: Any, read: bool) -> Any:
+    """Numbers of numpy, in tuples too, as Python's; those of tensors where these are to be read."""
     if isinstance(value, tuple | list):
-        return tuple(map(_as_number, value))
-    return _without_numpy(value)
-
-
-def _without_numpy(value: Any) -> Any:
+        return type(value)(_as_number(one, read) for one in value)
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
         return value.item()
-    if isinstance(value, tuple | list) and any(isinstance(one, np.generic | np.ndarray) for one in value):
-        return tuple(map(_without_numpy, value))
-    return value
+    return float(value) if read and isinstance(value, Tensor) else value
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

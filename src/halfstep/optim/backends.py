@@ -21,6 +21,7 @@ from halfstep.optim import cuda, reference, rounding
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import Bundle
+from halfstep.trees import as_float32
 
 Scalar = float | Tensor | None
 Factor = Scalar | Clip
@@ -66,11 +67,6 @@ def number(value: Factor) -> float:
     if isinstance(value, Clip):
         value = clip_coefficient(*value)
     return 1.0 if value is None else float(value)
-
-
-def as_fp32(row: tuple[Number, ...]) -> Scalars:
-    """Scalars rounded to fp32, so that every backend multiplies by the same number."""
-    return tuple(torch.tensor(row, dtype=torch.float64).to(torch.float32).tolist())
 
 
 def factor_of(factors: tuple[Scalar, Factor], hyper: Mapping[str, Any]) -> float:
@@ -119,7 +115,7 @@ def by_reference(
     skip = _there(found_inf, device).to(torch.bool) if isinstance(found_inf, Tensor) else None
     for step in steps:
         step.add_(1 if skip is None else (~skip).to(torch.float32))
-    rows, factor = (_numbers if device.type == "cpu" and skip is None else _tensors)(bundle, scalars)
+    rows, factor = _scalars(bundle, scalars, on_host=device.type == "cpu" and skip is None)
     keys: list[rounding.Int] = [0] * len(steps)
     if bundle.rounds_randomly:
         keys = [
@@ -135,27 +131,21 @@ def by_reference(
     return torch.stack(over).any() if over else None
 
 
-def _numbers(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
-    """The scalars of each parameter, and what multiplies gradients, as Python numbers."""
-    hyper, counts = numbers_of(bundle.group), [float(step) for step in bundle.states["step"]]
-    rows = {step: as_fp32(bundle.algorithm.scalars(hyper, step)) for step in set(counts)}
-    return [rows[step] for step in counts], as_fp32((factor_of(factors, hyper),))[0]
-
-
-def _tensors(bundle: Bundle, factors: tuple[Scalar, Factor]) -> tuple[list[Scalars], Number]:
-    """The same as tensors of the device."""
-    device, steps = bundle.device, bundle.states["step"]
-    counts = torch.stack(steps).to(torch.float32 if device.type == "mps" else torch.float64)
-    hyper = {
-        k: _there(v, device).to(counts.dtype) if isinstance(v, Tensor) else v for k, v in bundle.group.items()
-    }
-    columns = bundle.algorithm.scalars(hyper, counts)
-    rows = [tuple(_pick(column, i) for column in columns) for i in range(len(steps))]
-    factor = torch.ones((), device=device)
-    for scalar in factors:
-        scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
-        factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
-    return rows, -factor if bundle.group["maximize"] else factor
+def _scalars(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tuple[list[Scalars], Number]:
+    """The scalars of each parameter and what multiplies gradients, as Python numbers or on the device."""
+    device, group, factor = bundle.device, bundle.group, torch.ones((), device=bundle.device)
+    if on_host:
+        hyper, counts = numbers_of(group), list(map(float, bundle.states["step"]))
+        factor = as_float32(factor_of(factors, hyper))
+    else:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        hyper = {k: _there(v, device).to(wide) if isinstance(v, Tensor) else v for k, v in group.items()}
+        counts = [step.to(wide) for step in bundle.states["step"]]
+        for scalar in factors:
+            scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
+            factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
+        factor = -factor if group["maximize"] else factor
+    return [tuple(map(_fp32, bundle.algorithm.scalars(hyper, count))) for count in counts], factor
 
 
 @torch.no_grad()
@@ -193,7 +183,6 @@ def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(value).to(device, non_blocking=True)
 
 
-def _pick(column: Number, index: int) -> Number:
-    if not isinstance(column, Tensor):
-        return as_fp32((column,))[0]
-    return (column if column.dim() == 0 else column[index]).to(torch.float32)
+def _fp32(value: Number) -> Number:
+    """Rounded to fp32, so that every backend multiplies by the same number."""
+    return value.to(torch.float32) if isinstance(value, Tensor) else as_float32(value)

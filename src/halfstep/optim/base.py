@@ -459,8 +459,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             self.state = whole
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
-        for group, own in zip(packed["param_groups"], self.param_groups):
-            group["algorithm"] = self.algorithm(own).name
         saved = cast("dict[Any, Group]", packed["state"])
         own = {n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved}
         packed["state"] = {**own, **{key: value for key, value in saved.items() if key not in own}}
@@ -579,15 +577,8 @@ class Adam(OnePassOptimizer):
     ) -> None:
         if not isinstance(bias_correction, bool):
             raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "bias_correction": bias_correction,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        defaults |= {"bias_correction": bias_correction, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, defaults, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -651,14 +642,8 @@ class SGD(OnePassOptimizer):
         nesterov: bool = False,
         **options: Unpack[Keeping],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, **options)
+        rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**rates, "nesterov": nesterov}, **options)
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Without momentum, with it, or Nesterov's."""

@@ -227,8 +227,6 @@ def read(
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
-    for group, saved in zip(optimizer.param_groups, saved_groups):
-        check_kind(saved, optimizer.algorithm(group).name)
     groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
     found: dict[Tensor, tuple[Group, Tensor | None]] = {}
     for p, _, place in optimizer._places():
@@ -249,32 +247,6 @@ def _options(group: Group, saved: Mapping[str, Any]) -> Group:
         options.setdefault("param_names", saved["param_names"])
     arguments.settle_group(options)
     return options
-
-
-def check_kind(saved: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError where a saved group is of another algorithm than `name`, ours.
-
-    A file of ours says which it is; torch's are known by the hyperparameters of their groups.
-    """
-    theirs = [saved["algorithm"]] if "algorithm" in saved else _kinds_of(saved)
-    if name not in theirs:
-        raise CheckpointError(
-            f"the saved optimizer is {' or '.join(theirs)}, this one {name}: their states mean different "
-            f"things; load it into its own kind, or start {name} anew"
-        )
-
-
-def _kinds_of(group: Mapping[str, Any]) -> list[str]:
-    if "betas" in group and "eps" in group:
-        if "momentum_decay" in group or ("decoupled_weight_decay" in group and "amsgrad" not in group):
-            return ["another of Adam's kin"]  # NAdam, RAdam
-        decoupled = group.get("decoupled_weight_decay")
-        return ["Adam", "AdamW"] if decoupled is None else ["AdamW" if decoupled else "Adam"]
-    if "betas" in group:
-        return ["Lion"]
-    if "momentum" in group and "dampening" in group:
-        return ["SGD"]
-    return [f"one with {', '.join(sorted(set(group) - {'params', 'param_names', 'lr'})) or 'nothing'}"]
 
 
 def match_groups(

@@ -25,13 +25,6 @@ from halfstep.trees import parameters_of
 
 __all__ = ["MasterWeights", "weight_of"]
 
-_OWN_REFERENCES = {
-    "LBFGS": "it walks along its own flat copy of the parameters",
-    "ZeroRedundancyOptimizer": "it shards and re-broadcasts the parameters it was given",
-    "PostLocalSGDOptimizer": "it averages the parameters it was given",
-    "_NamedOptimizer": "it looks parameters up by name",
-}
-
 
 class MasterWeights:
     """Keep an fp32 master of every fp16 or bf16 parameter an optimizer updates.
@@ -157,21 +150,19 @@ class MasterWeights:
             return
         if not isinstance(values, Mapping):
             raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
-        given = {fqn(name): value for name, value in values.items()}
         self.link.sync()
         weights = dict(zip(self.link.names(), self.link.pairs))
-        if given and not given.keys() & weights.keys():
+        found = {weights[name]: value for key, value in values.items() if (name := fqn(key)) in weights}
+        if values and not found:
             raise ConfigError(f"refresh got no master's name; expected names such as {next(iter(weights))!r}")
-        found = {name: value for name, value in given.items() if name in weights}
-        for name, value in found.items():
-            got, shape = getattr(value, "shape", None), weights[name].shape
-            if not isinstance(value, Tensor) or got != shape:
-                got = type(value).__name__ if got is None else f"shape {list(got)}"
+        for weight, value in found.items():
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            if got != f"shape {list(weight.shape)}":
                 raise ConfigError(
-                    f"refresh got {got} for {name!r}, expected the weight's {list(shape)}: give tensors with "
-                    "the values of this model"
+                    f"refresh got {got} for {self.link.pairs[weight]._name!r}, expected the weight's "
+                    f"{list(weight.shape)}: give tensors with the values of this model"
                 )
-        self.link.seed_masters({weights[name]: value for name, value in found.items()})
+        self.link.seed_masters(found)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the masters by fully qualified name, or `group.position` where no name is known."""
@@ -282,11 +273,6 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"MasterWeights takes a torch.optim.Optimizer, not {kind}; pass the one it wraps")
-    for base in type(optimizer).__mro__:
-        if base.__name__ in _OWN_REFERENCES:
-            raise UnsupportedError(
-                f"{kind} cannot have master weights: {_OWN_REFERENCES[base.__name__]}. Use O1 (fp32 weights)"
-            )
     if isinstance(optimizer, HasMasters) and not getattr(optimizer, "takes_masters", False):
         raise ConfigError(
             f"{kind} keeps masters of its own (its argument master=...); use it without MasterWeights"
@@ -304,7 +290,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
             shared = getattr(held, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
             if id(held) in mine or (isinstance(held, torch.optim.Optimizer) and not shared):
                 raise UnsupportedError(
-                    f"{kind} keeps its own references to parameters in .{key}, which masters cannot follow. "
+                    f"{kind} cannot have master weights: it keeps its own references to parameters in .{key}. "
                     "Wrap the inner optimizer, or use O1 (fp32 weights)"
                 )
 
