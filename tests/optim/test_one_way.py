@@ -16,8 +16,8 @@ import halfstep as hs
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.stats import clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
-from halfstep.optim.backends import Table
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.bundles import Bundle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,8 +131,8 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
     optimizer = SGD(model.parameters(), lr=1.0)
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
     looks: list[int] = []
-    measure = Table.measure
-    monkeypatch.setattr(Table, "measure", lambda table: (looks.append(1), measure(table))[1])
+    measure = Bundle.measure
+    monkeypatch.setattr(Bundle, "measure", lambda own: (looks.append(1), measure(own))[1])
     for step in range(3):
         with amp.autocast():
             loss = model(torch.ones(2, 4)).square().mean()

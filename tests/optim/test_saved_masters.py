@@ -161,7 +161,7 @@ def test_other_16_bits_without_a_master_to_hold_them_are_refused_by_their_cause(
     model = nn.Sequential(nn.Linear(40, 8), nn.LayerNorm(8), nn.Linear(8, 2)).bfloat16()
     optimizer = hs.optim.AdamW(model.parameters())
     model.load_state_dict(weights)
-    with pytest.raises(hs.CheckpointError, match=r"after prepare\(\) at O2.* fp16 values: a bf16 parameter"):
+    with pytest.raises(hs.CheckpointError, match=r"both after prepare\(\) where"):
         optimizer.load_state_dict(copy.deepcopy(state))
     assert not optimizer.state
 

@@ -43,7 +43,7 @@ def join(ddp: nn.Module, session: Any, **options: Any) -> Generator[None]:
             session.step_without_batch()
 
         def post_hook(self, is_last_joiner: bool) -> None:
-            session.replica(ddp).take_from(joined_rank(ddp))
+            session.take_masters(ddp, joined_rank(ddp))
 
     class Shadow(Joinable):
         def __init__(self) -> None:

@@ -34,7 +34,6 @@ from halfstep.optim import (
     cuda,
     entries,
     shards,
-    split,
     storage,
 )
 from halfstep.optim.algorithms import Algorithm
@@ -42,6 +41,7 @@ from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Place
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.release import PARTLY, GradientRelease
+from halfstep.optim.split import is_described
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -432,7 +432,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _awaits(self, p: Tensor) -> bool:
         """Whether a state that came before the value of `p` brought the low-order bits of that one."""
         known = cast("Group", self.state.get(p, {})).pop("weight", None)
-        return known is not None and split.is_described(local_of(p), known, p.dtype)
+        return known is not None and is_described(local_of(p), known, p.dtype)
 
     @torch.no_grad()
     def _take_edits(self) -> None:

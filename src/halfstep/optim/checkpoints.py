@@ -163,15 +163,10 @@ def master_value(
         fitting = [half for half in halves if known is None or split.is_described(half, known, here)]
         value = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
     if not fitting:
-        low, theirs = ("fp16", "bf16") if here == torch.float16 else ("bf16", "fp16")
-        hint = (
-            f", both after prepare() at O2, where its master holds the {theirs} values: a {low} parameter "
-            "alone cannot"
-        )
         raise CheckpointError(
             f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
-            "model: load the model's weights before the optimizer's"
-            + ("" if torch.float32 in (here, dtype) or here == dtype else hint)
+            "model: load the model's weights before the optimizer's, both after prepare() where it was saved "
+            "with other 16 bits"
         )
     return value if "master" in saved else split.join(fitting[0], value)
 

@@ -24,18 +24,7 @@ from halfstep.gradients.cuda import kernels
 from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
-from halfstep.optim.bundles import (
-    EXPONENTS,
-    EXTRA,
-    GRAD,
-    KEY,
-    LINES,
-    STATES,
-    STEP,
-    WEIGHT,
-    WIDTH,
-    Bundle,
-)
+from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, LINES, STATES, STEP, WEIGHT, WIDTH, Bundle
 from halfstep.trees import as_float32
 
 ITEM = 32768  # elements of a program: a multiple of the tile

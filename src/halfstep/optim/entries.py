@@ -37,29 +37,21 @@ def settle(
 
 def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
     """A number of fp32 on p's device; the first step of a buffer that does not exist yet is step 1."""
-    missing = [key for key in algorithm.states if _held(entry, key) is None]
+    step, missing = entry.get("step"), [key for key in algorithm.states if _held(entry, key) is None]
     if algorithm.starts_with_buffer:
-        if missing:
-            entry["step"] = 0.0
-        elif entry.get("step") is None:
-            entry["step"] = 1.0
-    elif algorithm.counts and entry.get("step") is None:
-        missing.append("step")
-    known = len(algorithm.states) + algorithm.counts
-    if missing and not algorithm.starts_with_buffer and len(missing) < known:
-        raise ConfigError(
-            f"optimizer.state of {name} has no {', '.join(map(repr, missing))}: put it back, or clear the "
-            "entry to start anew"
-        )
-    step = entry.get("step")
-    if isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0:
-        if step.device != p.device:
-            entry["step"] = step.to(p.device)
-        return
+        step = 0.0 if missing else 1.0 if step is None else step
+    else:
+        missing += ["step"] if algorithm.counts and step is None else []
+        if 0 < len(missing) < len(algorithm.states) + algorithm.counts:
+            raise ConfigError(
+                f"optimizer.state of {name} has no {', '.join(map(repr, missing))}: put it back, or clear "
+                "the entry to start anew"
+            )
     if isinstance(step, Tensor) and step.numel() != 1:
         raise ConfigError(f"the state 'step' of {name} has shape {list(step.shape)}, expected one number")
-    count = 0.0 if step is None else float(step)
-    entry["step"] = torch.full((), count, dtype=torch.float32, device=p.device)
+    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.dim():
+        step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+    entry["step"] = step.to(p.device)
 
 
 def _held(entry: Entry, key: str) -> Any:

@@ -290,8 +290,8 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
             shared = getattr(held, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
             if id(held) in mine or (isinstance(held, torch.optim.Optimizer) and not shared):
                 raise UnsupportedError(
-                    f"{kind} cannot have master weights: it keeps its own references to parameters in .{key}. "
-                    "Wrap the inner optimizer, or use O1 (fp32 weights)"
+                    f"{kind} cannot have master weights: it keeps its own references to parameters in "
+                    f".{key}. Wrap the inner optimizer, or use O1 (fp32 weights)"
                 )
 
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
-from halfstep.optim.masters import holder_of, holders_of, weight_of
+from halfstep.optim.masters import holders_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import check_same_shapes
-from halfstep.trees import parameters_of
 
 
 class Training(Protocol):
@@ -49,35 +48,28 @@ _TOLD: weakref.WeakKeyDictionary[Wrapped, None] = weakref.WeakKeyDictionary()
 """The latest last."""
 
 
-class Replica:
-    """What one DDP keeps the same on all ranks, as far as fp32 masters stand behind it here."""
+@torch.no_grad()
+def send_masters(ddp: Any, module: nn.Module, trainings: Sequence[Training], rank: int) -> None:
+    """Set the fp32 masters behind what `ddp` keeps the same to those of `rank` of its group; weights follow.
 
-    def __init__(self, ddp: Any, module: nn.Module, trainings: Sequence[Training]) -> None:
-        self._group: Any = ddp.process_group
-        low = {
-            p
-            for name, p in module.named_parameters()
-            if name not in ddp.parameters_to_ignore and p.dtype in LOW_DTYPES and local_of(p) is p
-        }
-        optimizers = [o for t in trainings for o in t.optimizers]
-        self._holders = holders_of(optimizers)
-        trained = {weight_of(p) for o in optimizers if holder_of(o) is not None for p in parameters_of(o)}
-        self.weights = [p for p in module.parameters() if p in low and p in trained]
-        """In the module's order, which is that of all ranks."""
-
-    @torch.no_grad()
-    def take_from(self, rank: int) -> None:
-        """Set the masters of all ranks to those of `rank` of DDP's group, a collective; weights follow."""
-        if torch.distributed.get_world_size(self._group) == 1 or not self.weights:
-            return
-        exact = {p: v for holder in self._holders for p, v in holder.masters(set(self.weights)).items()}
-        values: dict[Tensor, Tensor] = {
-            p: exact.get(p, p).detach().to(torch.float32, copy=True) for p in self.weights
-        }
-        for value in values.values():
-            torch.distributed.broadcast(value, group=self._group, group_src=rank)
-        for holder in self._holders:
-            holder.seed_masters(values)
+    A collective, in the module's order, which is that of all ranks.
+    """
+    if torch.distributed.get_world_size(ddp.process_group) == 1:
+        return
+    low = {
+        p
+        for name, p in module.named_parameters()
+        if name not in ddp.parameters_to_ignore and p.dtype in LOW_DTYPES and local_of(p) is p
+    }
+    holders = holders_of([o for training in trainings for o in training.optimizers])
+    exact = {p: value for holder in holders for p, value in holder.masters(low).items()}
+    values = {p: exact[p].detach().to(torch.float32, copy=True) for p in module.parameters() if p in exact}
+    if values:
+        check_same_shapes(ddp.process_group, list(values))
+    for value in values.values():
+        torch.distributed.broadcast(value, group=ddp.process_group, group_src=rank)
+    for holder in holders:
+        holder.seed_masters(values)
 
 
 def follow_wraps(training: Training) -> None:
@@ -108,7 +100,4 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     told = [one for one in _TOLD if one.trains_in(module)]
     for one in told:  # collectives for the latest alone: older ones may be gone on other ranks
         one.wrapped(parent, one is told[-1])
-    replica = Replica(parent, module, list(_TRAININGS))
-    if replica.weights:
-        check_same_shapes(parent.process_group, replica.weights)
-        replica.take_from(0)
+    send_masters(parent, module, list(_TRAININGS), 0)

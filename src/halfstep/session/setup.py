@@ -26,7 +26,7 @@ from halfstep.names import unwrap
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import narrow_state
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
-from halfstep.optim.replicas import Replica, follow_wraps
+from halfstep.optim.replicas import follow_wraps, send_masters
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
@@ -85,9 +85,9 @@ class Setup:
         self._off = self._off or not enabled
         return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
-    def replica(self, ddp: Any) -> Replica:
-        """The weights with masters that `ddp` keeps the same on all ranks."""
-        return Replica(ddp, ddp.module, [self])
+    def take_masters(self, ddp: Any, rank: int) -> None:
+        """Take the masters that `rank` of a DDP's group has, a collective."""
+        send_masters(ddp, ddp.module, [self], rank)
 
     def _exact(self) -> dict[Tensor, Tensor]:
         """The fp32 value of every weight that has a master."""
