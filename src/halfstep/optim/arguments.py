@@ -92,6 +92,12 @@ def check_options(kind: type, unknown: Mapping[str, Any], seed: int, release_gra
         raise ConfigError(f"release_gradients={show(release_gradients)}: expected True or False")
 
 
+def check_accumulate(accumulate: Any) -> None:
+    """Raise ConfigError unless it is None or "fp32"."""
+    if accumulate not in (None, "fp32"):
+        raise ConfigError(f"accumulate={show(accumulate)}: choose 'fp32' or None (the weights' own dtype)")
+
+
 def kind_of(dtype: torch.dtype, master: str | None) -> int:
     """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
     if dtype == torch.float32:

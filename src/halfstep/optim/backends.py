@@ -4,12 +4,11 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
@@ -41,11 +40,6 @@ class LateErrors:
         if device not in self._flags:
             self._flags[device] = torch.zeros((), dtype=torch.int32, device=device)
         return self._flags[device]
-
-    def add(self, flag: Tensor | None) -> None:
-        """Set the flag of a device where this one, a 0-d bool, is set."""
-        if flag is not None:
-            self.flag(flag.device).bitwise_or_(flag)
 
     def check(self) -> None:
         """Begin a step: raise MasterRangeError if a flag of two steps ago was set, send the last step's.
@@ -146,37 +140,6 @@ def _scalars(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> t
             factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
         factor = -factor if group["maximize"] else factor
     return [tuple(map(_fp32, bundle.algorithm.scalars(hyper, count))) for count in counts], factor
-
-
-@torch.no_grad()
-def by_kernels(
-    bundles: Sequence[Bundle],
-    scalars: tuple[Scalar, Factor],
-    found_inf: bool | Tensor | None,
-    seed: int,
-    plans: cuda.Plans,
-    late: LateErrors,
-) -> None:
-    """Update one group's parameters on one accelerator by the Triton kernels, without reading anything back.
-
-    `plans` and `late`, where weights that left their master's range are noted, are the optimizer's.
-    """
-    device, group = bundles[0].device, bundles[0].group
-    skip = None
-    if isinstance(found_inf, Tensor):
-        skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
-    lr = group["lr"]
-    there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
-    away = cast(Tensor, lr).detach().to(device) if there else None
-    pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
-    rate = 0.0 if away is not None else float(lr)
-    rest = (group.get("eps", 0.0), group.get("bias_correction", True))
-    hyper = (rate, float(group["weight_decay"]), *map(float, pair), *map(float, rest))
-    sign = -1.0 if group["maximize"] else 1.0
-    over = late.flag(device) if any(bundle.kind == L.FP16_EXACT for bundle in bundles) else None
-    plans.update(bundles, seed, hyper, away, scalars, sign, skip, over, device)
-    for bundle in bundles:
-        increment_version(bundle.params)
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:

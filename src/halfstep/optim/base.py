@@ -25,6 +25,7 @@ from halfstep.gradients.stats import (
     measure_shards,
     on_host_if_cpu,
 )
+from halfstep.kernels import codes as L
 from halfstep.optim import (
     algorithms,
     arguments,
@@ -94,8 +95,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         arguments.check_options(type(self), unknown, seed, release_gradients)
         if backend not in BACKENDS:
             raise ConfigError(f"backend={backend!r}: choose one of {', '.join(map(repr, BACKENDS))}")
-        if accumulate not in (None, "fp32"):
-            raise ConfigError(f"accumulate={accumulate!r}: choose 'fp32' or None (the weights' own dtype)")
+        arguments.check_accumulate(accumulate)
         self.seed, self.backend, self.accumulate = seed, backend, accumulate
         self.release_gradients = release_gradients
         self._prepare()
@@ -327,10 +327,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             elif bundle.device.type == "cpu":
                 over.append(backends.by_reference(bundle, scalars, None, self.seed))
             else:
-                self._late.add(backends.by_reference(bundle, scalars, found_inf, self.seed))
-        for (number, _), own in away.items():
+                flag = backends.by_reference(bundle, scalars, found_inf, self.seed)
+                if flag is not None:
+                    self._late.flag(flag.device).bitwise_or_(flag)
+        for (number, device), own in away.items():
             scalars = inv_scale, clip_coefs[number]
-            backends.by_kernels(own, scalars, found_inf, self.seed, self._plans, self._late)
+            bounded = any(bundle.kind == L.FP16_EXACT for bundle in own)
+            flag = self._late.flag(device) if bounded else None
+            self._plans.update(own, scalars, found_inf, flag, self.seed)
         return any(map(bool, over))
 
     def _conclude(self, stats: AnyStats, skips: bool) -> None:

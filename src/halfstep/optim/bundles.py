@@ -33,6 +33,8 @@ Place = tuple[int, int]
 _grads, _dtypes, _index = attrgetter("grad"), attrgetter("dtype"), Tensor.get_device
 WEIGHT, EXTRA, GRAD, STATES, STEP, KEY, WIDTH, EXPONENTS, LINES = 0, 1, 2, 3, 5, 6, 7, 8, 10
 """Lines of a table: addresses (of two states and their exponents too), random key, length of a row."""
+Columns = tuple[Sequence[int], list[Tensor], list[Tensor], list[Tensor]]
+"""Parameters of a group: their places, themselves, and this rank's parts of them and of their gradients."""
 ABSENT = 16  # in place of an address: aligned, and not 0
 
 
@@ -73,18 +75,10 @@ class Bundle:
     of a dtype that kernels read) and states are this rank's parts of them.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        number: int,
-        places: Sequence[int],
-        params: list[Tensor],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        algorithm: Algorithm,
-    ) -> None:
-        self.group, self.number, self.places, self.params = group, number, places, params
-        self.weights, self.grads, self.algorithm, weight = weights, grads, algorithm, weights[0]
+    def __init__(self, group: Group, number: int, algorithm: Algorithm, columns: Columns) -> None:
+        self.group, self.number, self.algorithm = group, number, algorithm
+        self.places, self.params, self.weights, self.grads = columns
+        weight = self.weights[0]
         self.device, self._index = weight.device, weight.get_device()
         self.kind = arguments.kind_of(weight.dtype, group["master"])
         self.state_kind = L.STATE_FP32
@@ -93,7 +87,7 @@ class Bundle:
         self.rounds_randomly = self.state_kind != L.STATE_FP32 or self.kind == L.BF16_STOCHASTIC
         """Whether a step needs random bits."""
         blocks = self.state_kind == L.STATE_8BIT
-        self.widths = tuple(map(storage.width_of, weights)) if blocks else None
+        self.widths = tuple(map(storage.width_of, self.weights)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
         kept = "lacking" if self.kind in storage.EXACT else None
         self.extra_key = "master" if self.kind in storage.WITH_MASTER else kept
@@ -303,7 +297,8 @@ def bundles_of(
     found: list[Bundle] = []
     for number, group in enumerate(groups):
         params: list[Tensor] = group["params"]
-        if not PLAIN.issuperset(map(type, params)):
+        plain = PLAIN.issuperset(map(type, params))
+        if not plain:
             shards.add_partial_sums(params)
         places, grads = range(len(params)), list(map(_grads, params))
         if only is not None or NoneType in set(map(type, grads)):
@@ -311,34 +306,26 @@ def bundles_of(
             params, grads = [params[i] for i in places], [grads[i] for i in places]
         if params:
             arguments.check_storage(group)
-            found += _bundles(group, number, places, params, grads, algorithm_of(group))
+            weights, grads = (params, grads) if plain else (_locals(params), _locals(grads))
+            found += _bundles(group, number, algorithm_of(group), (places, params, weights, grads))
     return found
 
 
-def _bundles(
-    group: Group,
-    number: int,
-    places: Sequence[int],
-    params: list[Tensor],
-    grads: list[Tensor],
-    algorithm: Algorithm,
-) -> list[Bundle]:
-    plain = PLAIN.issuperset(map(type, params))
-    weights, grads = (params, grads) if plain else (_locals(params), _locals(grads))
+def _bundles(group: Group, number: int, algorithm: Algorithm, columns: Columns) -> list[Bundle]:
+    _, params, weights, grads = columns
     keys: list[list[Any]] = [[*map(_dtypes, weights)], [*map(_dtypes, grads)], [*map(_index, weights)]]
     if group["state_dtype"] == "8bit":
         keys.append([arguments.state_kind_of(weight, "8bit") for weight in weights])
-    if not plain:
+    if weights is not params:
         shards.check_blocks(group, params)
         keys.append(groups_of_shards(params))
     if max(map(len, map(set, keys))) == 1:
-        return [Bundle(group, number, places, params, weights, grads, algorithm)]
-    own = list(zip(*keys))
-    found: list[Bundle] = []
+        return [Bundle(group, number, algorithm, columns)]
+    own, found = list(zip(*keys)), list[Bundle]()
     for one in dict.fromkeys(own):
         part = [i for i, key in enumerate(own) if key == one]
-        columns: list[list[Any]] = [[column[i] for i in part] for column in (places, params, weights, grads)]
-        found.append(Bundle(group, number, *columns, algorithm=algorithm))
+        places, *tensors = ([column[i] for i in part] for column in columns)
+        found.append(Bundle(group, number, algorithm, cast("Columns", (places, *tensors))))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import TypeIs
 
 from halfstep.errors import UnsupportedError
@@ -24,7 +25,19 @@ from halfstep.gradients.cuda import kernels
 from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
-from halfstep.optim.bundles import EXPONENTS, EXTRA, GRAD, KEY, LINES, STATES, STEP, WEIGHT, WIDTH, Bundle
+from halfstep.optim.bundles import (
+    EXPONENTS,
+    EXTRA,
+    GRAD,
+    KEY,
+    LINES,
+    STATES,
+    STEP,
+    WEIGHT,
+    WIDTH,
+    Bundle,
+    Group,
+)
 from halfstep.trees import as_float32
 
 ITEM = 32768  # elements of a program: a multiple of the tile
@@ -173,24 +186,25 @@ class Plans:
     def _keeper(self, device: torch.device) -> list[Any] | None:
         return self._captured if capturing(device) else None
 
+    @torch.no_grad()
     def update(
         self,
         bundles: Sequence[Bundle],
-        seed: int,
-        hyper: tuple[float, ...],
-        lr: Tensor | None,
         factors: tuple[Number, Number | Clip],
-        sign: float,
-        skip: Tensor | None,
+        found_inf: bool | Tensor | None,
         over: Tensor | None,
-        device: torch.device,
+        seed: int,
     ) -> None:
-        """Update the bundles of one group; `over` is set where a weight left the range of its master.
+        """Update the bundles of one group on one device, without reading anything back.
 
-        The inverse scale and the clip factor in `factors` and `sign` multiply the gradients; `hyper` is what
-        the kernel `scalars` takes, with `lr` in place of its first where that is a device tensor.
+        The inverse scale and the clip factor in `factors` multiply the gradients. `over` is set where a
+        weight left the range of its master.
         """
-        code = bundles[0].algorithm.code
+        device, group, code = bundles[0].device, bundles[0].group, bundles[0].algorithm.code
+        hyper, lr = _hyper_of(group, device)
+        skip = None
+        if isinstance(found_inf, Tensor):
+            skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
         tables = [bundle.table(LINES) for bundle in bundles]
         for bundle, table in zip(bundles, tables):
             if bundle.rounds_randomly:
@@ -213,6 +227,7 @@ class Plans:
             keep += [bundles, over]
         numbers = plan.numbers.get(np.concatenate((places, np.array(hyper).view(np.int64))), keep)
         grads, settings = numbers, numbers[plan.size :].view(torch.float64)
+        sign = -1.0 if group["maximize"] else 1.0
         factor, inverse, clip, limit = _factors(*factors, sign, device)
         count = plan.size
         cuda.launch(
@@ -225,6 +240,8 @@ class Plans:
                 over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
                 GRAD_ALIGNED=grad_aligned, TILE=TILE, num_warps=2 if state == L.STATE_8BIT else 4,
             )  # fmt: skip
+        for bundle in bundles:
+            increment_version(bundle.params)
 
     def measure(self, grads: Sequence[Tensor], inv_scale: Number) -> GradStats:
         """Finite flag, norm and largest magnitude of flat gradients on one device, in one read of each.
@@ -256,6 +273,15 @@ class Plans:
         found = KernelStats(flags[0], stats[0], stats[1])
         found.found_inf = flags[1]
         return found
+
+
+def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Tensor | None]:
+    """What the kernel `scalars` takes, and a learning rate on the device in place of its first number."""
+    lr = group["lr"]
+    there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
+    pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
+    rest = group["weight_decay"], *pair, group.get("eps", 0.0), group.get("bias_correction", True)
+    return (0.0 if there else float(lr), *map(float, rest)), lr.detach().to(device) if there else None
 
 
 def _factors(

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, UnsupportedError, show
+from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.unscale import unscale_
 from halfstep.names import fqn
+from halfstep.optim.arguments import check_accumulate
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters
@@ -23,7 +24,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import tree_leaves
 from halfstep.trees import parameters_of
 
-__all__ = ["MasterWeights", "weight_of"]
+__all__ = ["MasterWeights", "check_accumulate", "weight_of"]
 
 
 class MasterWeights:
@@ -234,12 +235,6 @@ class MasterWeights:
             handle.remove()
         self._link.release()
         self._link, self._handles = None, []
-
-
-def check_accumulate(accumulate: Any) -> None:
-    """Raise ConfigError unless it is None or "fp32"."""
-    if accumulate not in (None, "fp32"):
-        raise ConfigError(f"accumulate={show(accumulate)}: choose 'fp32' or None (the weights' own dtype)")
 
 
 def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

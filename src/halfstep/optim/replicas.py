@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfstep.distributed import local_of
@@ -63,9 +63,10 @@ def send_masters(ddp: Any, module: nn.Module, trainings: Sequence[Training], ran
     }
     holders = holders_of([o for training in trainings for o in training.optimizers])
     exact = {p: value for holder in holders for p, value in holder.masters(low).items()}
-    values = {p: exact[p].detach().to(torch.float32, copy=True) for p in module.parameters() if p in exact}
-    if values:
-        check_same_shapes(ddp.process_group, list(values))
+    weights: list[Tensor] = [p for p in module.parameters() if p in exact]
+    values = {p: exact[p].detach().to(torch.float32, copy=True) for p in weights}
+    if weights:
+        check_same_shapes(ddp.process_group, weights)
     for value in values.values():
         torch.distributed.broadcast(value, group=ddp.process_group, group_src=rank)
     for holder in holders:
