@@ -169,7 +169,7 @@ def test_clipping_gives_mindspores_numbers():
     assert values(ops.clip_by_value((x, y), 1.5, 3.0)) == [[[1.5, 2.0], [3.0, 3.0]], [[1.5, 1.5], [1.5, 2.0]]]
     np.testing.assert_allclose(values(ops.clip_by_norm(x, 1.0)), (x / x.norm()).tolist(), rtol=1e-5)
     assert values(ops.clip_by_norm([x, y], 100.0)) == values([x, y])
-    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 is nan"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 .* non-finite"):
         ops.clip_by_norm(x * float("nan"), 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="use_norm"):
         ops.clip_by_global_norm((x, y), 1.0, 2.0)

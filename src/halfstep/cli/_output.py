@@ -38,10 +38,12 @@ def table(
     numeric, width = right.split(","), console().width
     cells = [[clean(cell) for cell in row] for row in rows]
     least: list[int] = []
-    for column, *texts in zip(columns, *cells):
-        words = [str(text) if column in numeric else max(str(text).split(), key=len, default="")
-                 for text in (column, *texts)]  # fmt: skip
-        least.append(max(map(len, words)))
+    for place, column in enumerate(columns):
+        texts = [column, *(str(row[place]) for row in cells)]
+        # What names a row stays on one line where the names leave half of the terminal to the rest.
+        whole = column in numeric or (place < keys and 2 * keys * max(map(len, texts)) <= width)
+        words = texts if whole else " ".join(texts).split()
+        least.append(max(map(len, words), default=0))
     parts: list[list[int]] = [[]]
     for place in range(keys, len(columns)):
         # rich draws three characters between columns.
@@ -54,9 +56,12 @@ def table(
         for place in (*range(keys), *part):
             whole = columns[place] in numeric
             made.add_column(
-                columns[place], justify="right" if whole else "left", overflow="fold", no_wrap=whole,
+                columns[place],
+                justify="right" if whole else "left",
+                overflow="fold",
+                no_wrap=whole,
                 min_width=min(least[place], width // 2),
-            )  # fmt: skip
+            )
         for row in cells:
             made.add_row(*(row[place] for place in (*range(keys), *part)))
         drawn.append(made)

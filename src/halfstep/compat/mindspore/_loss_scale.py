@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import abc
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_whole
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, check_whole
 from halfstep.compat.mindspore.nn._cell import Cell
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError
 from halfstep.scaling.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.trees import as_float32, multiply
 
 OVERFLOWS_IN_A_ROW = 1000
 """More of them raise."""
-
-OVERFLOWS_AT_ONE = 10
-"""So many in a row at a scale of 1 warn: no smaller scale will help."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,8 @@ class WindowLossScale(LossScale):
         )
 
 
-def _check_scale_value(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"The type of '{name}' should be one of '['float', 'int']', but got type "
-            f"'{type(value).__name__}'."
-        )
+def _check_scale(holder: Any, name: str, value: Any) -> None:
+    check_kind(type(holder).__name__, name, value, float, int)
     if not value >= 1.0:
         raise ConfigError(f"The argument '{name}' must be >= 1, but got {value}")
 
@@ -122,7 +114,7 @@ class StaticLossScaler(_Holder):
     """A constant scale of at least 1. `adjust` returns False."""
 
     def __init__(self, scale_value: float) -> None:
-        _check_scale_value("scale_value", scale_value)
+        _check_scale(self, "scale_value", scale_value)
         self.loss_scale = StaticLossScale(float(scale_value))
 
     def adjust(self, grads_finite: Any) -> bool:
@@ -133,15 +125,16 @@ class StaticLossScaler(_Holder):
 class DynamicLossScaler(_Holder):
     """A scale that grows by `scale_factor` after `scale_window` finite steps and shrinks by it on overflow.
 
-    Raises ValueError for a scale, factor or window below 1 and TypeError for a factor or window that is no
-    integer.
+    Raises ValueError for a scale, factor or window below 1, TypeError for a factor or window that is no
+    integer, and LossScaleCollapsed after more than 1000 overflows in a row.
     """
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
-        _check_scale_value("scale_value", scale_value)
+        _check_scale(self, "scale_value", scale_value)
         check_whole("DynamicLossScaler", "scale_window", scale_window)
         check_whole("DynamicLossScaler", "scale_factor", scale_factor)
-        self.scale_factor, self.scale_window, self._stuck = scale_factor, scale_window, 0
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
         self.loss_scale: WindowLossScale = WindowLossScale(float(scale_value), scale_factor, scale_window)
 
     @property
@@ -150,23 +143,10 @@ class DynamicLossScaler(_Holder):
         return as_tensor(torch.as_tensor(self.loss_scale.counter, dtype=torch.int32))
 
     def adjust(self, grads_finite: Any) -> bool:
-        """Take in whether the gradients were finite; a tensor of an accelerator is not read. Returns True.
-
-        Warns once where the scale is at its least and steps overflow all the same.
-        """
-        on_host = not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu"
-        if on_host:
-            stuck = not bool(grads_finite) and self.loss_scale.read() <= 1.0
-            self._stuck = self._stuck + 1 if stuck else 0
-        if on_host and self._stuck == OVERFLOWS_AT_ONE:
-            warnings.warn(
-                f"DynamicLossScaler is at 1.0, its least, and {self._stuck} steps in a row overflowed: the "
-                "scale is not the cause. Lower the learning rate, or look for the op that gives inf or NaN "
-                "(halfstep doctor, or hs.watch).",
-                HalfstepWarning,
-                stacklevel=2,
-            )
+        """Take in whether the gradients were finite; a tensor of an accelerator is not read. Returns True."""
         self.loss_scale = self.loss_scale.adjust(grads_finite)
+        if not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu":
+            self._skips = self._skips.after(bool(grads_finite), scale=self.loss_scale.read())
         return True
 
 
@@ -196,7 +176,7 @@ class FixedLossScaleManager(LossScaleManager):
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        _check_scale_value("loss_scale", loss_scale)
+        _check_scale(self, "loss_scale", loss_scale)
         self._loss_scale, self._drop_overflow_update = float(loss_scale), drop_overflow_update
 
     def get_loss_scale(self) -> float:
@@ -218,7 +198,7 @@ class DynamicLossScaleManager(LossScaleManager):
     def __init__(
         self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000
     ) -> None:
-        _check_scale_value("init_loss_scale", init_loss_scale)
+        _check_scale(self, "init_loss_scale", init_loss_scale)
         check_whole("DynamicLossScaleManager", "scale_window", scale_window)
         if scale_factor <= 0:
             raise ConfigError(f"The argument 'scale_factor' must be > 0, but got {scale_factor}")
@@ -259,7 +239,7 @@ class GroupLossScaleManager(Cell):
 
     def __init__(self, init_loss_scale: float, loss_scale_groups: Sequence[Sequence[torch.Tensor]]) -> None:
         super().__init__()
-        _check_scale_value("init_loss_scale", init_loss_scale)
+        _check_scale(self, "init_loss_scale", init_loss_scale)
         self._init = float(init_loss_scale)
         self.loss_scale_groups = loss_scale_groups
         self.scales: tuple[LossScale, ...] = ()

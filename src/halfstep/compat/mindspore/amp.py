@@ -31,7 +31,7 @@ from halfstep.compat.mindspore._loss_scale import (
     LossScaler,
     StaticLossScaler,
 )
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import Conversion, convert
@@ -159,8 +159,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
         kinds = "Cell or function" if amp_level == "auto" else "Cell"
         raise TypeError(f"For amp_level '{amp_level}', the network type should be {kinds}.")
     _check_dtype(dtype)
-    if amp_level not in AMP_LEVELS:
-        raise ConfigError(f"The amp level {amp_level} is not supported: expected one of {AMP_LEVELS}")
+    check_level(amp_level)
     if amp_level == "O0":
         return network
     if is_function:
@@ -190,8 +189,7 @@ def custom_mixed_precision(
             (or, in a white list, of operators).
         ValueError: no list or both, or a dtype other than float16 and bfloat16.
     """
-    if not isinstance(network, torch.nn.Module):
-        raise TypeError("The network type should be Cell.")
+    check_kind("custom_mixed_precision", "network", network, torch.nn.Module)
     if (white_list is None) == (black_list is None):
         raise ConfigError(
             "For custom_mixed_precision, one of white_list and black_list must be provided, and they cannot "
@@ -213,11 +211,9 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _check_list(name: str, given: Any) -> None:
-    if not isinstance(given, list):
-        raise TypeError(f"The type of {name} should be list, but got {type(given)}")
+    check_kind("custom_mixed_precision", name, given, list)
     for element in given:
-        if not isinstance(element, type):
-            raise TypeError(f"The element in {name} should be a class, but got {element}")
+        check_kind("custom_mixed_precision", f"element of {name}", element, type)
         primitive = issubclass(element, ops.Primitive)
         if not issubclass(element, torch.nn.Module) or (primitive and name == "black_list"):
             kinds = "'Cell' and 'Primitive'" if name == "white_list" else "'Cell'"
@@ -317,26 +313,16 @@ def _options(level: str, given: dict[str, Any]) -> dict[str, Any]:
             "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "
             f"'{options['cast_model_type']}'."
         )
-    if not isinstance(options["keep_batchnorm_fp32"], bool):
-        kind = type(options["keep_batchnorm_fp32"]).__name__
-        raise TypeError(f"The type of 'keep_batchnorm_fp32' should be 'bool', but got type '{kind}'.")
-    manager = options["loss_scale_manager"]
-    if manager is not None and not isinstance(manager, LossScaleManager | GroupLossScaleManager):
-        raise TypeError(
-            "The type of 'loss_scale_manager' should be one of '['LossScaleManager', "
-            f"'GroupLossScaleManager']', but got type '{type(manager).__name__}'."
-        )
+    check_kind("build_train_network", "keep_batchnorm_fp32", options["keep_batchnorm_fp32"], bool)
+    managers = LossScaleManager, GroupLossScaleManager, type(None)
+    check_kind("build_train_network", "loss_scale_manager", options["loss_scale_manager"], *managers)
     return options
 
 
 def check_level(level: Any, boost_level: Any = "O0") -> None:
-    """Raise TypeError or ValueError for a level that is none; warn that boost does nothing here."""
-    if not isinstance(level, str):
-        raise TypeError(
-            f"The argument `level` must be a string in {list(AMP_LEVELS)}, but got type {type(level)}."
-        )
+    """ValueError for a level that is none; warn that boost does nothing here."""
     if level not in AMP_LEVELS:
-        raise ConfigError(f"The 'level' should be in : {list(AMP_LEVELS)}, but got {level}.")
+        raise ConfigError(f"The amp level {level} is not supported: expected one of {AMP_LEVELS}")
     if boost_level not in ("O0", "O1", "O2"):
         raise ConfigError(f"The 'boost_level' should be in : ['O0', 'O1', 'O2'], but got {boost_level}.")
     if boost_level != "O0":
@@ -372,12 +358,9 @@ def build_train_network(
         TypeError: an argument of the wrong kind.
         ValueError: an unknown level or keyword.
     """
-    if not isinstance(optimizer, nn.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"The type of 'optimizer' should be one of '['Optimizer']', but got type '{kind}'.")
-    if loss_fn is not None and not isinstance(loss_fn, torch.nn.Module):
-        kind = type(loss_fn).__name__
-        raise TypeError(f"The type of 'loss_fn' should be 'Cell', but got type '{kind}'.")
+    check_kind("build_train_network", "optimizer", optimizer, nn.Optimizer)
+    check_kind("build_train_network", "loss_fn", loss_fn, torch.nn.Module, type(None))
+    check_kind("build_train_network", "level", level, str)
     check_level(level, boost_level)
     options = _options(level, kwargs)
     if options["cast_model_type"] == float16:

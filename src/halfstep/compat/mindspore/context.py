@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from halfstep import devices
+from halfstep.compat.mindspore._tensor import check_kind
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 __all__ = [
@@ -150,8 +151,7 @@ def _check_target(owner: str, target: Any) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Have torch use deterministic kernels only, or all; TypeError for what is no bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"For 'set_deterministic', expected a bool, but got {type(deterministic).__name__}.")
+    check_kind("set_deterministic", "deterministic", deterministic, bool)
     torch.use_deterministic_algorithms(deterministic)
     _said["deterministic"] = "ON" if deterministic else "OFF"
 

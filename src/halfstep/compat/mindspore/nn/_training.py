@@ -17,7 +17,7 @@ import torch
 
 from halfstep.compat.mindspore._functions import signature_of, value_and_grad
 from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
@@ -129,8 +129,7 @@ class Optimizer:
 
     def _set_rates(self) -> None:
         for index, rates in self._rates.items():
-            rate = float(rates[min(self.global_step, len(rates) - 1)])
-            self.torch_optimizer.param_groups[index]["lr"] = rate
+            self.torch_optimizer.param_groups[index]["lr"] = rates[min(self.global_step, len(rates) - 1)]
 
     def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Take one step with these gradients, divided by `loss_scale`; returns True."""
@@ -147,45 +146,38 @@ class Optimizer:
         return True
 
 
-def _first(learning_rate: LearningRate) -> float:
+def _rates(learning_rate: Any) -> list[float]:
+    """A rate for each step, one where it stays."""
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
     given: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
-    return float(given if isinstance(given, int | float) else given[0])
+    return [float(given)] if isinstance(given, int | float) else [float(rate) for rate in given]
 
 
-def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, Any]]:
+def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, list[float]]]:
     """MindSpore's groups as torch takes them, the order of the gradients, and rates that change, by index.
 
     ConfigError for none, for an unknown key and for a bad order.
     """
     listed: list[Any] = list(params)
-    order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
-    groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
-    if not groups:
+    if not listed:
         raise ConfigError("the optimizer got no parameters: pass network.trainable_params()")
-    grouped = isinstance(groups[0], dict)
-    mine: list[Any] = [p for g in groups for p in g["params"]] if grouped else groups
-    if order is not None and {id(p) for p in order} != {id(p) for p in mine}:
+    given: list[dict[str, Any]] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    groups = [{**group, "params": list(group["params"])} for group in given if "order_params" not in group]
+    order = next((tuple(group["order_params"]) for group in given if "order_params" in group), None)
+    if order is not None and {id(p) for p in order} != {id(p) for g in groups for p in g["params"]}:
         raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
-    rates: dict[int, Any] = {}
-    for index, group in enumerate(groups if grouped else [{}]):
-        rate = group.get("lr", learning_rate)
-        rate = rate.tolist() if isinstance(rate, torch.Tensor) else rate
-        if "lr" in group:
-            group["lr"] = _first(rate)
-        if not isinstance(rate, int | float):
-            rates[index] = rate
-    return groups, None if order is None else tuple(order), rates
-
-
-def _group(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    group: dict[str, Any] = {**given, "params": list(given["params"])}
-    if group.pop("grad_centralization", False):
-        raise ConfigError("a group asks for grad_centralization, which is not here: centre gradients by hand")
-    return group
+    rates: dict[int, list[float]] = {}
+    for index, group in enumerate(groups):
+        if group.pop("grad_centralization", False):
+            raise ConfigError(
+                "a group asks for grad_centralization, which is not here: centre gradients by hand"
+            )
+        mine = _rates(group.get("lr", learning_rate))
+        group["lr"] = mine[0]
+        if len(mine) > 1:
+            rates[index] = mine
+    return groups, order, rates
 
 
 class _TorchOptimizer(Optimizer):
@@ -203,7 +195,7 @@ class _TorchOptimizer(Optimizer):
         if "beta1" in given:
             given["betas"] = given.pop("beta1"), given.pop("beta2")
         options = {name.removeprefix("use_"): value for name, value in given.items()}
-        super().__init__(self.make(groups, lr=_first(rate), **options), rate, scale, order, rates)
+        super().__init__(self.make(groups, lr=_rates(rate)[0], **options), rate, scale, order, rates)
 
 
 def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: Any) -> Any:
@@ -214,24 +206,49 @@ def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: 
 
 
 SGD = _row(
-    "SGD", "Gradient descent with momentum.", torch.optim.SGD,
-    learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0,
-)  # fmt: skip
+    "SGD",
+    "Gradient descent with momentum.",
+    torch.optim.SGD,
+    learning_rate=0.1,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    loss_scale=1.0,
+)
 Momentum = _row(
-    "Momentum", "Gradient descent with momentum.", torch.optim.SGD,
-    learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False,
-)  # fmt: skip
+    "Momentum",
+    "Gradient descent with momentum.",
+    torch.optim.SGD,
+    learning_rate=...,
+    momentum=...,
+    weight_decay=0.0,
+    loss_scale=1.0,
+    use_nesterov=False,
+)
 Adam = _row(
-    "Adam", "Adam with bias correction; weight decay is added to the gradient.", torch.optim.Adam,
-    ("use_amsgrad", "weight_decay", "loss_scale"), learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
-    use_amsgrad=False, weight_decay=0.0, loss_scale=1.0,
-)  # fmt: skip
+    "Adam",
+    "Adam with bias correction; weight decay is added to the gradient.",
+    torch.optim.Adam,
+    ("use_amsgrad", "weight_decay", "loss_scale"),
+    learning_rate=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    use_amsgrad=False,
+    weight_decay=0.0,
+    loss_scale=1.0,
+)
 AdamWeightDecay = _row(
     "AdamWeightDecay",
     "Adam without bias correction; weight decay is taken off the weight, not added to the gradient.",
     functools.partial(AdamW, bias_correction=False),
-    learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0,
-)  # fmt: skip
+    learning_rate=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-6,
+    weight_decay=0.0,
+)
 
 
 class FixedLossScaleUpdateCell(Cell):
@@ -386,22 +403,19 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     def __init__(self, network: torch.nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
         super().__init__(network, optimizer)
+        kinds = Cell, LossScale, torch.Tensor, int, float
+        check_kind("TrainOneStepWithLossScaleCell", "scale_sense", scale_sense, *kinds)
         if isinstance(scale_sense, torch.Tensor) and scale_sense.numel() != 1:
-            raise ValueError(
+            raise ConfigError(
                 "For 'TrainOneStepWithLossScaleCell', the shape of 'scale_sense' must be (1,) or (), "
                 f"but got {tuple(scale_sense.shape)}."
             )
-        if isinstance(scale_sense, Cell) and hasattr(scale_sense, "get_loss_scale"):
+        if isinstance(scale_sense, Cell):
             self._scale = CellLossScale(scale_sense)
         elif isinstance(scale_sense, LossScale):
             self._scale = scale_sense
-        elif isinstance(scale_sense, torch.Tensor | int | float):
-            self._scale = StaticLossScale(float(scale_sense))
         else:
-            raise TypeError(
-                "For 'TrainOneStepWithLossScaleCell', the 'scale_sense' must be a Cell, a LossScale, a "
-                f"tensor or a number, but got 'scale_sense' type: {type(scale_sense)}."
-            )
+            self._scale = StaticLossScale(float(scale_sense))
         self.hyper_map = HyperMap()
         self._sense = self._scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)

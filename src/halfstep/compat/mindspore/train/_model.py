@@ -56,8 +56,6 @@ class Model:
                     f"The argument in 'kwargs' should be 'loss_scale_manager' or "
                     f"'keep_batchnorm_fp32', but got '{name}'."
                 )
-        if amp_level not in amp.AMP_LEVELS:
-            raise ConfigError(f"the 'amp_level' must be one of {amp.AMP_LEVELS}, but got {amp_level!r}.")
         amp.check_level(amp_level, boost_level)
         if metrics and loss_fn is None and eval_network is None:
             raise ConfigError("the 'metrics' of a Model need a 'loss_fn' or an 'eval_network', got neither.")
