@@ -332,17 +332,6 @@ def test_a_rate_may_be_a_tensor():
     assert nn.Adam([parameter], ms.Tensor([0.5, 0.25])).get_lr() == 0.5
 
 
-def test_a_scale_that_nothing_divides_out_is_told():
-    network, _ = problem()
-    manager = amp.FixedLossScaleManager(1024.0, drop_overflow_update=False)
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    with pytest.warns(HalfstepWarning, match=r"multiplied by 1024.*give it loss_scale=1024"):
-        amp.build_train_network(network, optimizer, loss_scale_manager=manager)
-    network, _ = problem()
-    optimizer = nn.SGD(network.trainable_params(), 0.1, loss_scale=1024.0)
-    amp.build_train_network(network, optimizer, loss_scale_manager=manager)
-
-
 def test_a_model_takes_datasets_alone():
     network, optimizer = problem()
     with pytest.raises(TypeError, match=r"such as NumpySlicesDataset.*got list"):

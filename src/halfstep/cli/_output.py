@@ -7,12 +7,16 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+
+from halfstep.formats import dtype_name
 
 
 class _Quiet(Console):
@@ -76,13 +80,20 @@ def clean(text: str | Text) -> str | Text:
 
 
 def print_json(data: object) -> None:
-    """`data` on standard output as one JSON document; numbers unknown to JSON become "nan", "inf"."""
+    """`data` on standard output as one JSON document; numbers unknown to JSON become "nan", "inf".
+
+    Dtypes and rules are given by name.
+    """
     print(json.dumps(_strict(data), indent=2, allow_nan=False))
 
 
 def _strict(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
+    if isinstance(data, torch.dtype):
+        return dtype_name(data)
+    if isinstance(data, Enum):
+        return data.value
     if isinstance(data, dict):
         return {str(key): _strict(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -45,6 +45,13 @@ def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
         )
 
 
+_OPTIONS = {
+    *("set_grad_none", "adam_w_mode", "wd_after_momentum"),
+    *("use_nvlamb", "adagrad_w_mode", "reg_inside_moment"),
+}
+"""What the optimizers keep beside their groups, and copies of them too."""
+
+
 class _AsInApex(torch.optim.Optimizer):
     """`zero_grad` clears to None or to zero as the constructor's `set_grad_none` said.
 
@@ -57,6 +64,10 @@ class _AsInApex(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients; to None or zero as the constructor was told."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        return {**super().__getstate__(), **own}
 
 
 class FusedAdam(_AsInApex, AdamW):
@@ -95,10 +106,6 @@ class FusedAdam(_AsInApex, AdamW):
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """AdamW or Adam."""
         return algorithms.ADAMW if self.adam_w_mode else algorithms.ADAM
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"adam_w_mode": self.adam_w_mode, "set_grad_none": self.set_grad_none}
-        return {**super().__getstate__(), **own}
 
 
 def _with_rate(group: Any) -> Any:
@@ -151,10 +158,6 @@ class FusedSGD(_AsInApex, SGD):
                 "enters the gradient, as in torch.optim.SGD; leave it out, or use AdamW's decoupled decay"
             )
         return super().algorithm(group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"set_grad_none": self.set_grad_none, "wd_after_momentum": self.wd_after_momentum}
-        return {**super().__getstate__(), **own}
 
 
 class _InPlainOps(_AsInApex, ABC):

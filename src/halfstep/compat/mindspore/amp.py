@@ -12,8 +12,8 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from halfstep.compat.mindspore._loss_scale import (
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
-from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power, own_dtype
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
@@ -120,25 +120,8 @@ def get_black_list() -> list[type[torch.nn.Module]]:
     return list(_BLACK)
 
 
-@dataclass
-class _Converted:
-    """What a level did to a network, and how to undo it."""
-
-    level: str
-    conversion: Conversion | None = None
-    handles: list[Any] = field(default_factory=list[Any])
-
-    def cast_outputs(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        self.handles.append(module.register_forward_hook(CastOutputs(Power(), dtype)))
-
-    def revert(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.conversion is not None:
-            self.conversion.revert()
-
-
-_CONVERTED: weakref.WeakKeyDictionary[torch.nn.Module, _Converted] = weakref.WeakKeyDictionary()
+_CONVERTED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ExitStack]] = weakref.WeakKeyDictionary()
+"""The level of each network that has one, and what undoes it."""
 
 
 def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype = float16) -> Any:
@@ -167,7 +150,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
     assert isinstance(network, torch.nn.Module)
     _forget_earlier(network, amp_level)
     if amp_level == "auto":
-        _CONVERTED[network] = _auto_region(network, dtype)
+        _run_in_region(network, dtype)
     elif amp_level == "O1":
         _run_low(network, _WHITE, dtype, "O1")
     else:
@@ -227,16 +210,16 @@ def _check_list(name: str, given: Any) -> None:
 
 
 def _forget_earlier(network: torch.nn.Module, level: str) -> None:
-    earlier = _CONVERTED.pop(network, None)
-    if earlier is None:
+    if network not in _CONVERTED:
         return
+    earlier, undo = _CONVERTED.pop(network)
     warnings.warn(
-        f"The network's auto mixed-precision level is adjusted from {earlier.level} to {level}; convert a "
+        f"The network's auto mixed-precision level is adjusted from {earlier} to {level}; convert a "
         "network once, and give build_train_network and Model the level O0 for one that is converted.",
         HalfstepWarning,
         stacklevel=3,
     )
-    earlier.revert()
+    undo.close()
 
 
 def _patterns(kinds: Iterable[type[torch.nn.Module]]) -> list[str]:
@@ -254,12 +237,8 @@ def _run_low(
     reason = f"{level}: listed, so it runs in 16 bits"
     plan = Plan(tuple(PlanRule(p, rule=Rule.LOW, reason=reason, required=False) for p in _patterns(kinds)))
     resolved = plan.resolve(network)
-    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
-    for path, module in network.named_modules():
-        outermost = path in resolved and (not path or path.rpartition(".")[0] not in resolved)
-        if outermost and own_dtype(module) is None:
-            record.cast_outputs(module, float32)
-    record.cast_outputs(network, float32)
+    outermost = {path for path in resolved if not path or path.rpartition(".")[0] not in resolved}
+    _apply(network, plan, dtype, level, outermost, float32)
 
 
 def _run_low_but(
@@ -269,24 +248,38 @@ def _run_low_but(
     reason = f"{level}: listed, so it runs in fp32"
     full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
     plan = Plan((low, *full))
-    resolved = plan.resolve(network)
-    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
-    for path, module in network.named_modules():
-        above = resolved[path.rpartition(".")[0]].rule
-        if path and resolved[path].rule is Rule.FULL and above is Rule.LOW and own_dtype(module) is None:
-            record.cast_outputs(module, dtype)
-    record.cast_outputs(network, float32)
+    rules = {path: found.rule for path, found in plan.resolve(network).items()}
+    outermost = {p for p in rules if p and (rules[p], rules[p.rpartition(".")[0]]) == (Rule.FULL, Rule.LOW)}
+    _apply(network, plan, dtype, level, outermost, dtype)
 
 
-def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
-    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
-    region = InRegion(Power(), device, _AUTO.with_dtype(dtype))
-    record = _Converted("auto")
-    record.handles = [
-        network.register_forward_pre_hook(region.enter, prepend=True),
-        network.register_forward_hook(region.leave, always_call=True),
+def _apply(
+    network: torch.nn.Module,
+    plan: Plan,
+    dtype: torch.dtype,
+    level: str,
+    edges: Collection[str],
+    outside: torch.dtype,
+) -> None:
+    """Convert by a plan; modules at these paths give `outside` unless a user's `to_float` says otherwise."""
+    undo = ExitStack()
+    undo.callback(convert(network, plan, dtype).revert)
+    casts = [
+        (module, outside)
+        for path, module in network.named_modules()
+        if path in edges and own_dtype(module) is None
     ]
-    return record
+    for module, given in (*casts, (network, float32)):
+        undo.callback(module.register_forward_hook(CastOutputs(Power(), given)).remove)
+    _CONVERTED[network] = level, undo
+
+
+def _run_in_region(network: torch.nn.Module, dtype: torch.dtype) -> None:
+    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
+    undo = ExitStack()
+    for handle in InRegion(Power(), device, _AUTO.with_dtype(dtype)).attach(network):
+        undo.callback(handle.remove)
+    _CONVERTED[network] = "auto", undo
 
 
 def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -378,18 +371,10 @@ def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: A
         return nn.TrainOneStepCell(network, optimizer)
     if isinstance(manager, GroupLossScaleManager):
         return TrainOneStepWithGroupScalesCell(network, optimizer, manager)
-    cell, scale = manager.get_update_cell(), manager.get_loss_scale()
-    if cell is not None:
-        return nn.TrainOneStepWithLossScaleCell(network, optimizer, cell)
-    if optimizer.loss_scale != scale:
-        warnings.warn(
-            f"the loss is multiplied by {scale:g} and {type(optimizer).__name__} divides its gradients by "
-            f"{optimizer.loss_scale:g}: give it loss_scale={scale:g}, or the manager "
-            "drop_overflow_update=True",
-            HalfstepWarning,
-            stacklevel=3,
-        )
-    return nn.TrainOneStepCell(network, optimizer, scale)
+    cell = manager.get_update_cell()
+    if cell is None:
+        return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
+    return nn.TrainOneStepWithLossScaleCell(network, optimizer, cell)
 
 
 __getattr__ = absent("amp")
