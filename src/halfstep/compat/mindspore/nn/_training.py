@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,20 +100,25 @@ class Optimizer:
     learning rates, of the optimizer or of a group, holds one for each step, the last one staying.
     """
 
-    def __init__(
-        self,
-        torch_optimizer: torch.optim.Optimizer,
-        learning_rate: LearningRate,
-        loss_scale: float,
-        order: tuple[torch.nn.Parameter, ...] | None = None,
-        rates: Mapping[int, Sequence[float]] | None = None,
-    ) -> None:
-        if loss_scale <= 0:
-            raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {loss_scale}")
-        self.torch_optimizer = torch_optimizer
-        self.learning_rate, self.loss_scale = learning_rate, loss_scale
+    __signature__: inspect.Signature
+    make: Any
+    """The class of torch's, or of halfstep's, that does the work."""
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        bound = type(self).__signature__.bind(params, *args, **kwargs)
+        bound.apply_defaults()
+        given: dict[str, Any] = bound.arguments
+        self.learning_rate: LearningRate = given.pop("learning_rate")
+        self.loss_scale: float = given.pop("loss_scale", 1.0)
+        if self.loss_scale <= 0:
+            raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {self.loss_scale}")
+        groups, self._order, self._rates = _groups(given.pop("params"), self.learning_rate)
+        if "beta1" in given:
+            given["betas"] = given.pop("beta1"), given.pop("beta2")
+        options = {name.removeprefix("use_"): value for name, value in given.items()}
+        first = _rates(self.learning_rate)[0]
+        self.torch_optimizer: torch.optim.Optimizer = self.make(groups, lr=first, **options)
         self.global_step = 0
-        self._order, self._rates = order, rates or {}
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -180,29 +185,11 @@ def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, d
     return groups, order, rates
 
 
-class _TorchOptimizer(Optimizer):
-    """One that a class of torch's, or of halfstep's, does under MindSpore's arguments."""
-
-    __signature__: inspect.Signature
-    make: Any
-
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        bound = type(self).__signature__.bind(params, *args, **kwargs)
-        bound.apply_defaults()
-        given: dict[str, Any] = bound.arguments
-        rate, scale = given.pop("learning_rate"), given.pop("loss_scale", 1.0)
-        groups, order, rates = _groups(given.pop("params"), rate)
-        if "beta1" in given:
-            given["betas"] = given.pop("beta1"), given.pop("beta2")
-        options = {name.removeprefix("use_"): value for name, value in given.items()}
-        super().__init__(self.make(groups, lr=_rates(rate)[0], **options), rate, scale, order, rates)
-
-
 def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: Any) -> Any:
     """The class of optimizers of this kind, with their arguments in this order; `...` for no default."""
     signature = signature_of({"params": ..., **takes}, by_name)
     body = {"make": staticmethod(make), "__signature__": signature, "__doc__": says, "__module__": __name__}
-    return type(name, (_TorchOptimizer,), body)
+    return type(name, (Optimizer,), body)
 
 
 SGD = _row(
