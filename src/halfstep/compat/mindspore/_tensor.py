@@ -48,6 +48,9 @@ class Tensor(_Methods, torch.Tensor):
         """From numbers, lists, numpy arrays or tensors; `dtype` None keeps theirs."""
         return torch.as_tensor(input_data, dtype=dtype).as_subclass(cls)
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
 
 class Parameter(_Methods, torch.nn.Parameter):
     """A torch.nn.Parameter with MindSpore's methods and a name, which its network replaces by its path."""
@@ -65,6 +68,9 @@ class Parameter(_Methods, torch.nn.Parameter):
         parameter = super().__new__(cls, data, requires_grad)
         parameter._called = "Parameter" if name is None else name
         return parameter
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
     @property
     def name(self) -> str:
