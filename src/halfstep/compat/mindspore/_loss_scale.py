@@ -150,6 +150,46 @@ class DynamicLossScaler(_Holder):
         return True
 
 
+class FixedLossScaleUpdateCell(Cell):
+    """`cell(loss_scale, overflow)` gives `overflow` back and leaves the scale alone."""
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__()
+        self.loss_scale_value = loss_scale_value
+
+    def get_loss_scale(self) -> float:
+        """The scale to begin with."""
+        return self.loss_scale_value
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor."""
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(FixedLossScaleUpdateCell):
+    """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
+
+    An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
+
+    Raises:
+        ValueError: a scale below 1.
+    """
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        super().__init__(loss_scale_value)
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
+        flag = torch.as_tensor(overflow).detach().reshape(()).bool()
+        before = loss_scale.detach().reshape(()).float().clone()
+        self._rule = replace(self._rule, current=before).adjust(~flag)
+        with torch.no_grad():
+            loss_scale.copy_(self._rule.tensor(loss_scale.device).reshape(loss_scale.shape))
+        return overflow
+
+
 class LossScaleManager:
     """Base of the managers that `build_train_network` and `Model` take."""
 
@@ -160,11 +200,8 @@ class LossScaleManager:
     def update_loss_scale(self, overflow: bool) -> None:
         """Take in whether a step overflowed."""
 
-    def get_update_cell(self) -> LossScale | None:
-        """The LossScale a training network starts from; None: scale only, never skip, never unscale.
-
-        MindSpore returns a Cell here.
-        """
+    def get_update_cell(self) -> Cell | None:
+        """What moves a training network's scale; None: scale only, never skip, never unscale."""
         return None
 
 
@@ -187,9 +224,9 @@ class FixedLossScaleManager(LossScaleManager):
         """Whether steps that overflow are skipped."""
         return self._drop_overflow_update
 
-    def get_update_cell(self) -> LossScale | None:
-        """A StaticLossScale, or None without `drop_overflow_update`."""
-        return StaticLossScale(self._loss_scale) if self._drop_overflow_update else None
+    def get_update_cell(self) -> Cell | None:
+        """A FixedLossScaleUpdateCell, or None without `drop_overflow_update`."""
+        return FixedLossScaleUpdateCell(self._loss_scale) if self._drop_overflow_update else None
 
 
 class DynamicLossScaleManager(LossScaleManager):
@@ -219,9 +256,9 @@ class DynamicLossScaleManager(LossScaleManager):
         """Steps that overflow are always skipped."""
         return True
 
-    def get_update_cell(self) -> LossScale:
-        """The scale as it is now, as a value."""
-        return self._value
+    def get_update_cell(self) -> Cell:
+        """A DynamicLossScaleUpdateCell that goes on from the scale as it is now."""
+        return DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window)
 
 
 _GROUP_GROWTH, _GROUP_BACKOFF = 2.0 ** (1.0 / 1000.0), 2.0**-0.5

@@ -10,13 +10,17 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from halfstep.compat.mindspore._functions import signature_of, value_and_grad
-from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
+from halfstep.compat.mindspore._loss_scale import (
+    OVERFLOWS_IN_A_ROW,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    GroupLossScaleManager,
+)
 from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
@@ -24,9 +28,9 @@ from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.optim import AdamW
-from halfstep.scaling.loss_scale import LossScale, StaticLossScale
+from halfstep.scaling.loss_scale import StaticLossScale
 from halfstep.scaling.skips import SkipCount
-from halfstep.trees import all_finite, cast_floats
+from halfstep.trees import all_finite, cast_floats, multiply, reciprocal
 
 __all__ = [
     "SGD",
@@ -238,66 +242,6 @@ AdamWeightDecay = _row(
 )
 
 
-class FixedLossScaleUpdateCell(Cell):
-    """`cell(loss_scale, overflow)` gives `overflow` back and leaves the scale alone."""
-
-    def __init__(self, loss_scale_value: float) -> None:
-        super().__init__()
-        self.loss_scale_value = loss_scale_value
-
-    def get_loss_scale(self) -> float:
-        """The scale to begin with."""
-        return self.loss_scale_value
-
-    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
-        """`loss_scale`: a 0-d or 1-element tensor."""
-        return overflow
-
-
-class DynamicLossScaleUpdateCell(FixedLossScaleUpdateCell):
-    """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
-
-    An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
-
-    Raises:
-        ValueError: a scale below 1.
-    """
-
-    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__(loss_scale_value)
-        self.scale_factor, self.scale_window = scale_factor, scale_window
-        self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
-
-    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
-        """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
-        flag = torch.as_tensor(overflow).detach().reshape(()).bool()
-        before = loss_scale.detach().reshape(()).float().clone()
-        self._rule = replace(self._rule, current=before).adjust(~flag)
-        with torch.no_grad():
-            loss_scale.copy_(self._rule.tensor(loss_scale.device).reshape(loss_scale.shape))
-        return overflow
-
-
-@dataclass(frozen=True)
-class CellLossScale(LossScale):
-    """A loss scale that any Cell of (loss_scale, overflow) with `get_loss_scale()` moves."""
-
-    cell: Any
-    current: torch.Tensor | None = field(default=None, kw_only=True)
-
-    @property
-    def value(self) -> float | torch.Tensor:
-        """The scale: the cell's first at first."""
-        return float(self.cell.get_loss_scale()) if self.current is None else self.current
-
-    def adjust(self, finite: bool | torch.Tensor, amax: float | torch.Tensor | None = None) -> CellLossScale:
-        """Ask the cell."""
-        flag = torch.as_tensor(finite).detach().reshape(()).bool()
-        moved = as_tensor(self.tensor(flag.device).clone())
-        self.cell(moved, as_tensor(~flag))
-        return replace(self, current=moved.as_subclass(torch.Tensor))
-
-
 class WithLossCell(Cell):
     """A network and its loss: (data, label) to the loss. `full`: outputs and labels go to fp32 before it."""
 
@@ -365,12 +309,12 @@ class TrainOneStepCell(Cell):
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         self.grad_no_sens = GradOperation(get_by_list=True)
         self.reducer_flag, self.grad_reducer = False, Identity()
-        self._scale: LossScale = StaticLossScale(1.0 if sens is None else float(sens))
+        self.scale_sense = as_tensor(StaticLossScale(float(self.sens)).tensor())
         self._grad_fn = value_and_grad(self._scaled, None, self.weights, has_aux=True)
 
     def _scaled(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss = self.network(*inputs)
-        return self._scale.scale(loss), loss
+        return multiply(loss, self.scale_sense), loss
 
     def construct(self, *inputs: Any) -> Any:
         """Take one step; returns the loss, not scaled."""
@@ -383,45 +327,37 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """Forward, backward, check and update: inputs to (loss, overflow, scale of the next step).
 
     A step whose gradients hold inf or NaN, on any rank, is skipped. More than 1000 in a row raise
-    LossScaleCollapsed. `scale_sense`: a LossScale (what a manager's `get_update_cell` gives), a Cell such as
-    nn.DynamicLossScaleUpdateCell, or a tensor or number for a constant scale. A `construct` of one's own may
-    use `start_overflow_check`, `get_overflow_status`, `process_loss_scale` and `hyper_map`, as in MindSpore.
+    LossScaleCollapsed. `scale_sense` is given as a Cell such as nn.DynamicLossScaleUpdateCell (what a
+    manager's `get_update_cell` gives), or as a tensor or number for a constant scale; from then on it is the
+    scale, a 0-d float32 tensor that `process_loss_scale` changes in place. A `construct` of one's own may use
+    it, `start_overflow_check`, `get_overflow_status`, `process_loss_scale`, `hyper_map`, as in MindSpore.
     """
 
     def __init__(self, network: torch.nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
-        super().__init__(network, optimizer)
-        kinds = Cell, LossScale, torch.Tensor, int, float
+        kinds = Cell, torch.Tensor, int, float
         check_kind("TrainOneStepWithLossScaleCell", "scale_sense", scale_sense, *kinds)
         if isinstance(scale_sense, torch.Tensor) and scale_sense.numel() != 1:
             raise ConfigError(
                 "For 'TrainOneStepWithLossScaleCell', the shape of 'scale_sense' must be (1,) or (), "
                 f"but got {tuple(scale_sense.shape)}."
             )
-        if isinstance(scale_sense, Cell):
-            self._scale = CellLossScale(scale_sense)
-        elif isinstance(scale_sense, LossScale):
-            self._scale = scale_sense
-        else:
-            self._scale = StaticLossScale(float(scale_sense))
+        constant = not isinstance(scale_sense, Cell)
+        cell: Any = FixedLossScaleUpdateCell(float(scale_sense)) if constant else scale_sense
+        super().__init__(network, optimizer)
+        self.scale_sense = as_tensor(StaticLossScale(float(cell.get_loss_scale())).tensor())
+        self.loss_scaling_manager = cell
         self.hyper_map = HyperMap()
-        self._sense = self._scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
 
     def construct(self, *inputs: Any) -> tuple[Any, Tensor, Tensor]:
         """Take one step, or skip it."""
         (_, loss), gradients = self._grad_fn(*inputs)
         overflow = all_ranks(~all_finite(gradients))
-        taken = not overflow
-        if taken:
-            self.optimizer(self._scale.unscale(gradients, torch.float32))
+        if not overflow:
+            inverse = reciprocal(self.scale_sense)
+            self.optimizer(multiply(gradient, inverse) for gradient in gradients)
         self.process_loss_scale(overflow)
-        return loss, as_tensor(overflow), as_tensor(self._scale.tensor())
-
-    @property
-    def scale_sense(self) -> Tensor:
-        """The scale, a 0-d float32 tensor that `process_loss_scale` changes in place."""
-        self._sense.copy_(self._scale.tensor())
-        return as_tensor(self._sense)
+        return loss, as_tensor(overflow), as_tensor(self.scale_sense.clone())
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Tensor, Any]:
         """A status that `get_overflow_status` takes, and `compute_input` as it is."""
@@ -433,15 +369,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     def process_loss_scale(self, overflow: Any) -> Any:
         """Move the scale by one step; gives `overflow` back."""
+        self.loss_scaling_manager(self.scale_sense, as_tensor(torch.as_tensor(overflow)))
         taken = not bool(overflow)
-        self._scale = self._scale.adjust(taken)
-        self._sense.copy_(self._scale.tensor())
-        self.skips = self.skips.after(taken, scale=None if taken else self._scale.read())
+        self.skips = self.skips.after(taken, scale=None if taken else self.scale_sense.item())
         return overflow
 
     def set_sense_scale(self, sens: torch.Tensor) -> None:
         """Go on with a constant scale of this value."""
-        self._scale = StaticLossScale(float(sens))
+        self.loss_scaling_manager = FixedLossScaleUpdateCell(float(sens))
+        self.scale_sense.fill_(float(sens))
 
 
 class TrainOneStepWithGroupScalesCell(TrainOneStepCell):
