@@ -225,6 +225,16 @@ def _check(layer: Any, name: str, value: Any) -> None:
         check_kind(owner, name, value, bool)
     if name == "normalized_shape":
         check_kind(owner, name, value, tuple, list)
+    if name == "reduction":
+        check_reduction(owner, value)
     sizes: Any = value if isinstance(value, tuple) and name in _SIZES else (value,)
     for size in sizes if name in _COUNTS | _SIZES else ():
         check_whole(owner, name, size)
+
+
+def check_reduction(owner: str, value: Any) -> None:
+    """ValueError for what is no way to make one number of many."""
+    if value not in ("none", "mean", "sum"):
+        raise ConfigError(
+            f"For '{owner}', the 'reduction' must be in ['none', 'mean', 'sum'], but got {value}."
+        )

@@ -6,6 +6,7 @@ bits and the rest in the widest dtype, as MindSpore builds it: its bias addition
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from halfstep.compat.mindspore import ops
 from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import float32
-from halfstep.compat.mindspore.nn._cell import Cell, Renamed, in_dtype_of, promotes
+from halfstep.compat.mindspore.nn._cell import Cell, Renamed, check_reduction, in_dtype_of, promotes
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -80,11 +81,11 @@ def same_padding(sizes: Sequence[int], kernel: Any, stride: Any, dilation: Any) 
     return pads
 
 
-def _row(layer: Any, says: str, *shared: Any, name: str = "", **takes: Any) -> Any:
+def _row(layer: Any, says: str, *shared: Any, name: str = "", last: type[Cell] = Cell, **takes: Any) -> Any:
     """The class of cells that are a layer of torch's, by its name or another, with what a family shares."""
     first = shared or ((Renamed,) if takes else ())
     body = {"__doc__": says, "__module__": __name__}
-    return type(name or layer.__name__, (*first, layer, Cell), body, **takes)
+    return type(name or layer.__name__, (*first, layer, last), body, **takes)
 
 
 def _by_dims(layer: str, says: str, *shared: Any, name: str = "", **takes: Any) -> list[Any]:
@@ -563,11 +564,7 @@ class LossBase(Cell):
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
-        if reduction not in ("none", "mean", "sum"):
-            raise ConfigError(
-                f"For '{type(self).__name__}', the 'reduction' must be in ['none', 'mean', 'sum'], "
-                f"but got {reduction}."
-            )
+        check_reduction(type(self).__name__, reduction)
         self.reduction = reduction
 
     def get_loss(self, x: torch.Tensor, weights: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -590,57 +587,36 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return F.cross_entropy(logits, target, reduction=self.reduction)
 
 
-class _Reduced(Renamed, LossBase):
-    """A loss that calls a function with logits, labels and its own arguments."""
+class _OfClasses(Renamed):
+    """A loss whose labels are classes of any integer dtype, or probabilities."""
 
-    function: Any
-    of_classes: bool
-
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {"reduction": given["reduction"]}
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of one shape, or classes of any integer dtype."""
-        labels = labels.long() if self.of_classes and not labels.is_floating_point() else labels
-        own = {name: getattr(self, name) for name in type(self).__signature__.parameters}
-        return type(self).function(logits, labels, **own)
+    def forward(self: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[N, C, ...] and [N, ...], or of one shape."""
+        return super().forward(logits, labels if labels.is_floating_point() else labels.long())  # type: ignore[misc]
 
 
-def _loss(name: str, says: str, function: Any, *, classes: bool = False, **takes: Any) -> Any:
-    body = {"function": staticmethod(function), "of_classes": classes, "__doc__": says}
-    return type(name, (_Reduced,), {**body, "__module__": __name__}, **takes)
-
-
-MSELoss = _loss("MSELoss", "Squared differences.", F.mse_loss, reduction="mean")
-L1Loss = _loss("L1Loss", "Absolute differences.", F.l1_loss, reduction="mean")
-BCEWithLogitsLoss = _loss(
-    "BCEWithLogitsLoss",
-    "Sigmoid and binary cross entropy.",
-    F.binary_cross_entropy_with_logits,
-    reduction="mean",
-)
+_loss = functools.partial(_row, last=LossBase)
+MSELoss = _loss(torch.nn.MSELoss, "Squared differences.", reduction="mean")
+L1Loss = _loss(torch.nn.L1Loss, "Absolute differences.", reduction="mean")
+BCEWithLogitsLoss = _loss(torch.nn.BCEWithLogitsLoss, "Sigmoid and binary cross entropy.", reduction="mean")
 CrossEntropyLoss = _loss(
-    "CrossEntropyLoss",
+    torch.nn.CrossEntropyLoss,
     "Softmax and negative log likelihood of classes, or of class probabilities.",
-    F.cross_entropy,
-    classes=True,
+    _OfClasses,
     weight=None,
     ignore_index=-100,
     reduction="mean",
     label_smoothing=0.0,
 )
 NLLLoss = _loss(
-    "NLLLoss",
+    torch.nn.NLLLoss,
     "Negative log likelihood of classes, from log-probabilities.",
-    F.nll_loss,
-    classes=True,
+    _OfClasses,
     weight=None,
     ignore_index=-100,
     reduction="mean",
 )
-BCELoss = _loss(
-    "BCELoss", "Binary cross entropy of probabilities.", F.binary_cross_entropy, weight=None, reduction="mean"
-)
+BCELoss = _loss(torch.nn.BCELoss, "Binary cross entropy of probabilities.", weight=None, reduction="mean")
 SmoothL1Loss = _loss(
-    "SmoothL1Loss", "Squared below `beta`, absolute above.", F.smooth_l1_loss, beta=1.0, reduction="none"
+    torch.nn.SmoothL1Loss, "Squared below `beta`, absolute above.", beta=1.0, reduction="none"
 )
