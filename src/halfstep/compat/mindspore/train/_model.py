@@ -52,12 +52,11 @@ class Model:
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:
-        for name in kwargs:
-            if name not in ("loss_scale_manager", "keep_batchnorm_fp32"):
-                raise ConfigError(
-                    f"The argument in 'kwargs' should be 'loss_scale_manager' or "
-                    f"'keep_batchnorm_fp32', but got '{name}'."
-                )
+        if unknown := kwargs.keys() - {"loss_scale_manager", "keep_batchnorm_fp32"}:
+            raise ConfigError(
+                "The argument in 'kwargs' should be 'loss_scale_manager' or 'keep_batchnorm_fp32', but got "
+                f"'{min(unknown)}'."
+            )
         amp.check_level(amp_level, boost_level)
         if metrics and loss_fn is None and eval_network is None:
             raise ConfigError("the 'metrics' of a Model need a 'loss_fn' or an 'eval_network', got neither.")
