@@ -91,8 +91,12 @@ def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
     outputs around fp32 arithmetic differs from them in the last bit of few elements. With
     HALFSTEP_KERNELS=native, values are torch's bit for bit.)
     """
-    native = table_of().name == "native" if device_type == "cpu" else not is_slow(device_type, dtype)
-    return "torch" if native else _as_torch_around_fp32(device_type, dtype)
+    return "torch" if runs_natively(device_type, dtype) else _as_torch_around_fp32(device_type, dtype)
+
+
+def runs_natively(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether ops in this dtype run by torch's own kernels there, not rounded around fp32 arithmetic."""
+    return table_of().name == "native" if device_type == "cpu" else not is_slow(device_type, dtype)
 
 
 @functools.cache

@@ -19,9 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from halfstep import devices
 from halfstep.casting.context import active_policy, autocast
-from halfstep.casting.kernel_choice import table_of
 from halfstep.compat.apex._state import (
     Account,
     AmpError,
@@ -32,6 +30,7 @@ from halfstep.compat.apex._state import (
     cast_batches,
     properties,
 )
+from halfstep.compat.torch_amp import runs_natively
 from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
@@ -236,9 +235,7 @@ def _apply(
 
 def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
     """Where the device's kernels for `dtype` crawl, let matrix products run as rounded fp32: same dtypes."""
-    on_cpu = torch.device(device).type == "cpu"
-    native = table_of().name == "native" if on_cpu else not devices.is_slow(device, dtype)
-    if dtype == torch.float32 or native:
+    if dtype == torch.float32 or runs_natively(device, dtype):
         return []
     policy = Policy(compute_dtype=dtype, table="apex")
     policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])

@@ -7,7 +7,6 @@ after each step unless told `master_weights=True`; `master=None` does as Apex do
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
@@ -160,8 +159,8 @@ class FusedSGD(_AsInApex, SGD):
         return super().algorithm(group)
 
 
-class _InPlainOps(_AsInApex, ABC):
-    """A step in torch's own ops; states are fp32."""
+class _InPlainOps(_AsInApex):
+    """A step in torch's own ops, parameter by parameter unless a class does it otherwise; states are fp32."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
@@ -177,9 +176,19 @@ class _InPlainOps(_AsInApex, ABC):
         self._update_all()
         return loss
 
-    @abstractmethod
     def _update_all(self) -> None:
-        """Update the parameters of every group."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
+
+    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        """The weight, in fp32, after a step with this gradient."""
+        raise NotImplementedError
 
 
 class FusedLAMB(_InPlainOps):
@@ -279,25 +288,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [self.state[p].setdefault("master", p.detach().float().clone()) for p in params]
 
 
-class _PerParameter(_InPlainOps):
-    """A step that goes parameter by parameter, in fp32."""
-
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
-                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
-
-    @abstractmethod
-    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
-        """The weight, in fp32, after a step with this gradient."""
-
-
-class FusedAdagrad(_PerParameter):
+class FusedAdagrad(_InPlainOps):
     """Adagrad (Duchi et al., JMLR 2011); weight decay in the gradient, or decoupled by `adagrad_w_mode`."""
 
     def __init__(
@@ -322,7 +313,7 @@ class FusedAdagrad(_PerParameter):
         return weight - group["lr"] * update
 
 
-class FusedNovoGrad(_PerParameter):
+class FusedNovoGrad(_InPlainOps):
     """NovoGrad (Ginsburg et al. 2019, arXiv 1905.11286): one second moment a tensor, kept as a norm.
 
     `norm_type` 2 blends squares of norms, 0 (or inf) the largest magnitudes themselves.
