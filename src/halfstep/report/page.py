@@ -163,7 +163,7 @@ def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]
 
 
 def _bars(
-    title: str, told: str, note: str, rows: Sequence[tuple[SettingRow, str, Mapping[str, float]]]
+    title: str, measured: str, note: str, rows: Sequence[tuple[SettingRow, str, Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
     """Bars on a common scale from zero, each below its row's label and text; parts by their CSS class."""
     most = max((value for *_, parts in rows for value in parts.values()), default=0.0)
@@ -176,7 +176,7 @@ def _bars(
         }
         for row, text, parts in rows
     ]
-    return [{"title": title, "told": told, "note": note, "bars": bars}] if bars else []
+    return [{"title": title, "measured": measured, "note": note, "bars": bars}] if bars else []
 
 
 def _time_figure(rows: Sequence[SettingRow]) -> list[dict[str, Any]]:
