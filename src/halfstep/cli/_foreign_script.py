@@ -50,7 +50,6 @@ class ForeignScript:
         self._dtype, self._stepped = dtype, stepped
         self._scale = SCALE if dtype is torch.float16 else None
         self._scalers: list[torch.amp.GradScaler] = []
-        self._regions: dict[str, autocast] = {}
         self._inside = self._in_backward = self._has_regions = False
         self._unscaled = WeakTensorKeyDictionary()
         self._stack = ExitStack()
@@ -98,7 +97,7 @@ class ForeignScript:
             try:
                 if self._dtype is None:
                     return call(module, *args, **kwargs)
-                with self._region(weight.device.type, self._dtype):
+                with autocast(weight.device.type, self._dtype):
                     out = call(module, *args, **kwargs)
             finally:
                 self._inside = False
@@ -124,11 +123,6 @@ class ForeignScript:
             self._has_regions = True
             return False
         return weight.dtype is torch.float32
-
-    def _region(self, device_type: str, dtype: torch.dtype) -> autocast:
-        if device_type not in self._regions:
-            self._regions[device_type] = autocast(device_type, dtype)
-        return self._regions[device_type]
 
     # --- backward ------------------------------------------------------------------------------------------
 
