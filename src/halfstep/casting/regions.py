@@ -45,17 +45,14 @@ from halfstep.policy import op_names, ops
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.torch_private import (
-    DispatchKey,
     OpOverload,
     destroy,
     dispatch_key,
-    dispatch_key_name,
     graph_task,
     has_kernel,
     has_kernel_for,
     node_number,
     not_compiled,
-    own_device_name,
     running_node,
     schema_of,
 )
@@ -92,7 +89,7 @@ def resolve(
     """Check the arguments of `autocast` and make its setting; the errors are `autocast`'s."""
     kind = devices.resolve(device_type).type
     if not enabled:
-        return off_for(kind)
+        return setting_for(kind, Policy(compute_dtype=torch.float32), kernels)
     chosen = Policy() if policy is None else Policy.parse(policy)
     if dtype is not None:
         chosen = chosen.with_dtype(parse_dtype(dtype))
@@ -137,14 +134,6 @@ def ready(setting: Setting) -> Setting:
                 _register(op, setting.device_type)
             _ready.add(setting)
     return setting
-
-
-@functools.lru_cache(maxsize=64)
-def off_for(device_type: str) -> Setting:
-    """The setting that casts nothing."""
-    return Setting(
-        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, (), frozenset()
-    )
 
 
 def _runners(
@@ -203,23 +192,22 @@ _registered: set[tuple[OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def key_of(device_type: str) -> DispatchKey:
+def key_name(device_type: str) -> str:
     """The dispatch key at which a device type's regions work."""
-    name = "PrivateUse1" if device_type == own_device_name() else device_type.upper()
-    return dispatch_key(f"Autocast{name}")
+    own = torch.device("privateuseone").type
+    return f"Autocast{'PrivateUse1' if device_type == own else device_type.upper()}"
 
 
 def _site(op: OpOverload, device_type: str) -> OpOnDevice:
     """The site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
-        key, native, rule = key_of(device_type), None, None
-        name = dispatch_key_name(key)
+        name, native, rule = key_name(device_type), None, None
         if has_kernel_for(op.name(), name):
             native = torch.library.get_kernel(op, name)
             row = _native_rows(device_type).get(schema_of(op).name.removeprefix("aten::"))
             rule = None if row is None else row.rule
-        found = _sites[op, device_type] = OpOnDevice(op, device_type, key, native, rule)
+        found = _sites[op, device_type] = OpOnDevice(op, device_type, dispatch_key(name), native, rule)
     return found
 
 
@@ -232,7 +220,7 @@ def _register(op: OpOverload, device_type: str) -> None:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
-        _libraries[namespace].impl(op, _kernel(site), dispatch_key_name(site.key), with_keyset=True)
+        _libraries[namespace].impl(op, _kernel(site), key_name(device_type), with_keyset=True)
     _registered.add((op, device_type))
 
 
@@ -443,5 +431,5 @@ def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
 
 def forget() -> None:
     """Make every setting anew at its next use; for when what is known of a device has changed."""
-    for memory in (resolve, setting_for, off_for):
+    for memory in (resolve, setting_for):
         memory.cache_clear()
