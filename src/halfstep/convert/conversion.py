@@ -335,7 +335,6 @@ class _Casting:
                     dtype, why = tensor.dtype, "to_float casts it in use"
                 if dtype is None:
                     continue
-                _refuse_orthogonal(self.names[path], module, dtype)
                 name = f"{self.names[path]}.{key}".lstrip(".")
                 before = wanted.setdefault(id(tensor), (tensor, dtype))
                 if before[1] != dtype:
@@ -430,18 +429,6 @@ class _Casting:
         if edge and outer is not None and dtype not in (None, outer):
             self._cast_outputs(path, module, outer, f"the module above computes in {dtype_name(outer)}")
         return bool(path)
-
-
-def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError where a weight would be made orthogonal in 16 bits."""
-    kinds = {type(child).__name__ for child in module.children()}
-    if dtype != torch.float32 and "_Orthogonal" in kinds:
-        layer = path.partition(".parametrizations")[0]
-        raise UnsupportedError(
-            f"{layer!r} has an orthogonal parametrization, whose products of reflections "
-            f"have no {dtype_name(dtype)} arithmetic: keep the layer in fp32 by a plan (pattern={layer!r}), "
-            "or use O1"
-        )
 
 
 def is_converted(model: nn.Module) -> bool:

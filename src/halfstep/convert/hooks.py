@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Never, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +44,7 @@ class Power:
         return twin
 
 
-class Hook:
-    """Base of what is hung on a model, for `torch.jit.script`, which reads the name of each hook."""
-
-    def __getattr__(self, name: str) -> Never:
-        scripted = (
-            "torch.jit.script cannot compile a prepared model, whose hooks cast what goes in and out: "
-            "script it after amp.revert(), or use torch.export or torch.compile"
-        )
-        raise AttributeError(scripted if name == "__name__" else name)
-
-
-class CastInputs(Hook):
+class CastInputs:
     """Forward pre-hook (with kwargs): floating inputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:
@@ -66,7 +55,7 @@ class CastInputs(Hook):
         return (cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)) if self.power.on else None
 
 
-class CastOutputs(Hook):
+class CastOutputs:
     """Forward hook: floating outputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:
