@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -134,30 +134,48 @@ def _of(owner: Any, name: str, use: str) -> Any:
 
 # --- ops, nodes, modules, wrappers -------------------------------------------------------------------------
 
+#: An op's schema: its name, and which arguments are tensors, which decides what is cast.
+schema_of = attrgetter("_schema")
 
-def schema_of(op: Any) -> Any:
-    """Return an op's schema: its name, and which arguments are tensors, which decides what is cast."""
-    return op._schema
+#: `namespace::name`, by which rules know a packet of overloads.
+overload_packet_name = attrgetter("_qualified_op_name")
 
+#: What runs an op in C++; the overload object itself goes through Python first, at 1 us a call.
+call_of = attrgetter("_op")
 
-def overload_packet_name(packet: OpOverloadPacket) -> str:
-    """Return `namespace::name`, by which rules know a packet of overloads."""
-    return packet._qualified_op_name
+#: The number that autograd gave a node when forward made it.
+node_number = methodcaller("_sequence_nr")
 
+#: The values of a sparse tensor as they are stored; the public `values()` wants it coalesced.
+stored_values = methodcaller("_values")
 
-def call_of(op: OpOverload) -> Callable[..., Any]:
-    """Return what runs an op in C++; the overload object itself goes through Python first, at 1 us a call."""
-    return op._op
+#: A parameter's hooks after its gradient, in order: the tape must come before an optimizer.
+gradient_hooks = attrgetter("_post_accumulate_grad_hooks")
 
+#: An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does.
+load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
-def node_number(node: Any) -> int:
-    """Return the number that autograd gave a node when forward made it."""
-    return node._sequence_nr()
+#: A module's hooks after `load_state_dict`, among which a prepared model has its session.
+hooks_after_load = attrgetter("_load_state_dict_post_hooks")
 
+#: A module's hooks before and after its forward, and torch's notes on them: without them a conversion cannot
+#: find or remove its own hooks by their number, and lint finds none.
+hooks_of = attrgetter(
+    *("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 
-def stored_values(sparse: Tensor) -> Tensor:
-    """Return the values of a sparse tensor as they are stored; the public `values()` wants it coalesced."""
-    return sparse._values()
+#: Takes a library's kernels out of the dispatcher; torch does so only when the object dies.
+destroy = methodcaller("_destroy")
+
+#: The rank whose weights all take when ranks of `ddp.join()` have run out of batches.
+joined_rank = attrgetter("_authoritative_rank")
+
+#: Whether `ddp.join()` is entered.
+is_joining = attrgetter("_join_config.enable")
+
+#: An optimizer's own hooks before and after its step, which our step calls as torch's does.
+step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @contextmanager
@@ -177,28 +195,14 @@ def engine_under(mode: Any) -> Generator[None]:
         autograd._engine_run_backward = engine
 
 
-def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
-    """Return a parameter's hooks after its gradient, in order: the tape must come before an optimizer."""
-    return cast(Any, parameter)._post_accumulate_grad_hooks
-
-
 def memory_of(t: Tensor) -> int:
     """Return what tells one storage from another, fake ones too, which have no address."""
     return t.untyped_storage()._cdata
 
 
-load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-"""An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
-
-
 def has_load_hooks(optimizer: Any) -> bool:
     """Return whether `Optimizer.__init__` has run: a class that calls it late has no hooks before."""
     return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
-
-
-def hooks_after_load(module: nn.Module) -> dict[int, Any]:
-    """Return a module's hooks after `load_state_dict`, among which a prepared model has its session."""
-    return cast(Any, module)._load_state_dict_post_hooks
 
 
 def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
@@ -211,21 +215,6 @@ def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
 def in_forward_ad() -> bool:
     """Return whether forward-mode differentiation is on, which functions of autograd do not support."""
     return forward_ad._current_level >= 0
-
-
-def destroy(library: torch.library.Library) -> None:
-    """Take a library's kernels out of the dispatcher; torch does so only when the object dies."""
-    library._destroy()
-
-
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's hooks before and after its forward, and torch's notes on them, as it holds them.
-
-    Without them a conversion cannot find or remove its own hooks by their number, and lint finds none.
-    """
-    notes = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
-    held = (module._forward_pre_hooks, module._forward_hooks, *notes, module._forward_hooks_always_called)
-    return cast("tuple[dict[int, Any], ...]", held)
 
 
 def flat_weights(module: nn.Module) -> tuple[list[str], list[Any]] | None:
@@ -282,23 +271,9 @@ def device_types(group: Any) -> set[str]:
     return {device.type for device in group._device_types}
 
 
-def joined_rank(ddp: Any) -> int:
-    """Return the rank whose weights all take when ranks of `ddp.join()` have run out of batches."""
-    return ddp._authoritative_rank
-
-
-def is_joining(ddp: Any) -> bool:
-    """Return whether `ddp.join()` is entered."""
-    return bool(ddp._join_config.enable)
-
-
 def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
     """Return the hooks that a DDP sends gradients through, to refuse fp16 ones at a bf16 level."""
     return getattr(ddp, "_comm_hooks", ())
-
-
-step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""An optimizer's own hooks before and after its step, which our step calls as torch's does."""
 
 
 # --- fully_shard -------------------------------------------------------------------------------------------
