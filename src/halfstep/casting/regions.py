@@ -25,6 +25,7 @@ from halfstep.casting import casts
 from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.state import (
+    CARRIERS,
     Code,
     Entered,
     Setting,
@@ -35,7 +36,6 @@ from halfstep.casting.state import (
     _threads,
     caller,
     nesting,
-    stand,
     standing,
     turn,
 )
@@ -57,9 +57,6 @@ from halfstep.torch_private import (
     schema_of,
 )
 
-# Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
-# them.
-CARRIERS = ("maia", "ipu")
 # What torch's TransformerEncoder asks in eval before it makes nested tensors of padded ones, which no op of
 # its layers takes in 16 bits.
 _ASKS_TO_NEST = "_nested_tensor_from_mask_left_aligned"
@@ -117,13 +114,13 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
     if dtype is torch.float32:
-        return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
+        return Setting(policy, device_type)
     devices.check_dtype(device_type, dtype)
     with _registry:
         found, low = _runners(device_type, policy, kernels)
         runs = {op.name(): run for op, run in found.items()}
-        switch = device_type, True, dtype, _code_for(policy, kernels)
-        return Setting(policy, switch, runs, tuple(found), low, kernels)
+        code = _code_for(policy, kernels)
+        return Setting(policy, device_type, code, runs, tuple(found), low, kernels)
 
 
 def ready(setting: Setting) -> Setting:
@@ -269,7 +266,7 @@ def _kernel(site: OpOnDevice) -> Callable[..., Any]:
 # --- where no region of this thread is in force, or backward runs ------------------------------------------
 
 # Stands for "autocast off": an op of a backward formula, which runs in the dtype its forward ran in.
-_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), frozenset())
+_STRAIGHT = Setting(Policy(), "cpu")
 
 
 def _elsewhere(device_type: str) -> Setting | None:
@@ -294,7 +291,8 @@ def _in_backward(device_type: str) -> Setting | None:
     who = caller()
     inside = who.active.get(device_type)
     if inside is not None:
-        depth, task = who.place[device_type] or (0, -1)
+        around = (e.began for e in reversed(who.entered) if e.setting.device_type == device_type)
+        depth, task = next(around, (0, -1))
         if task == graph_task():
             return inside
         if nesting() == (depth if who.ident == threading.get_ident() else 0):
@@ -385,32 +383,30 @@ def _is_switched_to(setting: Setting) -> bool:
 
 def found_by(owner: object, setting: Setting) -> Entered:
     """What a region finds that is about to be entered; nothing is changed but kernels registered."""
-    here, device_type = _local.thread, setting.switch[0]
+    here = _local.thread
     if setting not in _ready:
         ready(setting)
     if _shown.get(None) is not here:
         here.show()
-    active, place = here.active.get(device_type), here.place.get(device_type)
-    return Entered(owner, setting, active, place, here.depth, standing(device_type))
+    active, began = here.active.get(setting.device_type), (nesting(), graph_task())
+    return Entered(owner, setting, active, here.depth, began, standing(setting.switch))
 
 
 def enter(found: Entered) -> None:
     """Begin the region of this thread that found this."""
-    here, setting, device_type = _local.thread, found.setting, found.setting.switch[0]
-    depth = nesting()
+    here, setting = _local.thread, found.setting
     here.entered = *here.entered, found
-    here.depth = depth + 1
-    here.place[device_type] = depth, graph_task()
-    _put(here, device_type, setting if setting.runs else None)
+    here.depth = found.began[0] + 1
+    _put(here, setting.device_type, setting if setting.runs else None)
     turn(setting.switch)
 
 
 def leave(found: Entered) -> None:
     """End that region; regions may end in any order. It may be done again where a signal broke it off."""
-    here, device_type = _local.thread, found.setting.switch[0]
-    stand(device_type, found.torchs)
-    _put(here, device_type, found.active)
-    here.place[device_type], here.depth = found.place, found.depth
+    here = _local.thread
+    turn(found.torchs)
+    _put(here, found.setting.device_type, found.active)
+    here.depth = found.depth
     here.entered = tuple(one for one in here.entered if one is not found)
 
 
