@@ -25,7 +25,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, hooks_of, pytree, set_flat_weights
-from halfstep.trees import cast_floats, is_wide_float
+from halfstep.trees import cast_floats, first_device, is_wide_float
 
 
 class Power:
@@ -130,7 +130,7 @@ class Inside(Around):
         if dtype is None:
             return None
         if self.edge:
-            stack.enter_context(_region(_device_type(module, args), dtype))
+            stack.enter_context(_region(first_device((args, *module.parameters(recurse=False))), dtype))
         stack.callback(_cast_own(module, dtype))
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -173,14 +173,6 @@ def _edited(ops: Mapping[str, Rule]) -> AbstractContextManager[Any]:
 def _dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
     floats = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_wide_float(leaf)]
     return floats[0].dtype if floats else None
-
-
-def _device_type(module: nn.Module, args: Any) -> str:
-    tensors = (
-        t for t in (*pytree.tree_leaves(args), *module.parameters(recurse=False)) if isinstance(t, Tensor)
-    )
-    first = next(tensors, None)
-    return "cpu" if first is None else first.device.type
 
 
 def _not_in(dtype: torch.dtype, store: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
