@@ -159,16 +159,18 @@ def nesting() -> int:
 
 def standing(switch: Switch) -> Switch:
     """How torch stands where `turn(switch)` would change it. Dynamo traces both."""
-    kinds = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k, _, _ in switch[0]]
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    kinds = [(kind, is_on(kind), dtype_of(kind)) for kind, _, _ in switch[0]]
     return tuple(kinds), torch.is_autocast_cache_enabled()
 
 
 def turn(switch: Switch) -> None:
     """Set torch's autocast state to a region's, or back to what `standing` gave."""
     kinds, cache = switch
+    set_on, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
     for kind, on, dtype in kinds:
-        torch.set_autocast_enabled(kind, on)
+        set_on(kind, on)
         if dtype is not None:
-            torch.set_autocast_dtype(kind, dtype)
+            set_dtype(kind, dtype)
     if cache is not None:
         torch.set_autocast_cache_enabled(cache)
