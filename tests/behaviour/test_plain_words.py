@@ -117,10 +117,8 @@ def test_a_trainer_refuses_a_state_that_is_none():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_scripting_a_prepared_model_names_the_ways_out():
+def test_a_prepared_model_can_be_scripted_after_revert():
     amp = prepared(level="O2")
-    with pytest.raises(AttributeError, match=r"torch.jit.script cannot compile.*amp.revert\(\)"):
-        torch.jit.script(amp.model)
     amp.revert()
     assert torch.jit.script(amp.model)(torch.ones(1, 4)).dtype == torch.float32
 
