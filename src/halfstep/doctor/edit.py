@@ -1,8 +1,8 @@
 """A cure written into a script: a few lines of it change, as its owner would write them.
 
-The edits do in the text what `numerics.cures.placed` does from outside. A text does not say which operands
-of an op are tensors, nor always which call runs a module, so there may be several ways to write a cure:
-`written` gives each, and whoever asks runs the script with it.
+The edits do in the text what `numerics.cures.put_in_place` does from outside. A text does not say which
+operands of an op are tensors, nor always which call runs a module, so there may be several ways to write a
+cure: `written` gives each, and whoever asks runs the script with it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,17 +37,18 @@ from halfstep.doctor.process import Copies, Enough, Order, answer
 from halfstep.names import fqn
 from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
+    FP16,
     LOOPS,
     Terms,
     bf16_regions,
-    lowest_scale,
-    placed,
+    put_in_place,
+    scale_falls,
     terms_of,
     with_attributes,
 )
-from halfstep.numerics.fault import Again, Inquiry, Seen, Spec, Suspect
+from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
 from halfstep.numerics.lint import LintProbe
-from halfstep.numerics.snapshot import StepParticipants, prefixed
+from halfstep.numerics.snapshot import StepParticipants, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
@@ -61,7 +62,7 @@ class ApexScale:
     door = "apex"
 
     def __init__(self, amp: Any) -> None:
-        self._amp = amp
+        self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
 
     def is_enabled(self) -> bool:
         """Always, once amp.initialize has run."""
@@ -69,25 +70,13 @@ class ApexScale:
 
     def get_scale(self) -> float:
         """The present scale."""
-        return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale."""
-        return loss * self.get_scale()
+        return float(self.state_dict()["loss_scaler0"]["loss_scale"])
 
     def update(self, new_scale: float) -> None:
         """Go on with another scale."""
-        state = self._amp.state_dict()
+        state = self.state_dict()
         state["loss_scaler0"]["loss_scale"] = new_scale
-        self._amp.load_state_dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What amp.state_dict() holds."""
-        return self._amp.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
-        self._amp.load_state_dict(state)
+        self.load_state_dict(state)
 
 
 def scale_of_a_door() -> ApexScale | None:
@@ -125,23 +114,25 @@ class Roster:
         if next(module.parameters(), None) is not None:
             inside = {id(m) for m in module.modules()}
             self.models = [m for m in self.models if id(m) not in inside] + [module]
-            named = self.named()
             with disable_current_modes():
-                self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
+                self._born_ill |= self._ill()
         elif next(module.buffers(), None) is not None:
             self.helpers.append(module)
         if self._loop is None:
             self._loop = running_loop(LOOPS)
 
-    def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
-        """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
-        buffers = self.buffers()
-        found = {**weights, **dict(zip(buffers, read_amaxes(list(buffers.values()))))}
-        return frozenset(name for name, amax in found.items() if not math.isfinite(amax))
+    def _ill(self) -> frozenset[str]:
+        """Names of the parameters and buffers that are not finite."""
+        values = self.named()
+        for number, model in enumerate(self.models):
+            floats = (pair for pair in model.named_buffers() if pair[1].is_floating_point())
+            values |= {f"buffer {number}.{name}": buffer for name, buffer in floats}
+        found = zip(values, read_amaxes(list(values.values())))
+        return frozenset(name for name, amax in found if not math.isfinite(amax))
 
-    def fell_ill(self, weights: Mapping[str, float]) -> bool:
+    def fell_ill(self) -> bool:
         """Whether a parameter or buffer is not finite that was when its model was first called."""
-        return not self._ill(weights) <= self._born_ill
+        return not self._ill() <= self._born_ill
 
     def add(self, optimizer: Any) -> None:
         """An optimizer is made or stepped."""
@@ -150,7 +141,7 @@ class Roster:
 
     def parts(self) -> StepParticipants:
         """All of them, as the tape and the cures take them."""
-        self._find_scale()
+        self.scale()
         others = [x for x in (self.session, self.scaler) if x is not None]
         parts = StepParticipants(None, [*self.models, *self.helpers, *self.optimizers, *others])
         parts.loop = self._loop or ""
@@ -166,16 +157,11 @@ class Roster:
         mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
         return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
 
-    def _find_scale(self) -> None:
-        if self.session is None and self.scaler is None:
-            self.scaler = scale_of_a_door()
-
     def scale(self) -> float:
         """The present loss scale."""
-        self._find_scale()
-        if self.session is not None:
-            return float(self.session.loss_scale.value)
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        if self.session is None and self.scaler is None:
+            self.scaler = scale_of_a_door()
+        return float(scale_of(self.session, self.scaler))
 
     def named(self) -> dict[str, Tensor]:
         """Parameters by name, those of the first model without a prefix."""
@@ -200,37 +186,8 @@ class Roster:
         """Whether nothing is known that would make the updates."""
         return not self.optimizers and self.session is None and self.scaler is None
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers of all models, by a name that no parameter has."""
-        return {
-            f"buffer {number}.{name}": b
-            for number, model in enumerate(self.models)
-            for name, b in model.named_buffers()
-            if b.is_floating_point()
-        }
 
-
-#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
-FP16 = torch.float16
-
-
-def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Callable[[], bool] | None:
-    """Apply the dose of a cure from here on; None where it cannot be from outside.
-
-    What is returned says, later, whether the cure has met what it is to change.
-    """
-    if spec[0] == "masters":
-        return (lambda: True) if _masters(parts) else None
-    cure = placed(spec, parts)
-    if cure is None:
-        return None
-    if spec[0] == "bf16":
-        ask_for_bf16(stack)
-    stack.enter_context(cure)
-    return lambda: getattr(cure, "met", True)
-
-
-def _masters(parts: StepParticipants) -> bool:
+def _prepared_with_masters(parts: StepParticipants) -> bool:
     """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
@@ -474,9 +431,7 @@ class Examiner:
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
-        named = self.roster.named()
-        weights = dict(zip(named, read_amaxes(list(named.values()))))
-        if self.roster.fell_ill(weights):
+        if self.roster.fell_ill():
             self.ledger.blame("parameter")
             now.spoiled = True
         if skipped or not finite:
@@ -571,14 +526,20 @@ class Examiner:
             self.seen.close()
             self.seen = None
         parts = self.roster.parts()
-        self.showed.falls = lowest_scale(parts) is not None
-        if again.cure is not None and not (again.from_start and again.cure[0] == "bf16"):
+        self.showed.falls = scale_falls(parts)
+        if again.cure is None or (again.from_start and again.cure[0] == "bf16"):
+            return
+        self.halves = False
+        if again.cure[0] == "masters":
+            self._took_effect = (lambda: True) if _prepared_with_masters(parts) else None
+        else:
             self._took_effect = put_in_place(again.cure, parts, self.around)
-            self.halves = False
-            if self._took_effect is None:
-                self.showed.applied = False
-                self._answer()
-                raise Enough
+        if self._took_effect is None:
+            self.showed.applied = False
+            self._answer()
+            raise Enough
+        if again.cure[0] == "bf16":
+            ask_for_bf16(self.around)
 
     # The tape.
 

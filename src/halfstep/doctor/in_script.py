@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
-from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
+from halfstep.doctor.examiner import Examiner, ask_for_bf16
 from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
+from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names

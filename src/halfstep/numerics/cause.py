@@ -95,18 +95,18 @@ def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
 
 
 class _WiderResults:
-    """Results of past ops recomputed in a wider dtype, as deep as the tape remembers."""
+    """Results of past ops recomputed in fp32, as deep as the tape remembers."""
 
-    def __init__(self, dtype: torch.dtype, originals: Mapping[Any, Tensor]) -> None:
-        self._dtype, self._originals = dtype, originals
-        self._nodes: dict[int, Node] = {}
-        self._done: dict[int, list[Tensor] | None] = {}
+    def __init__(self, originals: Mapping[Any, Tensor]) -> None:
+        self._originals = originals
+        self._done: dict[int, tuple[Node, list[Tensor] | None]] = {}
 
-    def results(self, node: Node, depth: int = 0) -> list[Tensor] | None:
+    def of(self, node: Node, depth: int = 0) -> list[Tensor] | None:
+        """The results of an op; None where it cannot be run again so."""
         if node.index not in self._done:
-            self._done[node.index] = None
-            self._done[node.index] = self._compute(node, depth)
-        return self._done[node.index]
+            self._done[node.index] = node, None
+            self._done[node.index] = node, self._compute(node, depth)
+        return self._done[node.index][1]
 
     def _compute(self, node: Node, depth: int) -> list[Tensor] | None:
         random = torch.Tag.nondeterministic_seeded in node.func.tags
@@ -114,12 +114,10 @@ class _WiderResults:
             return None
         leaves, spec = tree_flatten((node.args, node.kwargs or {}))
         parents = iter(node.parents)
-        wide: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                wide.append(self._value(leaf, next(parents, None), depth))
-            else:
-                wide.append(_wider(leaf, self._dtype))
+        wide = [
+            self._value(x, next(parents, None), depth) if isinstance(x, Tensor) else _wider(x, torch.float32)
+            for x in leaves
+        ]
         args, kwargs = tree_unflatten(wide, spec)
         try:
             return _call(node.func, args, kwargs)
@@ -128,46 +126,24 @@ class _WiderResults:
 
     def _value(self, leaf: Tensor, parent: tuple[Node, int] | None, depth: int) -> Tensor:
         if parent is None:
-            return _wider(self._originals.get(key_of(leaf), leaf), self._dtype)
-        if leaf.is_floating_point():
-            results = self.results(parent[0], depth + 1)
-            if results is not None and results[parent[1]].shape == leaf.shape:
-                return results[parent[1]].clone()
-        return _wider(leaf, self._dtype)
+            return _wider(self._originals.get(key_of(leaf), leaf), torch.float32)
+        results = self.of(parent[0], depth + 1) if leaf.is_floating_point() else None
+        if results is not None and results[parent[1]].shape == leaf.shape:
+            return results[parent[1]].clone()
+        return _wider(leaf, torch.float32)
 
-    def first_flush(self) -> Node | None:
-        """The earliest op whose stored result has zeros where the wider one has none."""
-        for index in sorted(self._done):
-            results, node = self._done[index], self._nodes.get(index)
-            if results is None or node is None or node.func.is_view:
-                continue
-            for low, wide in zip(node.outs, results):
+    def at_fault(self) -> Node | None:
+        """An op on the way whose epsilon its format rounds to zero, else the earliest one whose stored result
+        has zeros where the wider one has none."""
+        on_the_way = [self._done[index] for index in sorted(self._done)]
+        for node, _ in on_the_way:
+            if not node.dropped and _lost_scalar(node):
+                return node
+        for node, results in on_the_way:
+            for low, wide in zip(node.outs, results or () if not node.func.is_view else ()):
                 if low.is_floating_point() and low.shape == wide.shape and ((low == 0) & (wide != 0)).any():
                     return node
         return None
-
-    def zero_scalar(self) -> Node | None:
-        """An op on the way whose epsilon its format rounds to zero."""
-        return next((node for node in self._nodes.values() if not node.dropped and _lost_scalar(node)), None)
-
-    def watch(self, node: Node) -> None:
-        """Collects the nodes behind `node`, for `first_flush`."""
-        todo = [(node, 0)]
-        while todo:
-            one, depth = todo.pop()
-            if one.index in self._nodes or depth > _DEPTH:
-                continue
-            self._nodes[one.index] = one
-            todo += [(p[0], depth + 1) for p in one.parents if p is not None]
-
-
-def _bad_dtype(node: Node) -> torch.dtype:
-    wrong = [t for t in node.outs if t.is_floating_point() and not is_finite(t)]
-    return wrong[0].dtype if wrong else torch.float32
-
-
-def _largest_of(tensors: list[Tensor]) -> float:
-    return max((float(amax(t)) for t in tensors if t.is_floating_point()), default=0.0)
 
 
 def _all_finite(tensors: list[Tensor] | None) -> bool:
@@ -179,8 +155,8 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
 
     `originals`: values that the step later overwrote, as the tape kept them.
     """
-    dtype = _bad_dtype(node)
-    fmt = format_of(dtype)
+    wrong = [t.dtype for t in node.outs if t.is_floating_point() and not is_finite(t)]
+    fmt = format_of(wrong[0] if wrong else torch.float32)
     same = rerun(node, None)
     if same is None:
         return Cause("unknown", f"{node.op} could not be run again on its own"), node
@@ -188,34 +164,24 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
         text = f"{node.op} on the same inputs is finite when run again: nondeterminism, memory written by "
         return Cause("machine", f"{text}another kernel, or faulty hardware"), node
     for wide in (torch.float32, torch.float64):
-        if format_of(wide).bits <= fmt.bits:
-            continue
-        results = rerun(node, wide)
-        if _all_finite(results):
-            assert results is not None
-            return _range_or_precision(node, fmt, wide, _largest_of(results)), node
+        results = rerun(node, wide) if format_of(wide).bits > fmt.bits else None
+        if results is not None and _all_finite(results):
+            reached = max((float(amax(t)) for t in results if t.is_floating_point()), default=0.0)
+            return _range_or_precision(node, fmt, wide, reached), node
     return _earlier(node, fmt, originals)
 
 
 def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: float) -> Cause:
-    if reached > fmt.max:
-        text = (
-            f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} "
-            f"({_beyond(reached / fmt.max)}); finite in {dtype_name(wide)}"
-        )
-        return Cause("range", text, reached / fmt.max, fmt.name)
+    times = reached / fmt.max
+    if times > 1:
+        beyond = f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
+        text = f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} ({beyond})"
+        return Cause("range", f"{text}; finite in {dtype_name(wide)}", times, fmt.name)
     lost = _lost_scalar(node)
     if lost is not None:
         return Cause("precision", f"precision: {_lost_in_words(*lost)}", None, fmt.name, scalar=lost[0])
-    text = (
-        f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}, but an intermediate "
-        f"value leaves {fmt}"
-    )
-    return Cause("range", text, None, fmt.name)
-
-
-def _beyond(times: float) -> str:
-    return f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
+    text = f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}"
+    return Cause("range", f"{text}, but an intermediate value leaves {fmt}", None, fmt.name)
 
 
 def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
@@ -235,21 +201,19 @@ def _lost_in_words(scalar: float, dtype: torch.dtype) -> str:
 
 def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
     """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
-    wider_results = _WiderResults(torch.float32, originals)
-    results = wider_results.results(node)
-    if _all_finite(results):
-        wider_results.watch(node)
-        culprit = wider_results.zero_scalar() or wider_results.first_flush()
-        low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
-        name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
-        if culprit is not None:
-            lost = _lost_scalar(culprit)
-            why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
-            text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
-            return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
-        text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp32"
-        return Cause("precision", text, None, dtype_name(low)), node
-    return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name), node
+    wider_results = _WiderResults(originals)
+    if not _all_finite(wider_results.of(node)):
+        return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name), node
+    culprit = wider_results.at_fault()
+    if culprit is None:
+        low = next((dtype_name(t.dtype) for t in node.tensors() if t.is_floating_point()), "fp32")
+        text = f"precision: rounding to {low} before it; finite when computed in fp32"
+        return Cause("precision", text, None, low), node
+    lost = _lost_scalar(culprit)
+    name = next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
+    why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
+    text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
+    return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
 
 
 def _some(what: str, mask: Tensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.formats import FORMATS
 from halfstep.numerics.cause import out_of_domain
 from halfstep.numerics.fault import Cause, Cure, Spec
-from halfstep.numerics.snapshot import StepParticipants
+from halfstep.numerics.snapshot import StepParticipants, scale_of
 from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_map
@@ -157,7 +157,12 @@ def _on(terms: Terms, device: str) -> Terms:
     return replace(terms, **written)
 
 
-Placed = AbstractContextManager[Any]
+Met = Callable[[], bool]
+"""Says, later, whether a cure that was put in place has met what it is to change."""
+
+
+def _always() -> bool:
+    return True
 
 
 class AtLocation(TorchFunctionMode):
@@ -267,14 +272,13 @@ def with_attributes(thing: Any, **values: Any) -> Generator[None]:
                 delattr(thing, name)
 
 
-def _full_by_policy(parts: StepParticipants, op: str) -> Placed | None:
-    session = parts.session
-    if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
-        return None
-    return with_attributes(session, policy=session.policy.with_rules(full=[op]))
+def _reads_rules(parts: StepParticipants) -> bool:
+    """Whether a session casts ops, so that a rule of its policy can run one in fp32."""
+    return parts.session is not None and getattr(parts.session.policy, "compute_dtype", None) != torch.float32
 
 
-_FP16 = torch.float16  # a script that is tried in bf16 finds that by this name
+#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
+FP16 = torch.float16
 
 
 @contextmanager
@@ -283,133 +287,109 @@ def bf16_regions() -> Generator[None]:
     set_dtype = torch.set_autocast_dtype
 
     def swapped(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(device_type, torch.bfloat16 if dtype == _FP16 else dtype)
+        set_dtype(device_type, torch.bfloat16 if dtype == FP16 else dtype)
 
     with with_attributes(torch, set_autocast_dtype=swapped):
         yield
 
 
-def _bf16(parts: StepParticipants) -> Placed | None:
+def _bf16(parts: StepParticipants, stack: ExitStack) -> Met | None:
     session = parts.session
     if any(p.dtype == torch.float16 for p in parts.parameters()):
         return None  # weights in fp16 would have to be converted too: from the start of a run, that is
-    if session is not None:
-        if session.policy.compute_dtype != torch.float16:
-            return None
+    if session is None:
+        stack.enter_context(bf16_regions())
+    elif session.policy.compute_dtype == torch.float16:
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
-        return with_attributes(session, policy=policy)
-    return bf16_regions()
+        stack.enter_context(with_attributes(session, policy=policy))
+    else:
+        return None
+    return _always
 
 
-def lift_loss_scale(parts: StepParticipants, bits: float) -> Placed | None:
-    """Multiplies the present loss scale by 2**bits for as long as the context is open."""
+def has_scale(parts: StepParticipants) -> bool:
+    """Whether the loss is scaled, by what can be told another scale."""
+    if parts.session is not None:
+        return not isinstance(parts.session.loss_scale, NoLossScale)
+    return parts.scaler is not None and parts.scaler.is_enabled()
+
+
+def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> Met | None:
+    """Multiplies the present loss scale by 2**bits until the stack closes."""
     session, scaler = parts.session, parts.scaler
+    if not has_scale(parts):
+        return None
     if session is not None:
-        if isinstance(session.loss_scale, NoLossScale):
-            return None
         scale = session.loss_scale
         bounds = getattr(scale, "limit", scale)
         value = max(float(scale.value) * 2.0**bits, getattr(bounds, "min", 0.0))
-        return with_attributes(
-            session, loss_scale=scale.with_value(min(value, getattr(bounds, "max", math.inf)))
-        )
-    if scaler is None or not scaler.is_enabled():
-        return None
-
-    @contextmanager
-    def change() -> Generator[None]:
+        lifted = scale.with_value(min(value, getattr(bounds, "max", math.inf)))
+        stack.enter_context(with_attributes(session, loss_scale=lifted))
+    elif isinstance(scaler, torch.amp.GradScaler):
         # Not by `update`: a script may call that itself before the next step, and it wants a step between.
-        scaler.scale(torch.ones(()))
-        held: Any = scaler._scale if isinstance(getattr(scaler, "_scale", None), Tensor) else None
+        scaler.scale(torch.ones(()))  # makes the tensor of the scale
+        stack.enter_context(with_attributes(scaler, _scale=scaler._scale * 2.0**bits))
+    else:
         before = scaler.get_scale()
-        if held is None:
-            scaler.update(before * 2.0**bits)
-        else:
-            held.mul_(2.0**bits)
-        yield
-        if held is None:
-            scaler.update(before)
-        else:
-            held.fill_(before)
-
-    return change()
+        stack.callback(scaler.update, before)
+        scaler.update(before * 2.0**bits)
+    return _always
 
 
-class _Divided:
-    """The loss divided by 2**bits before it is scaled and backward begins; `met`: whether there was one."""
-
-    def __init__(self, parts: StepParticipants, bits: int) -> None:
-        self._factor, self.met, self._inside = 2.0**-bits, False, False
-        self._owner: Any = Tensor
-        self._name = "backward"
-        if parts.session is not None:
-            self._owner = parts.session
-        elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
-            self._owner, self._name = parts.scaler, "scale"
-
-    def __enter__(self) -> _Divided:
-        original = getattr(self._owner, self._name)
-
-        def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
-                return original(loss, *args, **kwargs)
-            self.met = self._inside = True
-            try:
-                return original(loss * self._factor, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        self._around = with_attributes(self._owner, **{self._name: divided})
-        self._around.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
+def scale_falls(parts: StepParticipants) -> bool:
+    """Whether the loss scale goes down by itself, and has not got to its least yet."""
+    now, least = scale_now(parts)
+    return has_scale(parts) and parts.scale_moves and now > max(least, 1.0)
 
 
-class _NoFaster:
+def _lowest_scale(parts: StepParticipants, stack: ExitStack) -> Met | None:
+    now, least = scale_now(parts)
+    lower = math.log2(max(least, 1.0) / now)
+    return lift_loss_scale(parts, stack, lower) if scale_falls(parts) else None
+
+
+def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
+    """The loss divided by 2**bits before it is scaled and backward begins."""
+    owner, name = Tensor, "backward"
+    if parts.session is not None:
+        owner = parts.session
+    elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
+        owner, name = parts.scaler, "scale"
+    original, met, inside = getattr(owner, name), False, False
+
+    def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal met, inside
+        if inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
+            return original(loss, *args, **kwargs)
+        met = inside = True
+        try:
+            return original(loss * 2.0**-bits, *args, **kwargs)
+        finally:
+            inside = False
+
+    stack.enter_context(with_attributes(owner, **{name: divided}))
+    return lambda: met
+
+
+def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
     """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
+    met = False
 
-    def __init__(self, parts: StepParticipants, *most: float) -> None:
-        self._most, self.met = most, False
-
-    def __enter__(self) -> _NoFaster:
-        self._handle = register_optimizer_step_pre_hook(self._hold)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _hold(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal met
         groups = optimizer.param_groups
-        for group, rate in zip(groups, self._most if len(groups) == len(self._most) else ()):
+        for group, rate in zip(groups, most if len(groups) == len(most) else ()):
             if float(group["lr"]) > 30 * rate:
                 group["lr"] = rate
-                self.met = True
+                met = True
+
+    stack.callback(register_optimizer_step_pre_hook(hold).remove)
+    return lambda: met
 
 
-class _Both:
-    """Two cures at once."""
-
-    def __init__(self, *cures: Placed) -> None:
-        self._cures = cures
-        self._around = ExitStack()
-
-    @property
-    def met(self) -> bool:
-        """Whether each has met what it changes."""
-        return all(getattr(cure, "met", True) for cure in self._cures)
-
-    def __enter__(self) -> _Both:
-        for cure in self._cures:
-            self._around.enter_context(cure)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._around.close()
-
-
-def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int, *dims: int) -> Placed:
+def _logsumexp(
+    parts: StepParticipants, stack: ExitStack, op: str, file: str, line: int, last: int, *dims: int
+) -> Met:
     """The logarithm of a sum of what `op` made on a line, taken on the line `last`, by torch's function."""
     given: list[Tensor] = []
 
@@ -421,45 +401,39 @@ def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int
         (x,) = given
         return torch.logsumexp(x, dims or tuple(range(x.dim())), keepdim=args[0].dim() == x.dim())
 
-    return _Both(AtLocation(op, file, line, remember), AtLocation("log", file, last, take))
+    power = stack.enter_context(AtLocation(op, file, line, remember))
+    log = stack.enter_context(AtLocation("log", file, last, take))
+    return lambda: power.met and log.met
 
 
-def lowest_scale(parts: StepParticipants) -> Placed | None:
-    """The loss scale at the least it may become; None where it does not go down by itself."""
-    now, least = scale_now(parts)
-    if not parts.scale_moves or now <= max(least, 1.0):
-        return None
-    return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
+def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Met | None:
+    """Has steps of these run with a dose of a cure until the stack closes; None where that cannot be.
 
-
-def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
-    """The context in which steps of these run with a dose of a cure; None where it cannot be put in place.
-
-    Its `met`, where it has one, says whether it met what it is to change. ("both", one, other) puts two in
-    place; ("lowest scale",) the loss scale at its lowest.
+    ("both", one, other) puts two in place; ("lowest scale",) the loss scale at its lowest.
     """
     kind, *rest = spec
     if kind == "both":
-        cures = [placed(one, parts) for one in rest]
-        return _Both(*(c for c in cures if c is not None)) if None not in cures else None
-    if kind == "lowest scale":
-        return lowest_scale(parts)
+        both = [put_in_place(one, parts, stack) for one in rest]
+        return None if None in both else lambda: all(met is not None and met() for met in both)
     if kind in _ANYWHERE:
-        return _ANYWHERE[kind](parts, *rest)
+        return _ANYWHERE[kind](parts, stack, *rest)
     if kind not in _AT_SITE:
         return None
     op, file, line, *amount = rest
-    by_policy = _full_by_policy(parts, op) if kind == "full" else None
-    if by_policy is not None:  # a region that was opened before has read the policy as it was
-        return _Both(by_policy, AtLocation(op, "", 0, _in_fp32))
-    return AtLocation(op, file, line, partial(_AT_SITE[kind], *amount))
+    if kind == "full" and _reads_rules(parts):
+        policy = parts.session.policy.with_rules(full=[op])
+        stack.enter_context(with_attributes(parts.session, policy=policy))
+        file, line = "", 0  # a region that was opened before has read the policy as it was
+    mode = stack.enter_context(AtLocation(op, file, line, partial(_AT_SITE[kind], *amount)))
+    return lambda: mode.met
 
 
-_ANYWHERE: dict[str, Callable[..., Placed | None]] = {
+_ANYWHERE: dict[str, Callable[..., Met | None]] = {
     "bf16": _bf16,
     "loss_scale": lift_loss_scale,
-    "loss": _Divided,
-    "rate": _NoFaster,
+    "lowest scale": _lowest_scale,
+    "loss": _divided,
+    "rate": _no_faster,
     "logsumexp": _logsumexp,
 }
 _AT_SITE: dict[str, Callable[..., Any]] = {
@@ -485,7 +459,7 @@ def _here(location: OpLocation) -> str:
 
 def _full(node: Node, parts: StepParticipants) -> Cure:
     terms = terms_of(parts, node.location.in_region)
-    by_rule = terms.rule and node.location.in_region and _full_by_policy(parts, node.op) is not None
+    by_rule = terms.rule and node.location.in_region and _reads_rules(parts)
     code = terms.rule.format(node.op) if by_rule else terms.wide
     text = f"run {node.op} in fp32{_here(node.location)}"
     return _cure((_spec("full" if by_rule else "full_here", node), text, code))
@@ -541,11 +515,8 @@ _LARGE_LOSS = 1e3
 
 def scale_now(parts: StepParticipants) -> tuple[float, float]:
     """The loss scale, and the least it may become."""
-    if parts.session is not None:
-        scale = parts.session.loss_scale
-        return float(scale.value), float(getattr(scale, "min", 0.0))
-    scale = parts.scaler.get_scale() if parts.scaler is not None else 1.0
-    return float(scale), float(getattr(getattr(parts.scaler, "loss_scale", None), "min", 0.0))
+    rule = getattr(parts.session or parts.scaler, "loss_scale", None)
+    return float(scale_of(parts.session, parts.scaler)), float(getattr(rule, "min", 0.0))
 
 
 def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]:
@@ -567,7 +538,7 @@ def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
     doses = [
         (("loss_scale", -further), said.format(further), _scale_written(parts, now * 2.0**-further))
         for further in (bits, bits + 4, bits + 8)
-        if now * 2.0**-further >= least and lift_loss_scale(parts, -further) is not None
+        if now * 2.0**-further >= least and has_scale(parts)
     ]
     return [_cure(*doses)] if doses else []
 

@@ -109,8 +109,7 @@ class Cure:
     data or advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
     them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
-    plain values, of which `cures.placed` puts each in place in any process, the weakest first; `doses`: text
-    and code of each.
+    plain values, the weakest first, for `cures.put_in_place` in any process; `doses`: text and code of each.
     """
 
     kind: str

@@ -28,6 +28,13 @@ def is_session(thing: Any) -> bool:
     return all(hasattr(type(thing), name) for name in ("backward", "step", "autocast", "revert"))
 
 
+def scale_of(session: Any, scaler: Any) -> float | Tensor:
+    """The present loss scale of a session or else of a scaler; 1 without either."""
+    if session is not None:
+        return session.loss_scale.value
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
 def listed(value: Any) -> list[Any]:
     """One thing, several or None, as a list."""
     if value is None:
@@ -65,7 +72,7 @@ class StepParticipants:
         self.optimizers = [t for t in unique if isinstance(t, torch.optim.Optimizer)]
         others = (*self.models, *self.optimizers, self.session)
         self.others = [t for t in unique if all(t is not o for o in others) and _keeps_state(t)]
-        self.scaler = next((t for t in self.others if hasattr(t, "get_scale")), None)
+        self.scaler: Any = next((t for t in self.others if hasattr(t, "get_scale")), None)
 
     @property
     def model(self) -> nn.Module | None:

@@ -307,6 +307,8 @@ _MOVES = frozenset(["copy_", "clone", "stack", "cat", "index", "index_select", "
 # Beside the result they return the logarithm of a sum, -inf for a row without terms or a path that is none.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_ctc_loss")
 _NO_SEQUENCE = 1 << 62
+#: How much memory the arguments and results of past ops may hold for later re-runs.
+_KEPT_BYTES = 1 << 30
 # Moving and reading values is not arithmetic.
 _UNCOUNTED = frozenset(
     ["_local_scalar_dense", "copy_", "clone", "detach", "zeros_like", "zero_", "alias", "_unsafe_view"]
@@ -348,14 +350,12 @@ class Tape(TorchDispatchMode):
 
     Args:
         model: names modules by its paths; without it the first module called is taken for the model.
-        keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
-        keep_bytes: int = 1 << 30,
         observers: Iterable[Callable[[Node, bool], None]] = (),
     ) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class Tape(TorchDispatchMode):
         self._made: dict[tuple[Any, ...], tuple[Node, int, tuple[int, int]]] = {}
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
-        self._left = keep_bytes
+        self._left = _KEPT_BYTES
         self._locations: dict[int, list[tuple[str, OpLocation]]] = {}
         self._lines: dict[str, OpLocation] = {}
         self._observers = tuple(observers)

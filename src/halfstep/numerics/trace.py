@@ -31,9 +31,9 @@ from halfstep.numerics.cause import (
 )
 from halfstep.numerics.cures import (
     larger_scale,
-    lowest_scale,
-    placed,
     propose,
+    put_in_place,
+    scale_falls,
     to_bf16,
     unmask,
 )
@@ -48,61 +48,46 @@ _SCALES = ("loss_scale", "loss")
 
 
 class _InPlace:
-    """Runs a step again in this process, on this rank.
+    """Runs a step again in this process: on this rank, or on all ranks, each of which must ask alike.
+
+    Over ranks other loss scales alone are tried, with which the step runs the very same ops: a rank that
+    raised with another cure would leave the others waiting in a collective for ever.
 
     Args:
         look: runs it under the tape; what was bad, if anything.
         restore: puts everything back as it was before the step.
         parts: what takes part in the step.
+        together: whether all ranks take part.
+        through: whether the step ran to its end on each of them.
     """
 
     def __init__(
-        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants
-    ) -> None:
+        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants,
+        together: bool, through: bool,
+    ) -> None:  # fmt: skip
         self._look, self._restore, self._parts = look, restore, parts
-        self.group = parts.group
+        self._together, self._through = together, through
 
     def run(self, again: Again) -> Seen | None:
         """Whether the step stays finite with the cure; one that it cannot run with does not help."""
         assert again.cure is not None
-        cure = placed(again.cure, self._parts)
-        if cure is None:
+        if self._together and not (self._through and again.cure[0] in _SCALES):
             return None
-        seen = Seen(falls=lowest_scale(self._parts) is not None)
+        seen = Seen(falls=scale_falls(self._parts))
         try:
-            with cure:
-                bad = self._look()
-                seen.applied = getattr(cure, "met", True)
+            with ExitStack() as stack:
+                met = put_in_place(again.cure, self._parts, stack)
+                bad = None if met is None else self._look()
+                seen.applied = met is not None and met()
             seen.faults = [] if bad is None else [bad]
             seen.bad_at = None if bad is None else again.at
         except Exception:
             seen.bad_at = again.at
         finally:
             self._restore()
-        return seen
-
-
-class _Together:
-    """Runs a step again on all ranks: each must make one of these and call it alike.
-
-    Other loss scales alone are tried, with which the step runs the very same ops: a rank that raised with
-    another cure would leave the others waiting in a collective for ever.
-
-    Args:
-        alone: runs it again on this rank.
-        through: whether every rank's step ran to its end.
-    """
-
-    def __init__(self, alone: _InPlace, through: bool) -> None:
-        self._alone, self._through = alone, through
-
-    def run(self, again: Again) -> Seen | None:
-        """Whether everything stays finite on every rank."""
-        assert again.cure is not None
-        if not self._through or again.cure[0] not in _SCALES:
-            return None
-        seen = self._alone.run(again)
-        well = all(gather(seen is not None and seen.bad_at is None, self._alone.group))
+        if not self._together:
+            return seen
+        well = all(gather(seen.applied and seen.bad_at is None, self._parts.group))
         return Seen(bad_at=None if well else again.at)
 
 
@@ -143,7 +128,6 @@ def trace_step(
     others: Iterable[Any] = (),
     underflow: bool = False,
     try_cures: bool = True,
-    keep_bytes: int = 1 << 30,
     observers: Iterable[Observer] = (),
 ) -> Trace:
     """Runs `step(*batch)` once under the tape and restores weights, buffers, states and random generators.
@@ -157,7 +141,6 @@ def trace_step(
         try_cures: replay the step with each cure that can be applied from outside. Over several ranks all try
             everybody's cures together, so all must call this alike; only other loss scales are tried there,
             and none where a rank's step raised.
-        keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
     Raises:
@@ -167,7 +150,7 @@ def trace_step(
     snapshot = Snapshot(parts)
     started = time.perf_counter()
     try:
-        trace = _run(step, batch, parts, underflow, keep_bytes, observers)
+        trace = _run(step, batch, parts, underflow, observers)
     finally:
         snapshot.restore()
     if try_cures:
@@ -190,11 +173,10 @@ def _run(
     batch: tuple[Any, ...],
     parts: StepParticipants,
     underflow: bool,
-    keep_bytes: int,
     observers: Iterable[Observer] = (),
 ) -> Trace:
     result, error = None, None
-    taping = Taping(parts, underflow, keep_bytes, observers)
+    taping = Taping(parts, underflow, observers)
     with replay(), taping.around:
         try:
             result = step(*batch)
@@ -210,12 +192,11 @@ class Taping:
         self,
         parts: StepParticipants,
         underflow: bool = True,
-        keep_bytes: int = 1 << 30,
         observers: Iterable[Observer] = (),
     ) -> None:
         self._before = bad_names(parts)
         self._probe = UnderflowProbe()
-        self.tape = Tape(parts.model, keep_bytes, [*observers, *([self._probe.look] if underflow else [])])
+        self.tape = Tape(parts.model, [*observers, *([self._probe.look] if underflow else [])])
         self.around = ExitStack()
         # The tape sees kernels only where Python calls them; compiled regions run as written.
         self.around.enter_context(run_eagerly())
@@ -450,13 +431,12 @@ def _try_cures(
     underflow = any(fault.underflow for fault in found)
 
     def look() -> Fault | None:
-        again = _run(step, batch, parts, underflow, 1 << 28)
+        again = _run(step, batch, parts, underflow)
         if again.error is not None:
             raise again.error
         return again.bad
 
-    alone = _InPlace(look, restore, parts)
-    rerun = _Together(alone, all(through for _, through in everyone)) if together else alone
+    rerun = _InPlace(look, restore, parts, together, all(through for _, through in everyone))
     for fault in found:
         try_cures(fault, Again(taped=0), rerun)
     if not together or bad is None:

@@ -34,7 +34,7 @@ from halfstep.formats import FORMATS, Format, dtype_name, format_of
 from halfstep.gradients.per_parameter import amaxes, amaxes_of, worst_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import Counts, count, count_many
-from halfstep.numerics.snapshot import is_session, listed, replaying
+from halfstep.numerics.snapshot import is_session, listed, replaying, scale_of
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 from halfstep.torch_private import graph_task, tree_leaves
@@ -326,7 +326,7 @@ class Watch:
         self._before: dict[Tensor, Tensor] = {}
         self._held: dict[Tensor, list[Tensor]] = {}
         self._late: deque[tuple[AsyncCopy, Callable[[Tensor], None]]] = deque()
-        self._scale_of_step = self._scale()
+        self._scale_of_step = scale_of(self._session, self._scaler)
         self._hooks = ExitStack()
         self._install()
 
@@ -395,11 +395,6 @@ class Watch:
         modules = {fqn(name): module for name, module in self._model.named_modules()}
         return type(modules[path]).__name__ if path in modules else ""
 
-    def _scale(self) -> float | Tensor:
-        if self._session is not None:
-            return self._session.loss_scale.value
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
     # Hooks. Each returns None: what autograd and modules hand on stays what it was.
 
     def _before_step(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -422,7 +417,7 @@ class Watch:
         if replaying():
             return
         if not self._ends:  # backward of this step: a scaler changes its scale only after the step
-            self._scale_of_step = self._scale()
+            self._scale_of_step = scale_of(self._session, self._scaler)
         # Accumulated gradients come by once for each backward; the last one is the step's.
         self._ends[name] = ends_of(dense_values(gradient.detach()))
         if self._sampling:
