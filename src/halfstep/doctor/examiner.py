@@ -23,10 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep import formats
 from halfstep.doctor.document import STEPS
 from halfstep.doctor.ledger import (
-    Conversions,
     Ledger,
     Note,
-    RunNotes,
     all_faults,
     knobs_of,
     length,
@@ -39,7 +37,6 @@ from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
     FP16,
     LOOPS,
-    Terms,
     bf16_regions,
     put_in_place,
     scale_falls,
@@ -147,11 +144,6 @@ class Roster:
         parts.loop = self._loop or ""
         return parts
 
-    @property
-    def terms(self) -> Terms:
-        """How this script would write a cure down."""
-        return terms_of(self.parts(), in_region=self.scaler is not None)
-
     def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
         """The classes of what sets an optimizer's learning rates."""
         mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
@@ -228,12 +220,10 @@ class Examiner:
         self.order = order
         self.roster = Roster()
         self.ledger = Ledger()
-        self.conversions = Conversions()
         self.seen: Watch | None = None
         self.asked = order.again
         self.again: Again | None = None  # once it is reached
         self.showed = Seen()
-        self.suspects: list[Suspect] = []
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.halves = False
@@ -305,16 +295,13 @@ class Examiner:
         roster = self.roster
         if self.seen is not None and self.done == 24 * self.seen.every:
             self.seen.every *= 2  # of a long run fewer steps are enough
-        if self.seen is None and self._watches() and roster.models:
+        wanted = self.asked is None or self.asked.from_start  # the notes of the whole run, not of some steps
+        if self.seen is None and wanted and roster.models:
             what = roster.session if roster.session is not None else roster.optimizers
             every = max(1, self.order.steps // 12)
             self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
             self.seen.step = self.done
             self.audit = audit(roster.models, roster.optimizers)
-
-    def _watches(self) -> bool:
-        """Whether the notes of the whole run are wanted, not those of some steps of it."""
-        return self.asked is None or self.asked.from_start
 
     def _go_on(self) -> None:
         """Where this step is one to run again: put the cure in place, and arm the tape."""
@@ -456,11 +443,7 @@ class Examiner:
         other = note.bad != before.bad or not note.ill <= before.ill or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what was spoiled stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
-            self._suspect(Suspect(index, note.number, note.bad, note.spoiled))
-
-    def _suspect(self, suspect: Suspect) -> None:
-        if not self.inquiry.look(suspect):
-            self.suspects.append(suspect)
+            self.inquiry.look(Suspect(index, note.number, note.bad, note.spoiled))
 
     def leave(self) -> None:
         """The last step is done. A copy ends here, without what the script would still do."""
@@ -486,19 +469,20 @@ class Examiner:
         ill = (index for index in bad if not (showed.settles and self.ledger.only_skipped(index)))
         showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
         if again.from_start:
-            showed.faults = all_faults(self.notes(), showed.faults)
+            showed.faults = all_faults(self.noted(), showed.faults)
         self._answer()
 
     def _answer(self) -> None:
         if self._copied:
             answer(self.showed)
 
-    def notes(self) -> RunNotes:
-        """What was noted of the run."""
+    def noted(self) -> Ledger:
+        """The notes, with all that belongs to them."""
         if self.seen is not None:
             self.seen.collect()
-        lost = [] if self.seen is None else list(self.seen.lost)
-        return RunNotes(self.ledger, self.conversions.flushes, lost, self.roster.terms)
+            self.ledger.lost = [*self.seen.lost]
+        self.ledger.terms = terms_of(self.roster.parts(), in_region=self.roster.scaler is not None)
+        return self.ledger
 
     def _applied(self, again: Again) -> bool:
         """Whether the cure that is tried was put in place, and met what it is to change."""
@@ -562,7 +546,7 @@ class Examiner:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
         elif self.asked is None:
-            self._suspect(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
+            self.inquiry.look(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
 
     def ended(self) -> None:
         """The script is over."""

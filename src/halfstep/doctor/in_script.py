@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import Examiner, ask_for_bf16
+from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
 from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import Seen
@@ -56,9 +57,9 @@ class Hooks:
             self._stack.callback(listeners.remove, listener)
         replace(self._stack, torch.amp.GradScaler, "step", self._bracketed)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
-            replace(self._stack, owner, "__init__", self._announced)
+            replace(self._stack, owner, "__init__", partial(_then, self._examiner.on_made))
         for owner in (torch.optim.Optimizer, nn.Module):
-            replace(self._stack, owner, "zero_grad", self._cleared)
+            replace(self._stack, owner, "zero_grad", partial(_then, self._examiner.on_cleared))
         replace(self._stack, torch.autocast, "__enter__", self._entered)
         replace(self._stack, torch.Tensor, "backward", self._noted)
         replace(self._stack, torch.autograd, "grad", self._graded)
@@ -80,20 +81,6 @@ class Hooks:
         self._depth = 0
         self._examiner.roster.add(self._stepped)
         self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
-
-    def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
-        def created(thing: Any, *args: Any, **kwargs: Any) -> None:
-            create(thing, *args, **kwargs)
-            self._examiner.on_made(thing)
-
-        return created
-
-    def _cleared(self, clear: Callable[..., None]) -> Callable[..., None]:
-        def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
-            clear(owner, *args, **kwargs)
-            self._examiner.on_cleared(owner)
-
-        return cleared
 
     def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         def entered(region: Any) -> Any:
@@ -212,6 +199,16 @@ class Hooks:
             self._examiner.on_step(optimizer, skipped=False, finite=True)
 
 
+def _then(tell: Callable[[Any], None], method: Callable[..., None]) -> Callable[..., None]:
+    """A method after which somebody is told of its object."""
+
+    def told(owner: Any, *args: Any, **kwargs: Any) -> None:
+        method(owner, *args, **kwargs)
+        tell(owner)
+
+    return told
+
+
 def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
     """Inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
     found = users_names(tensors)
@@ -233,7 +230,7 @@ def run_order(order: Order) -> Found | Seen | None:
     seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
-        examiner.conversions.install(stack)
+        note_conversions(stack, examiner.ledger.flushes)
         again = order.again
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
@@ -261,4 +258,4 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
         numbers = ledger.numbers
         for row in document.history:  # the watch counts the steps of all optimizers
             row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
-    return Found(document, examiner.notes(), examiner.inquiry.seen, examiner.suspects)
+    return Found(document, examiner.noted(), examiner.inquiry.seen, examiner.inquiry.unseen)

@@ -65,7 +65,7 @@ def suspects(everyone: Sequence[Found]) -> list[Suspect]:
     """The steps that a rank would have looked at, in their order."""
     found: dict[int, Suspect] = {}
     for one in sorted(
-        (s for found in everyone for s in found.suspects), key=lambda s: (bool(s.bad), s.spoiled)
+        (s for found in everyone for s in found.unseen), key=lambda s: (bool(s.bad), s.spoiled)
     ):
         found[one.index] = one
     return [found[index] for index in sorted(found)]
@@ -273,7 +273,7 @@ class Anew:
 def _composed(found: Found, traced: Sequence[Fault]) -> Document:
     """The document of a run with its faults: what the tape showed of it and what its notes tell."""
     document, ledger = found.document, found.ledger
-    document.bad = all_faults(found.notes, traced)
+    document.bad = all_faults(ledger, traced)
     for fault in document.bad:
         _say_outlier(fault, ledger)
     until = document.bad[0].step if document.bad else None

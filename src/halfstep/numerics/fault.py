@@ -454,26 +454,31 @@ class Suspect:
 
 
 class Inquiry:
-    """Looks at steps of a run again; `seen` holds the faults, the counts of ops and what lint found."""
+    """Looks at steps of a run again; `seen` holds the faults, the counts of ops and what lint found, `unseen`
+    the steps that need another look than this one could give."""
 
     def __init__(self, rerun: Rerun, steps: int, seen: Seen | None = None) -> None:
         self.seen = Seen() if seen is None else seen
+        self.unseen: list[Suspect] = []
         self.notes: list[str] = []
         self._rerun, self._steps = rerun, steps
         self._looks: Counter[str] = Counter()
 
-    def look(self, suspect: Suspect) -> bool:
-        """Tapes a step and tries the cures of what it shows; whether the step needs no other look."""
+    def look(self, suspect: Suspect) -> None:
+        """Tapes a step and tries the cures of what it shows."""
         enough = self._looks[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
         known = [fault for fault in self.seen.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(known) >= _FAULTS):
-            return True
+            return
         found = self._rerun.run(Again(suspect.index, taped=suspect.index))
-        if suspect.bad == "error" and (found is None or not found.faults):
-            return found is not None  # what a script raises is no matter of numbers, as a rule
+        if found is not None and suspect.bad == "error" and not found.faults:
+            return  # what a script raises is no matter of numbers, as a rule
+        if found is None or not found.counts or (suspect.bad and not found.faults):
+            self.unseen.append(suspect)
         if found is None or not found.counts:
-            self.notes = ["the traced run did not reach that step: the script is not deterministic"]
-            return False
+            if suspect.bad != "error":
+                self.notes = ["the traced run did not reach that step: the script is not deterministic"]
+            return
         self._looks[suspect.bad] += 1
         if not self.seen.counts:
             self.seen.counts, self.seen.lint = found.counts, found.lint
@@ -482,7 +487,6 @@ class Inquiry:
         if suspect.bad and not found.faults:
             text = "was bad in the first run and not when it was traced: nondeterminism, or a compiled region"
             self.notes = [f"step {suspect.number + 1} {text} that differs from eager"]
-        return bool(found.faults) or not suspect.bad
 
     def _keep(self, suspect: Suspect, fault: Fault, falls: bool) -> None:
         known = self.seen.faults
