@@ -110,7 +110,7 @@ def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str
         one, other = sorted(rest, key=lambda s: -s[3])  # the lower line first: lines above keep their numbers
         ways = (new for half in written(text, one, fault) for new in written(half, other, fault, code))
     elif kind in _ANYWHERE:
-        ways = _ANYWHERE[kind](text, code, *rest)
+        ways = (_edited(text, change, code, *rest) for change in _ANYWHERE[kind])
     else:
         ways = _of_an_op(text, spec, fault, code)
     told = {text}
@@ -118,6 +118,12 @@ def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str
         if new not in told and _is_python(new):
             told.add(new)
             yield new
+
+
+def _edited(text: str, change: Callable[..., None], *given: Any) -> str:
+    script = Script(text)
+    change(script, *given)
+    return script.text()
 
 
 def _is_python(text: str) -> bool:
@@ -142,14 +148,15 @@ def _called(call: ast.Call) -> str:
 def _of_an_op(text: str, spec: Spec, fault: Fault, code: str) -> Iterator[str]:
     kind, op, _, line, *amount = spec
     if kind == "full":
-        yield from _by_policy(text, op)
+        yield _edited(text, _by_policy, op)
     if kind == "epsilon":
-        yield from _with_epsilon(text, line, amount[0])
+        yield _edited(text, _with_epsilon, line, amount[0])
         return
     if kind == "logsumexp":
-        yield from _with_logsumexp(text, line, *amount)
+        for keep in ("", ", keepdim=True"):
+            yield _edited(text, _with_logsumexp, keep, line, *amount)
         return
-    text = _unfolded(text, line)
+    text = _edited(text, _unfold, line)
     changes = {"scale": _scaled, "clamp": _clamped, "shift": _shifted}
     change: Callable[..., None] = changes.get(kind, _widened)
     script = Script(text)
@@ -199,14 +206,12 @@ def _inside_out(node: ast.AST) -> Iterator[ast.AST]:
     yield node
 
 
-def _unfolded(text: str, line: int) -> str:
+def _unfold(script: Script, line: int) -> None:
     """`x *= y` on a line as `x = x * (y)`."""
-    script = Script(text)
     for node in ast.walk(script.tree):
         if isinstance(node, ast.AugAssign) and _on(node, line) and type(node.op) in _OPERATORS:
             target, value = script.of(node.target), script.of(node.value)
             script.swap(node, f"{target} = {target} {_OPERATORS[type(node.op)][1]} ({value})")
-    return script.text()
 
 
 def _then(script: Script, operand: ast.expr, after: str, before: str = "") -> None:
@@ -239,16 +244,13 @@ def _shifted(script: Script, node: Any, operands: list[ast.expr], amount: list[i
         script.swap(operand, f"({x} - {x}.amax({dim}keepdim=True))")
 
 
-def _with_logsumexp(text: str, line: int, last: int, *dims: int) -> Iterator[str]:
+def _with_logsumexp(script: Script, keep: str, line: int, last: int, *dims: int) -> None:
     """torch's function where the logarithm stands, of what the exponential is taken of."""
-    for keep in ("", ", keepdim=True"):
-        script = Script(text)
-        for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
-            if _on(exp, line) and _on(log, last) and dims:
-                of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
-                x = exp.args[0] if of_torch else getattr(exp.func, "value", None)
-                script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
-        yield script.text()
+    for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
+        if _on(exp, line) and _on(log, last) and dims:
+            of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
+            x = exp.args[0] if of_torch else getattr(exp.func, "value", None)
+            script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
 
 
 def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
@@ -262,28 +264,24 @@ def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[f
             _then(script, operand, f".{most}{amount[0]:g})")
 
 
-def _with_epsilon(text: str, line: int, value: float) -> Iterator[str]:
-    script = Script(text)
+def _with_epsilon(script: Script, line: int, value: float) -> None:
     for node in ast.walk(script.tree):
         number = node.value if isinstance(node, ast.Constant) and _on(node, line) else None
         if isinstance(number, float) and 0 < number < value:
             script.swap(node, f"{value:.2g}")
-    yield script.text()
 
 
 # What stands elsewhere in the script.
 
 
-def _by_policy(text: str, op: str) -> Iterator[str]:
+def _by_policy(script: Script, op: str) -> None:
     """A rule for the op where the session or the trainer is made."""
-    script = Script(text)
     for call in script.calls("prepare", "Trainer"):
         given = next((k.value for k in call.keywords if k.arg == "policy"), None)
         if given is None:
             _set_keyword(script, call, "policy", f'"full={op}"')
         else:
             script.around(given, "hs.Policy.parse(", f').with_rules(full=["{op}"])')
-    yield script.text()
 
 
 def _set_keyword(script: Script, call: ast.Call, name: str, value: str) -> None:
@@ -304,62 +302,51 @@ def with_plan(text: str, path: str) -> str:
     return script.text()
 
 
-def with_keywords(text: str, code: str) -> Iterator[str]:
+def _keywords(script: Script, code: str, *_: Any) -> None:
     """The keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
     try:
-        asked = ast.parse(code, mode="eval").body
+        asked: Any = ast.parse(code, mode="eval").body
     except SyntaxError:
         return
-    if not isinstance(asked, ast.Call):
-        return
-    script = Script(text)
-    for call in script.calls(_called(asked)):
+    for call in script.calls(_called(asked)) if isinstance(asked, ast.Call) else ():
         for keyword in asked.keywords:
             _set_keyword(script, call, str(keyword.arg), ast.unparse(keyword.value).replace("'", '"'))
-    yield script.text()
 
 
 _BF16 = {"fp16": "bf16", "float16": "bfloat16", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 
 
-def _in_bf16(text: str, code: str) -> Iterator[str]:
+def _in_bf16(script: Script, code: str) -> None:
     """bf16 wherever the script names fp16."""
     if "amp.initialize" in code:
         return  # Apex's levels know fp16 alone
-    script = Script(text)
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Constant) and node.value in _BF16:
             script.swap(node, f'"{_BF16[node.value]}"')
         elif isinstance(node, ast.Attribute) and node.attr in ("float16", "half"):
             script.rename(node, "bfloat16")
-    yield script.text()
-    yield from with_keywords(text, code)
 
 
-def _with_masters(text: str, code: str) -> Iterator[str]:
+def _with_masters(script: Script, code: str) -> None:
     """Level O2, where the session is made or, where there is none, below the optimizer."""
-    if Script(text).calls("prepare", "Trainer"):
-        yield from with_keywords(text, code)
+    if script.calls("prepare", "Trainer"):
+        _keywords(script, code)
         return
-    script = Script(text)
-    dtype = "bf16" if "bfloat16" in text else "fp16"
+    dtype = "bf16" if "bfloat16" in ast.dump(script.tree) else "fp16"
     for made in ast.walk(script.tree):
         if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call):
             continue
-        model = re.match(
-            r"(\w+(?:\.\w+)*)\.parameters\(\)", script.of(made.value.args[0]) if made.value.args else ""
-        )
+        given = script.of(made.value.args[0]) if made.value.args else ""
+        model = re.match(r"(\w+(?:\.\w+)*)\.parameters\(\)", given)
         if model and isinstance(made.targets[0], ast.Name):
             names = f"{model[1]}, {made.targets[0].id}"
             call = f'hs.prepare({names}, level="O2", dtype="{dtype}", loss_scale="none")'
             margin = script.newline + " " * made.col_offset
             script.around(made, "", f"{margin}import halfstep as hs{margin}{call}")
-    yield script.text()
 
 
-def _divided(text: str, code: str, bits: int) -> Iterator[str]:
+def _divided(script: Script, code: str, bits: int) -> None:
     """Each loss, where backward or a loss scale takes it."""
-    script = Script(text)
     scaled = [c for c in script.calls("scale", "scale_loss") if isinstance(c.func, ast.Attribute) and c.args]
     given = scaled or [c for c in script.calls("backward") if c.args]
     losses = [c.args[0] for c in given] or [
@@ -367,12 +354,10 @@ def _divided(text: str, code: str, bits: int) -> Iterator[str]:
     ]
     for loss in losses:
         _then(script, loss, f" / {2**bits})", "(")
-    yield script.text()
 
 
-def _with_scale(text: str, code: str, bits: int) -> Iterator[str]:
-    """The loss scale where its number stands, else as the cure's code says."""
-    script = Script(text)
+def _with_scale(script: Script, code: str, bits: int) -> None:
+    """The loss scale where its number stands."""
     found = [
         keyword.value
         for call in ast.walk(script.tree)
@@ -387,15 +372,16 @@ def _with_scale(text: str, code: str, bits: int) -> Iterator[str]:
             script.swap(node, repr(node.value * 2.0**bits))
         elif not isinstance(node, ast.Constant):
             _then(script, node, f" * {2.0**bits!r}")
-    yield script.text()
-    yield from with_keywords(text, code)
 
 
-def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
+def _no_faster(script: Script, code: str, *most: float) -> None:
     """Before each step the learning rates that were usual, where they are out of proportion to them."""
-    script = Script(text)
-    made = [n for n in ast.walk(script.tree) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-    optimizers = [script.of(n.targets[0]) for n in made if _makes_updates(n.value)]
+    optimizers = [
+        script.of(n.targets[0])
+        for n in ast.walk(script.tree)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
+        if n.value.args and "parameters" in ast.dump(n.value.args[0])
+    ]
     for call in script.calls("step"):
         owner = script.of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         name = owner if owner in optimizers or not optimizers else optimizers[0]
@@ -408,39 +394,30 @@ def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
                 f"for group, most in zip({name}.param_groups, {most!r}):",
                 '    group["lr"] = most if group["lr"] > 30 * most else group["lr"]',
             )
-    yield script.text()
 
 
-def _cleared(text: str, code: str, line: int) -> Iterator[str]:
+def _cleared(script: Script, code: str, line: int) -> None:
     """Clears the optimizer that steps on this line before the backward passes of that step, else after it."""
-    script = Script(text)
     step, call = script.statement(line), next((c for c in script.calls("step") if _on(c, line)), None)
     if step is None or call is None or not isinstance(call.func, ast.Attribute):
         return
     clear = f"{script.of(call.args[0] if call.args else call.func.value)}.zero_grad()"
     bodies = (getattr(node, name, None) for node in ast.walk(script.tree) for name in ("body", "orelse"))
     block = next(body for body in bodies if isinstance(body, list) and step in body)
-    before = [s for s in block[: block.index(step)] if any(_is_backward(node) for node in ast.walk(s))]
+    backward = script.calls("backward")
+    before = [s for s in block[: block.index(step)] if any(node in backward for node in ast.walk(s))]
     if before:
         script.above(before[-1], clear)
     else:
         script.around(step, "", f"{script.newline}{' ' * step.col_offset}{clear}")
-    yield script.text()
 
 
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and _called(node) == "backward"
-
-
-def _makes_updates(call: Any) -> bool:
-    return bool(call.args) and "parameters" in ast.dump(call.args[0])
-
-
-_ANYWHERE: dict[str, Callable[..., Iterator[str]]] = {
-    "bf16": _in_bf16,
-    "masters": _with_masters,
-    "loss": _divided,
-    "loss_scale": _with_scale,
-    "rate": _no_faster,
-    "clear": _cleared,
+#: The ways in which cures that change no single op are written.
+_ANYWHERE: dict[str, tuple[Callable[..., None], ...]] = {
+    "bf16": (_in_bf16, _keywords),
+    "masters": (_with_masters,),
+    "loss": (_divided,),
+    "loss_scale": (_with_scale, _keywords),
+    "rate": (_no_faster,),
+    "clear": (_cleared,),
 }

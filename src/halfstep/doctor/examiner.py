@@ -31,7 +31,7 @@ from halfstep.doctor.ledger import (
     read_amaxes,
     update_length,
 )
-from halfstep.doctor.process import Copies, Enough, Order, answer
+from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
 from halfstep.names import fqn
 from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
@@ -252,7 +252,7 @@ class Examiner:
         again = self.asked
         if again is not None:
             whole = again.from_start and self.ledger.now.number >= self._steps
-            late = self._copied and time.monotonic() - self._copied > again.seconds / 3
+            late = self._copied and time.monotonic() - self._copied > SECONDS / 3
             return self.done > again.at + again.more or whole or bool(late)
         return self.ledger.now.number >= self._steps
 

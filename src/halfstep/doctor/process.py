@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import multiprocessing
 import os
 import pickle
@@ -77,6 +76,8 @@ class Found:
         return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)
 
 
+#: After so many seconds a copy is ended; after a third of them it begins no step.
+SECONDS = 30
 #: After so many seconds steps are held so many apart (every page that is written to while a copy waits is
 #: copied), and holding one takes no more than this share of a run. A copy goes on to the step that is wanted.
 _EACH, _APART, _SHARE = 2.0, 0.5, 0.15
@@ -136,7 +137,7 @@ class Copies:
             return None
         try:
             self._held[1].send_bytes(pickle.dumps(again))
-            return _received(self._held[1], again.seconds + 5)
+            return _received(self._held[1], SECONDS + 5)
         except (EOFError, OSError):
             return None
 
@@ -187,7 +188,7 @@ def _wait_for_orders(end: Connection) -> Again:
     except BaseException:
         os._exit(1)
     _answers[:] = [end]
-    signal.alarm(math.ceil(order.seconds))  # the default action ends a copy that hangs
+    signal.alarm(SECONDS)  # the default action ends a copy that hangs
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     torch.set_num_threads(1)  # the threads of the run are not in its copies

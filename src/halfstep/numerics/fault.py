@@ -11,7 +11,6 @@ questions in the same order. `Inquiry` looks at the bad steps of a run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -234,36 +233,28 @@ class Fault:
 
     def same_as(self, other: Fault | None) -> bool:
         """Whether both have one origin: phase, module, op, source line and kind of cause."""
-        return other is not None and self._origin() == other._origin()
+        return other is not None and self._origin == other._origin
 
+    @property
     def _origin(self) -> tuple[Any, ...]:
         return self.phase, self.module, self.op, self.where, self.cause.kind
 
     def story(self) -> str:
         """The verdict in a few lines of plain text, without the cures."""
+        code = [f"  {self.code}"] if self.code else []
+        cause = f"  cause: {self.cause.words}"
         if not self.taped:
-            return "\n".join(self._told_by_notes())
+            place, last = f" in {self.where}" if self.where else "", self.led_to
+            lines = [f"{self.phase}: {self.op or 'the update'}{place}", *code, cause]
+            if last is not None:
+                lines += [
+                    f"  then: step {last.step + 1}: {last.phase}: {last.op} in {last.place} is not finite"
+                ]
+            return "\n".join(lines)
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
-        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *self._code()]
-        lines += [f"  inputs: {', '.join(map(str, self.inputs))}"]
-        lines += [f"  cause: {self.cause.words}", f"  spoiled: {self.damage}"]
-        lines += [f"  hidden: {self.hidden}"] if self.hidden else []
-        return "\n".join(lines)
-
-    def _told_by_notes(self) -> Sequence[str]:
-        place = f" in {self.where}" if self.where else ""
-        lines = [
-            f"{self.phase}: {self.op or 'the update'}{place}",
-            *self._code(),
-            f"  cause: {self.cause.words}",
-        ]
-        last = self.led_to
-        if last is not None:
-            lines += [f"  then: step {last.step + 1}: {last.phase}: {last.op} in {last.place} is not finite"]
-        return lines
-
-    def _code(self) -> list[str]:
-        return [f"  {self.code}"] if self.code else []
+        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *code]
+        lines += [f"  inputs: {', '.join(map(str, self.inputs))}", cause, f"  spoiled: {self.damage}"]
+        return "\n".join([*lines, *([f"  hidden: {self.hidden}"] if self.hidden else [])])
 
     def summary(self) -> str:
         """The verdict in a few lines of plain text."""
@@ -299,7 +290,7 @@ class Again:
     """What to run again: the step with index `at` and `more` steps after it.
 
     `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
-    the index of a step to tape. `seconds`: after how long a copy is ended; after a third it begins no step.
+    the index of a step to tape.
     """
 
     at: int = 0
@@ -307,7 +298,6 @@ class Again:
     more: int = 0
     taped: int | None = None
     from_start: bool = False
-    seconds: float = 30.0
 
 
 @dataclass
@@ -501,7 +491,10 @@ class Inquiry:
         more = min(rest, 2 * _AFTER if suspect.spoiled else _AFTER)
         again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
         rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
-        self._add_behind(try_cures(fault, again, self._rerun, rest))
+        for behind in try_cures(fault, again, self._rerun, rest):
+            if not any(behind.same_as(other) for other in known):
+                behind.behind = True
+                known.append(behind)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Tries the cures that need a run of their own; `whole`: to the end of the run."""
@@ -510,9 +503,3 @@ class Inquiry:
         for cure in fault.cures:
             if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
                 try_cure(cure, fault, Again(index, more=more, taped=taped, from_start=True), self._rerun)
-
-    def _add_behind(self, faults: Sequence[Fault]) -> None:
-        for behind in faults:
-            if not any(behind.same_as(other) for other in self.seen.faults):
-                behind.behind = True
-                self.seen.faults.append(behind)
