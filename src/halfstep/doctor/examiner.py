@@ -45,7 +45,7 @@ from halfstep.numerics.cures import (
 )
 from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
 from halfstep.numerics.lint import LintProbe
-from halfstep.numerics.snapshot import StepParticipants, prefixed, scale_of
+from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
@@ -83,47 +83,53 @@ def scale_of_a_door() -> ApexScale | None:
 
 
 class Roster:
-    """The models, optimizers, session and scaler of a script, as they turn up.
-
-    `helpers`: modules with buffers and no parameters, as criteria are. `schedules`: of learning rates.
-    """
+    """What takes part in the steps of a script, as it turns up."""
 
     def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.helpers: list[nn.Module] = []
-        self.schedules: list[Any] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.session: Any = None
-        self.scaler: Any = None
+        self._parts = StepParticipants(None)
+        self._things: list[Any] = []
         self._met = set[nn.Module]()
         self._names: dict[int, str] = {}
         self._born_ill: frozenset[str] = frozenset()
-        self._loop: str | None = None
+
+    @property
+    def parts(self) -> StepParticipants:
+        """All of it, as the tape and the cures take it."""
+        if self._parts.session is None and self._parts.scaler is None:
+            self.add(scale_of_a_door())
+        return self._parts
+
+    def add(self, thing: Any) -> None:
+        """A model, an optimizer or whatever else keeps state is made or used; of scalers the last one counts."""
+        if thing is not None and all(thing is not one for one in self._things):
+            first = is_session(thing) or hasattr(thing, "get_scale")
+            self._things.insert(0 if first else len(self._things), thing)
+            loop, self._parts = self._parts.loop, StepParticipants(None, self._things)
+            self._parts.loop = loop or running_loop(LOOPS)
 
     def meet(self, module: nn.Module) -> None:
-        """A module is called: if it has weights and belongs to no known model, it is one."""
+        """A module is called: with weights, or buffers as a criterion has, it is a model or part of one."""
         if module in self._met:
             return
-        known = any(module is m for root in (*self.models, *self.helpers) for m in root.modules())
         self._met.add(module)
-        if known:
-            return
-        if next(module.parameters(), None) is not None:
-            inside = {id(m) for m in module.modules()}
-            self.models = [m for m in self.models if id(m) not in inside] + [module]
+        known = (m for root in self._things if isinstance(root, nn.Module) for m in root.modules())
+        if all(module is not m for m in known) and any(
+            True for _ in (*module.parameters(), *module.buffers())
+        ):
+            self.add(module)
             with disable_current_modes():
                 self._born_ill |= self._ill()
-        elif next(module.buffers(), None) is not None:
-            self.helpers.append(module)
-        if self._loop is None:
-            self._loop = running_loop(LOOPS)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those with weights."""
+        return [m for m in self._parts.models if next(m.parameters(), None) is not None]
 
     def _ill(self) -> frozenset[str]:
         """Names of the parameters and buffers that are not finite."""
-        values = self.named()
-        for number, model in enumerate(self.models):
-            floats = (pair for pair in model.named_buffers() if pair[1].is_floating_point())
-            values |= {f"buffer {number}.{name}": buffer for name, buffer in floats}
+        values = {
+            n: t for kind, n, t in self._parts.named_values() if kind != "state" and t.is_floating_point()
+        }
         found = zip(values, read_amaxes(list(values.values())))
         return frozenset(name for name, amax in found if not math.isfinite(amax))
 
@@ -131,36 +137,14 @@ class Roster:
         """Whether a parameter or buffer is not finite that was when its model was first called."""
         return not self._ill() <= self._born_ill
 
-    def add(self, optimizer: Any) -> None:
-        """An optimizer is made or stepped."""
-        if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
-            self.optimizers.append(optimizer)
-
-    def parts(self) -> StepParticipants:
-        """All of them, as the tape and the cures take them."""
-        self.scale()
-        others = [x for x in (self.session, self.scaler) if x is not None]
-        parts = StepParticipants(None, [*self.models, *self.helpers, *self.optimizers, *others])
-        parts.loop = self._loop or ""
-        return parts
-
     def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
         """The classes of what sets an optimizer's learning rates."""
-        mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
+        mine = (s for s in self._things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
         return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
 
     def scale(self) -> float:
         """The present loss scale."""
-        if self.session is None and self.scaler is None:
-            self.scaler = scale_of_a_door()
-        return float(scale_of(self.session, self.scaler))
-
-    def named(self) -> dict[str, Tensor]:
-        """Parameters by name, those of the first model without a prefix."""
-        found: dict[str, Tensor] = {}
-        for prefix, model in prefixed(self.models):
-            found |= {prefix + fqn(n): p for n, p in model.named_parameters() if p.is_floating_point()}
-        return found
+        return float(scale_of(self.parts.session, self.parts.scaler))
 
     def name_of(self, thing: nn.Module | Tensor) -> str:
         """Path of a module (with its class) or parameter; the class of what is in no known model."""
@@ -176,7 +160,8 @@ class Roster:
     @property
     def by_hand(self) -> bool:
         """Whether nothing is known that would make the updates."""
-        return not self.optimizers and self.session is None and self.scaler is None
+        parts = self.parts
+        return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
 def _prepared_with_masters(parts: StepParticipants) -> bool:
@@ -259,17 +244,9 @@ class Examiner:
     # What the hooks report.
 
     def on_made(self, thing: Any) -> None:
-        """An optimizer, a scaler or a session was made."""
-        if isinstance(thing, LRScheduler):
-            self.roster.schedules.append(thing)
-            return
-        if hasattr(thing, "get_scale"):
-            self.roster.scaler = thing
-        elif isinstance(thing, torch.optim.Optimizer):
-            self.roster.add(thing)
-        else:
-            self.roster.session = thing
-        if self.done == 0:
+        """An optimizer, a schedule, a scaler or a session was made."""
+        self.roster.add(thing)
+        if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.hold()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
@@ -292,16 +269,16 @@ class Examiner:
 
     def _watch(self) -> None:
         """Begins to watch the model: at the first backward, when all that takes part is there, as a rule."""
-        roster = self.roster
+        parts, models = self.roster.parts, self.roster.models
         if self.seen is not None and self.done == 24 * self.seen.every:
             self.seen.every *= 2  # of a long run fewer steps are enough
         wanted = self.asked is None or self.asked.from_start  # the notes of the whole run, not of some steps
-        if self.seen is None and wanted and roster.models:
-            what = roster.session if roster.session is not None else roster.optimizers
+        if self.seen is None and wanted and models:
+            what = parts.session if parts.session is not None else parts.optimizers
             every = max(1, self.order.steps // 12)
-            self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
+            self.seen = watch(models[0], what, every=every, scaler=parts.scaler)
             self.seen.step = self.done
-            self.audit = audit(roster.models, roster.optimizers)
+            self.audit = audit(models, parts.optimizers)
 
     def _go_on(self) -> None:
         """Where this step is one to run again: put the cure in place, and arm the tape."""
@@ -311,8 +288,8 @@ class Examiner:
             if self.done >= first:
                 self._reach(again)
         if self.again is not None and self.again.taped == self.done and self.taping is None:
-            self._lint = LintProbe(self.roster.session)
-            self.taping = Taping(self.roster.parts(), observers=[self._lint.look])
+            self._lint = LintProbe(self.roster.parts.session)
+            self.taping = Taping(self.roster.parts, observers=[self._lint.look])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
@@ -426,7 +403,7 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.spoiled:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.seen is not None and self.roster.session is None:
+        if skipped and self.seen is not None and self.roster.parts.session is None:
             self.seen.note_skip()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
@@ -481,7 +458,7 @@ class Examiner:
         if self.seen is not None:
             self.seen.collect()
             self.ledger.lost = [*self.seen.lost]
-        self.ledger.terms = terms_of(self.roster.parts(), in_region=self.roster.scaler is not None)
+        self.ledger.terms = terms_of(self.roster.parts, in_region=self.roster.parts.scaler is not None)
         return self.ledger
 
     def _applied(self, again: Again) -> bool:
@@ -489,7 +466,7 @@ class Examiner:
         if again.cure is None:
             return True
         if again.cure[0] == "bf16":
-            if self.halves or FP16 in {p.dtype for p in self.roster.named().values()}:
+            if self.halves or FP16 in {p.dtype for p in self.roster.parts.parameters()}:
                 return False
             if again.from_start:
                 return True  # asked for before the script began
@@ -509,7 +486,7 @@ class Examiner:
         if self.seen is not None and not again.from_start:
             self.seen.close()
             self.seen = None
-        parts = self.roster.parts()
+        parts = self.roster.parts
         self.showed.falls = scale_falls(parts)
         if again.cure is None or (again.from_start and again.cure[0] == "bf16"):
             return
@@ -531,7 +508,7 @@ class Examiner:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace = taping.end(self.roster.parts(), error)
+        trace = taping.end(self.roster.parts, error)
         self.showed.counts = trace.rows()
         self.showed.lint = list(dict.fromkeys(self._lint.found()))
         if trace.bad is not None:

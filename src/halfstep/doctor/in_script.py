@@ -134,7 +134,7 @@ class Hooks:
         """A forward after a backward, where no optimizer is: the step before it was made by hand."""
         self._by_hand = False
         with disable_current_modes():
-            self._examiner.on_gradients(list(self._examiner.roster.named().values()))
+            self._examiner.on_gradients(self._examiner.roster.parts.parameters())
         self._examiner.on_step(self, skipped=False, finite=True)
 
     def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:

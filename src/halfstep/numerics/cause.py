@@ -9,8 +9,7 @@ there: suspected when most of a 16-bit result is zero, convicted when its re-run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.tape import Node, Tape, is_finite, key_of, tensors_in, written_by
+from halfstep.numerics.tape import Node, is_finite, key_of, tensors_in, written_by
 from halfstep.torch_private import tree_flatten, tree_unflatten
 
 _DEPTH = 48
@@ -203,7 +202,8 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[
     """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
     wider_results = _WiderResults(originals)
     if not _all_finite(wider_results.of(node)):
-        return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name), node
+        words, advice = _mistake(node)
+        return Cause("mathematics", f"mathematics: {words}", None, fmt.name, advice=advice), node
     culprit = wider_results.at_fault()
     if culprit is None:
         low = next((dtype_name(t.dtype) for t in node.tensors() if t.is_floating_point()), "fp32")
@@ -240,37 +240,6 @@ def ill_row(t: Tensor) -> str:
     return f", all in row {int(rows[0])}" if rows.numel() == 1 else ""
 
 
-def _norm_words(node: Node, base: str) -> str:
-    """What a normalisation divided by, where that was no number to divide by."""
-    if base.endswith("_backward"):
-        return ""
-    if "batch_norm" in base and len(node.args) > 4 and isinstance(node.args[4], Tensor):
-        low = node.args[4] + next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0) <= 0
-        return (
-            f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
-            if low.any()
-            else ""
-        )
-    if base in ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "rms_norm"):
-        return f"{node.op} of a row without spread, with an epsilon of 0"
-    return ""
-
-
-_SPREADS = ("std", "var", "std_mean", "var_mean")
-
-
-def _too_few(node: Node, base: str, first: Tensor) -> str:
-    """What a reduction has too few terms for."""
-    if base in _SPREADS and node.outs[0].numel():
-        terms = first.numel() // node.outs[0].numel()
-        return f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread" if terms < 2 else ""
-    if base.startswith("nll_loss") and base.endswith("_forward"):
-        labels = next(t for t in node.tensors() if not t.is_floating_point())
-        if bool((labels == node.args[4]).all()):
-            return f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
-    return ""
-
-
 def out_of_domain(node: Node) -> str:
     """What a power is taken of that has none, in words; empty where it is only too large."""
     base, exponent = (torch.as_tensor(x) for x in node.args[:2])
@@ -291,80 +260,100 @@ def _too_large_a_power(node: Node) -> str:
     return f"{of} of values up to {largest:.3g} is infinite in every format"
 
 
-def _words(node: Node) -> str:
-    """The illegal operation in words, by kernel name."""
-    base = node.base.removesuffix("_").removeprefix("_foreach_")
-    tensors = [t for t in node.tensors() if t.is_floating_point()]
-    name = node.location.node
+#: Ops with an edge of their domain: what is beyond it, and the words for that.
+_EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "log": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log2": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log10": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log1p": (lambda x: x <= -1, "log1p", "values at or below -1"),
+    "sqrt": (lambda x: x < 0, "square root", "negative values"),
+    "rsqrt": (lambda x: x == 0, "rsqrt", "values that are zero"),
+    "reciprocal": (lambda x: x == 0, "reciprocal", "values that are zero"),
+}
+
+
+def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
+    """The operation that has no value, in words, by its kernel; what to do about it, and the code, where that
+    is not to keep an argument from the edge of its domain."""
+    base, name = node.base.removesuffix("_").removeprefix("_foreach_"), node.location.node
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
+    floats = [t for t in node.tensors() if t.is_floating_point()]
+    first = floats[0] if floats else torch.zeros(())
+    words = f"{node.op}{backward} is not finite in fp64 either on the same inputs"
+    if any(t.numel() == 0 for t in floats):
+        words = f"{node.op} of an empty tensor{backward}"
+        return words, (
+            "leave this term out where there is nothing to take it of",
+            "x.sum() / max(x.numel(), 1)",
+        )
     if base in ("div", "true_divide", "addcdiv"):
-        divisor = tensors[-1] if len(tensors) > 1 else None
-        if divisor is None:
-            return f"division by zero{backward}"
-        zeros = _some("divisors are 0", divisor == 0) if divisor.numel() > 1 else "the divisor is 0"
-        return f"division by zero{backward} ({zeros})"
-    if any(t.numel() == 0 for t in tensors):
-        return f"{node.op} of an empty tensor{backward}"
-    first = tensors[0] if tensors else torch.zeros(())
-    norm = _norm_words(node, base)
-    if norm:
-        return norm
-    few = _too_few(node, base, first)
-    if few:
-        return few
-    if "ctc_loss" in base:
-        return "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
-    if base in ("log", "log2", "log10"):
-        return f"logarithm of {_some('values that are not positive', first <= 0)}{backward}"
-    if base == "log1p":
-        return f"log1p of {_some('values at or below -1', first <= -1)}{backward}"
-    if base == "sqrt":
-        return f"square root of {_some('negative values', first < 0)}{backward}"
-    if base in ("rsqrt", "reciprocal"):
-        return f"{base} of {_some('values that are zero', first == 0)}{backward}"
-    if base == "pow":
-        return f"{out_of_domain(node) or _too_large_a_power(node)}{backward}"
-    if "softmax" in base:
-        return "softmax over a row in which every term is -inf"
+        if len(floats) < 2:
+            advice = "keep the number that is divided by from becoming 0", "max(d, 1e-4)"
+            return f"division by zero{backward}", None if node.phase == "backward" else advice
+        zeros = _some("divisors are 0", floats[-1] == 0) if floats[-1].numel() > 1 else "the divisor is 0"
+        return f"division by zero{backward} ({zeros})", None
+    if base in _EDGES:
+        beyond, what, of = _EDGES[base]
+        return f"{what} of {_some(of, beyond(first))}{backward}", None
     if base == "exp":
-        return f"exp of values up to {float(first.max()):.3g} is infinite in every format"
-    return f"{node.op}{backward} is not finite in fp64 either on the same inputs"
+        return f"exp of values up to {float(first.max()):.3g} is infinite in every format", None
+    if base == "pow":
+        return f"{out_of_domain(node) or _too_large_a_power(node)}{backward}", None
+    if "softmax" in base:
+        advice = "a row in which everything is masked has no softmax: keep one term, or zero such rows", ""
+        return "softmax over a row in which every term is -inf", advice
+    if base in ("std", "var", "std_mean", "var_mean"):
+        terms = first.numel() // max(1, node.outs[0].numel())
+        if terms < 2:
+            words = f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread"
+        advice = "leave the spread out where there is one value, or divide by their number"
+        return words, (advice, f"x.{base}(dim, correction=0)")
+    if base.startswith("nll_loss") and node.phase != "backward":
+        labels = next(t for t in node.tensors() if not t.is_floating_point())
+        if bool((labels == node.args[4]).all()):
+            words = f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
+        advice = "leave out batches without a label, or divide a sum by their number"
+        return words, (advice, 'cross_entropy(..., reduction="sum") / max(n, 1)')
+    if "ctc_loss" in base:
+        words = (
+            "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
+        )
+        return words, (
+            "leave out pairs whose target does not fit into the input",
+            "nn.CTCLoss(zero_infinity=True)",
+        )
+    if "batch_norm" in base and not base.endswith("_backward"):
+        if len(node.args) > 4 and isinstance(node.args[4], Tensor):
+            eps = next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0)
+            low = node.args[4] + eps <= 0
+            if low.any():
+                words = f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
+        return words, (
+            "look at how running_var, a variance, was made, loaded or averaged",
+            "running_var.clamp_(min=0)",
+        )
+    if base.endswith(("layer_norm", "group_norm", "rms_norm")):
+        words = f"{node.op} of a row without spread, with an epsilon of 0"
+        return words, ("give the normalisation a variance to divide by", "eps=1e-5")
+    return words, None
 
 
 _MOSTLY = 0.5
 
 
-@dataclass(frozen=True)
-class Flushed:
-    """An op that flushed `share` of its nonzero results to zero, and the gradients that are zero since.
+class UnderflowProbe:
+    """Looks at each op's results while the tape runs.
 
-    `missing_bits`: by how many powers of two its largest result lies below the format's smallest value.
+    `worst`: the first op that flushed most of its nonzero results to zero; their share, their format, and by
+    how many powers of two the largest of them lies below that format's smallest value.
     """
 
-    node: Node
-    share: float
-    format: str
-    missing_bits: int
-    lost: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """What happened, in words."""
-        return (
-            f"underflow: {self.share:.0%} of the nonzero results of {self.node.op} are zero in "
-            f"{self.format}; {len(self.lost)} parameter gradients vanish"
-        )
-
-
-class UnderflowProbe:
-    """Looks at each op's results while the tape runs (`look`), and reports what mattered afterwards."""
-
     def __init__(self) -> None:
-        self._found: list[Flushed] = []
+        self.worst: tuple[Node, float, str, int] | None = None
 
     def look(self, node: Node, finite: bool) -> None:
         """Re-runs the op in fp32 if most of its 16-bit results are zero."""
-        if node.phase == "optimizer" or not finite or node.func.is_view:
+        if self.worst is not None or node.phase == "optimizer" or not finite or node.func.is_view:
             return
         for place, low in enumerate(node.outs):
             if low.dtype not in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2) or low.numel() == 0:
@@ -381,12 +370,5 @@ class UnderflowProbe:
             if share >= _MOSTLY:
                 top = float(wide[place].abs()[lost].max())
                 bits = math.ceil(math.log2(format_of(low.dtype).smallest_subnormal) - math.log2(top))
-                self._found.append(Flushed(node, share, dtype_name(low.dtype), bits))
+                self.worst = node, share, dtype_name(low.dtype), bits
                 return
-
-    def report(self, tape: Tape) -> tuple[Flushed, ...]:
-        """The ops that flushed, first ones first, if gradients vanished; otherwise nothing."""
-        lost = tuple(name for name, gradient in tape.gradients.items() if not gradient.any())
-        if not lost:
-            return ()
-        return tuple(Flushed(f.node, f.share, f.format, f.missing_bits, lost) for f in self._found)

@@ -131,13 +131,14 @@ LOOPS = {
 
 def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     """The words for a step of these; `in_region`: whether the op that is to change ran under autocast."""
+    kinds = {kind.__module__ for model in parts.models for kind in type(model).__mro__}
     if parts.loop in LOOPS:
         found = LOOPS[parts.loop]
     elif parts.session is not None:
         found = SESSION
     elif getattr(parts.scaler, "door", "") == "apex":
         found = APEX
-    elif any(_of_mindspore(m) for m in parts.models):
+    elif any(kind.startswith("halfstep.compat.mindspore") for kind in kinds):
         found = MINDSPORE
     else:
         found = SCALER if parts.scaler is not None and parts.scaler.is_enabled() else AUTOCAST
@@ -145,16 +146,9 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     if found.wide == _TORCH_WIDE and not in_region:
         found = replace(found, wide=PLAIN.wide)
     device = next((p.device.type for p in parts.parameters()), "cpu")
-    return found if device == "cpu" else _on(found, device)
-
-
-def _of_mindspore(module: Any) -> bool:
-    return any(kind.__module__.startswith("halfstep.compat.mindspore") for kind in type(module).__mro__)
-
-
-def _on(terms: Terms, device: str) -> Terms:
-    written = {k: v.replace('"cpu"', f'"{device}"') for k, v in vars(terms).items() if isinstance(v, str)}
-    return replace(terms, **written)
+    return replace(
+        found, **{name: text.replace('"cpu"', f'"{device}"') for name, text in vars(found).items()}
+    )
 
 
 Met = Callable[[], bool]
@@ -194,22 +188,19 @@ def _device() -> str:
     return device.type if device is not None else "cpu"
 
 
-def _to_fp32(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
 def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
+    def wide(x: Any) -> Any:
+        return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
     with torch.autocast(_device(), enabled=False):
-        args, kwargs = tree_map(_to_fp32, (args, kwargs))
+        args, kwargs = tree_map(wide, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> Any:
     place = next(i for i, x in enumerate(args) if isinstance(x, Tensor))
     out = func(*args[:place], args[place] * 2.0**-bits, *args[place + 1 :], **kwargs).float()
-    bias = (
-        kwargs.get("bias", args[2] if len(args) > 2 else None) if func is torch.nn.functional.linear else None
-    )
+    bias = kwargs.get("bias", [*args, None, None][2]) if func is torch.nn.functional.linear else None
     return out * 2.0**bits if bias is None else (out - bias.float()) * 2.0**bits + bias.float()
 
 
@@ -484,7 +475,8 @@ def _for_range(
     if node.phase == "backward":
         cures += _smaller_loss(parts, bits, root)
         cures += _lower_scale(parts, bits)
-    if node.op != "cast" and not _adds_gradients(node):
+    adds_gradients = node.phase == "backward" and node.base == "add_" and not node.location.node
+    if node.op != "cast" and not adds_gradients:  # the sum of gradients is autograd's own
         cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum") and node.phase != "backward":
         cures.append(_scale_around(node, bits, later))
@@ -503,11 +495,6 @@ def _scale_around(node: Node, bits: int, later: Sequence[Node]) -> Cure:
         text += ", but for its bias"
         code = f"(linear(x * 2**-{bits}).float() - linear.bias) * 2**{bits} + linear.bias"
     return _cure((_spec("scale", node, bits, added), text, code))
-
-
-def _adds_gradients(node: Node) -> bool:
-    """Whether the op is autograd's own sum of gradients, which no forward op stands behind."""
-    return node.phase == "backward" and node.base == "add_" and not node.location.node
 
 
 _LARGE_LOSS = 1e3
@@ -591,9 +578,6 @@ def _never_negative(node: Node) -> bool:
     return bool(floats) and floats[-1][1] is not None and not bool((floats[-1][0] < 0).any())
 
 
-_NORMS = ("layer_norm", "group_norm", "rms_norm")
-
-
 def _called(t: Tensor, node: Node) -> str:
     """The user's name for a tensor that the op read; empty where it has none, or two have its values."""
     found = [
@@ -616,37 +600,6 @@ def _instead_of_log(node: Node) -> list[Cure]:
         if far < 4 and one.base not in ("mm", "addmm", "bmm"):
             todo += [(p[0], far + 1) for p in one.parents if p is not None]
     return []
-
-
-def _for_mathematics(node: Node, cause: Cause, later: Sequence[Node]) -> list[Cure]:
-    if "softmax" in node.base:
-        text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
-        return [Cure("advice", text + _here(node.location))]
-    floats = [t for t in node.tensors() if t.is_floating_point()]
-    if any(t.numel() == 0 for t in floats):
-        text = f"leave this term out where there is nothing to take it of{_here(node.location)}"
-        return [Cure("advice", text, "x.sum() / max(x.numel(), 1)")]
-    if node.base in ("div", "div_") and len(floats) == 1 and node.phase != "backward":
-        text = f"keep the number that is divided by from becoming 0{_here(node.location)}"
-        return [Cure("advice", text, "max(d, 1e-4)")]
-    if node.base in ("std", "var", "std_mean", "var_mean"):
-        text = (
-            f"leave the spread out where there is one value, or divide by their number{_here(node.location)}"
-        )
-        return [Cure("advice", text, f"x.{node.base}(dim, correction=0)")]
-    if node.base.startswith("nll_loss") and node.phase != "backward":
-        text = f"leave out batches without a label, or divide a sum by their number{_here(node.location)}"
-        return [Cure("advice", text, 'cross_entropy(..., reduction="sum") / max(n, 1)')]
-    if "ctc_loss" in node.base:
-        text = "leave out pairs whose target does not fit into the input"
-        return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
-    if node.phase != "backward" and node.base.endswith("batch_norm"):
-        text = f"look at how running_var was made, loaded or averaged{_here(node.location)}: it is a variance"
-        return [Cure("advice", text, "running_var.clamp_(min=0)")]
-    if node.phase != "backward" and node.base.endswith(_NORMS):
-        text = f"give the normalisation a variance to divide by{_here(node.location)}"
-        return [Cure("advice", text, "eps=1e-5")]
-    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, later)]
 
 
 #: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
@@ -756,7 +709,9 @@ def propose(
     if cause.kind == "mathematics":
         if node.base == "pow" and not out_of_domain(node):
             return _for_wide_range(node, cause, parts, later)
-        return _for_mathematics(node, cause, later)
+        if cause.advice is not None:
+            return [Cure("advice", cause.advice[0] + _here(node.location), cause.advice[1])]
+        return [*_instead_of_log(node), *_away_from_the_edge(node, cause, later)]
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"

@@ -79,7 +79,7 @@ class Cause:
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
     the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
-    zero, as it does an epsilon.
+    zero, as it does an epsilon. `advice`: text and code of what to do, where the cause alone says that.
     """
 
     kind: str
@@ -89,6 +89,7 @@ class Cause:
     weight: str = ""
     scalar: float | None = None
     more: tuple[str, ...] = ()
+    advice: tuple[str, str] | None = None
 
     @property
     def words(self) -> str:

@@ -99,6 +99,24 @@ class StepParticipants:
         updated = [p for o in self.optimizers for p in parameters_of(o)]
         return list({id(p): p for p in (*owned, *updated)}.values())
 
+    def named_values(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Kind (parameter, buffer or state), name and value of what a step may change."""
+        names: dict[Tensor, str] = {}
+        for prefix, model in prefixed(self.models):
+            for name, parameter in model.named_parameters():
+                names[parameter] = prefix + name
+                yield "parameter", prefix + name, parameter
+            for name, buffer in model.named_buffers():
+                yield "buffer", prefix + name, buffer
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                name = names.get(parameter, f"parameter {place} of optimizer {number}")
+                if parameter not in names:
+                    yield "parameter", name, parameter
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield "state", f"{name}.{key}", value
+
 
 def _keeps_state(thing: Any) -> bool:
     return not isinstance(thing, type) and all(
