@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.formats import FORMATS, Format
+from halfstep.formats import FORMATS
 from halfstep.numerics.audit import Audit
 from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.lint import Finding
@@ -139,16 +139,13 @@ def _told(fault: Fault) -> str:
     return f"{second}{number}: {fault.story()}{cures}"
 
 
-def _narrowest(seen: Watch) -> Format:
-    """The format with the least range among the activations of a run that no Session decides for."""
-    found = {sample.dtype for s in seen.series.values() if s.kind == "activation" for sample in s.samples}
-    return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
-
-
 def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
     """Puts what a watch saw into the document; `skips`: the steps that were skipped."""
     seen.collect()
-    document.format = (seen.format or _narrowest(seen)).name
+    activations = (s for s in seen.series.values() if s.kind == "activation")
+    found = {FORMATS[sample.dtype] for s in activations for sample in s.samples}
+    # Where no session decides, the format with the least range among the activations.
+    document.format = (seen.format or min(found, key=lambda f: f.max, default=FORMATS["fp32"])).name
     document.series = [
         {
             "kind": s.kind,

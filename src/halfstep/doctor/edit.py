@@ -15,6 +15,7 @@ from typing import Any
 
 from halfstep.numerics.cures import over
 from halfstep.numerics.fault import Fault, Spec
+from halfstep.numerics.lint import called
 from halfstep.numerics.uncast import low_ops
 from halfstep.policy.op_names import canonical_op
 from halfstep.policy.policy import Policy
@@ -92,7 +93,7 @@ class Script:
 
     def calls(self, *names: str) -> list[ast.Call]:
         """All calls of functions or methods of these names."""
-        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _called(n) in names]
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and called(n) in names]
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement on a line."""
@@ -136,10 +137,6 @@ def _is_python(text: str) -> bool:
 
 def _on(node: Any, line: int) -> bool:
     return node.lineno <= line <= node.end_lineno
-
-
-def _called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 # An op on a line.
@@ -189,13 +186,13 @@ def _sites(script: Script, op: str, line: int, module: str) -> list[list[_Site]]
             if _OPERATORS.get(type(node.op), ("",))[0] == op:
                 named.append((node, [node.left, node.right]))
         elif isinstance(node, ast.Call) and _on(node, line):
-            name, owner = _called(node), getattr(node.func, "value", None)
+            name, owner = called(node), getattr(node.func, "value", None)
             function = owner is None or getattr(owner, "attr", getattr(owner, "id", "")) in _LIBRARIES
             if op in (name.rstrip("_"), canonical_op(name)):
                 named.append((node, [*([] if function or owner is None else [owner]), *node.args]))
             elif node.args:
                 modules.append((node, [*node.args]))
-    modules.sort(key=lambda site: _called(site[0]) != module.rpartition(".")[2])
+    modules.sort(key=lambda site: called(site[0]) != module.rpartition(".")[2])
     single = [[one] for one in named or modules]
     return [*single, named] if len(named) > 1 else single
 
@@ -254,7 +251,7 @@ def _with_logsumexp(script: Script, keep: str, line: int, last: int, *dims: int)
 
 
 def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
-    divides = isinstance(node, ast.BinOp) or _called(node).rstrip("_") in ("div", "divide", "true_divide")
+    divides = isinstance(node, ast.BinOp) or called(node).rstrip("_") in ("div", "divide", "true_divide")
     for operand in operands[-1:] if divides else operands[:1]:
         if divides and amount[1:]:  # it may have either sign
             d = script.of(operand)
@@ -308,7 +305,7 @@ def _keywords(script: Script, code: str, *_: Any) -> None:
         asked: Any = ast.parse(code, mode="eval").body
     except SyntaxError:
         return
-    for call in script.calls(_called(asked)) if isinstance(asked, ast.Call) else ():
+    for call in script.calls(called(asked)) if isinstance(asked, ast.Call) else ():
         for keyword in asked.keywords:
             _set_keyword(script, call, str(keyword.arg), ast.unparse(keyword.value).replace("'", '"'))
 

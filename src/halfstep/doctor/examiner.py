@@ -29,7 +29,6 @@ from halfstep.doctor.ledger import (
     knobs_of,
     length,
     read_amaxes,
-    update_length,
 )
 from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
 from halfstep.names import fqn
@@ -100,7 +99,7 @@ class Roster:
         return self._parts
 
     def add(self, thing: Any) -> None:
-        """A model, an optimizer or whatever else keeps state is made or used; of scalers the last one counts."""
+        """A model, an optimizer or what else keeps state is made or used; of scalers the last one counts."""
         if thing is not None and all(thing is not one for one in self._things):
             first = is_session(thing) or hasattr(thing, "get_scale")
             self._things.insert(0 if first else len(self._things), thing)
@@ -188,11 +187,6 @@ def ask_for_bf16(stack: ExitStack) -> None:
     ):
         stack.enter_context(with_attributes(owner, **values))
     stack.enter_context(bf16_regions())
-
-
-def _larger(a: float, b: float) -> float:
-    """The larger magnitude; what is not finite counts as largest."""
-    return a if not math.isfinite(a) or a > b else b
 
 
 _TO_THE_END = sys.maxsize
@@ -318,10 +312,11 @@ class Examiner:
     def on_output(self, module: nn.Module, amax: float) -> None:
         """A module without submodules gave a result."""
         name = self.roster.name_of(module)
-        outputs = self.ledger.now.outputs
-        outputs[name] = _larger(amax, outputs.get(name, 0.0))
-        if amax == 0.0 or not math.isfinite(amax):
-            self.ledger.now.silent = self.ledger.now.silent or name
+        now, finite = self.ledger.now, math.isfinite(amax)
+        if not finite or amax >= now.outputs.get(name, 0.0):
+            now.outputs[name] = amax
+        if amax == 0.0 or not finite:
+            now.silent = now.silent or name
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update."""
@@ -370,7 +365,8 @@ class Examiner:
         self._stale -= {*after}
         self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
         now.flushed = now.flushed or self._flushed(optimizer, after)
-        now.update += update_length(self._before, after)
+        pairs = zip(self._before, after)
+        now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
         self._before = []
 

@@ -109,20 +109,12 @@ def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def update_length(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
-    """The Euclidean length of an update."""
-    total = 0.0
-    for old, new in zip(before, after):
-        if old.is_floating_point() and old.shape == new.shape:
-            total += float(torch.linalg.vector_norm((new.detach() - old).float())) ** 2
-    return math.sqrt(total) if math.isfinite(total) else math.inf
-
-
-@torch.no_grad()
-def length(tensors: Sequence[Tensor]) -> float:
-    """The Euclidean length of all of these together."""
-    kept = [t for t in tensors if t.is_floating_point() and t.layout == torch.strided]
-    return float(torch.stack([torch.linalg.vector_norm(t.float()) for t in kept]).norm()) if kept else 0.0
+def length(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean length of all of these together; inf where it is not finite."""
+    kept = (t for t in tensors if t.is_floating_point() and t.layout == torch.strided)
+    norms = [torch.linalg.vector_norm(t.float()).double() for t in kept]
+    total = float(torch.stack(norms).norm()) if norms else 0.0
+    return total if math.isfinite(total) else math.inf
 
 
 class Ledger:

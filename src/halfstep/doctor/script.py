@@ -61,16 +61,6 @@ def from_all(found: Found | str) -> list[Found]:
     return [one for one in everyone if isinstance(one, Found)]
 
 
-def suspects(everyone: Sequence[Found]) -> list[Suspect]:
-    """The steps that a rank would have looked at, in their order."""
-    found: dict[int, Suspect] = {}
-    for one in sorted(
-        (s for found in everyone for s in found.unseen), key=lambda s: (bool(s.bad), s.spoiled)
-    ):
-        found[one.index] = one
-    return [found[index] for index in sorted(found)]
-
-
 def seen_by_all(seen: Seen | None) -> Seen | None:
     """What running again showed on any rank; None where one of them could not."""
     everyone: list[Seen] = [one for one in gather(seen) if one is not None]
@@ -224,8 +214,10 @@ def _examined(order: Order, label: str) -> Document:
     anew = Anew(order)
     anew.interrupted = any(one.document.ended_by == INTERRUPT for one in everyone)
     inquiry = Inquiry(anew, order.steps or len(own.ledger.notes), own.seen)
-    for suspect in suspects(everyone):
-        inquiry.look(suspect)
+    unseen = sorted((s for one in everyone for s in one.unseen), key=lambda s: (bool(s.bad), s.spoiled))
+    by_index = {suspect.index: suspect for suspect in unseen}  # the gravest of each step
+    for index in sorted(by_index):
+        inquiry.look(by_index[index])
     count = len(own.ledger.notes)
     bad = [one.first_bad for one in everyone if one.first_bad is not None]
     if not (inquiry.seen.counts or bad) and count:

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.cause import out_of_domain
 from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants, scale_of
-from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
+from halfstep.numerics.tape import CallMode, Node, OpLocation, is_finite, look, op_label
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_map
 
@@ -159,7 +158,7 @@ def _always() -> bool:
     return True
 
 
-class AtLocation(TorchFunctionMode):
+class AtLocation(CallMode):
     """Runs one call (by its source line and op name) through `change`; everything else as it is.
 
     `met`: whether that call was made. Without a file it is every call in a region.
@@ -170,10 +169,8 @@ class AtLocation(TorchFunctionMode):
         self._op, self._where, self._change = op, (file, line), change
         self.met = not file
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if starts_backward(func):
-            return run_backward(self, func, args, kwargs)
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function, the one that is meant through `change`."""
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             here = look()[1:] if self._where[0] else ("", 0 if torch.is_autocast_enabled(_device()) else -1)

@@ -58,16 +58,11 @@ class Spoiled:
         return (*self.parameters, *self.buffers, *self.optimizer_state)
 
     def __str__(self) -> str:
-        parts = [
-            f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            for kind, names in (
-                ("gradients", self.gradients),
-                ("parameters", self.parameters),
-                ("buffers", self.buffers),
-                ("optimizer states", self.optimizer_state),
-            )
-            if names
-        ]
+        named = {
+            "optimizer states" if k == "optimizer_state" else k: names for k, names in vars(self).items()
+        }
+        more = {kind: ", ..." if len(names) > 3 else "" for kind, names in named.items()}
+        parts = (f"{len(n)} {kind} ({', '.join(n[:3])}{more[kind]})" for kind, n in named.items() if n)
         return ", ".join(parts) or "nothing"
 
 

@@ -141,7 +141,7 @@ class LintProbe:
             self._uncast = _where(node)
         tensors = [t for t in node.tensors() if t.is_floating_point()]
         if any(t.dtype == torch.float16 for t in (*node.outs, *tensors)):
-            for check in (_scalars, _mask_cast, _long_softmax, _long_sum):
+            for check in (_scalars, _mask_cast, _long):
                 found = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
                 self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
@@ -178,22 +178,22 @@ def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Found:
         yield "mask", text, "build the mask with torch.finfo(torch.float16).min"
 
 
-def _long_softmax(node: Node, tensors: list[Tensor], half: bool) -> _Found:
-    if half and node.base in ("_softmax", "_log_softmax", "logsumexp"):
-        dim = node.args[1] if isinstance(node.args[1], int) else node.args[1][0]
-        terms = tensors[0].shape[dim]
-        if terms > FP16.max:
-            cure = "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
-            yield "softmax", f"{terms} terms in fp16: their sum does not fit", cure
-
-
-def _long_sum(node: Node, tensors: list[Tensor], half: bool) -> _Found:
-    if half and node.base in ("sum", "mean") and tensors:
+def _long(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if not half or not tensors:
+        return
+    if node.base in ("_softmax", "_log_softmax", "logsumexp"):
+        terms = tensors[0].shape[node.args[1] if isinstance(node.args[1], int) else node.args[1][0]]
+        text = f"{terms} terms in fp16: their sum does not fit"
+        found = "softmax", text, "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
+    elif node.base in ("sum", "mean"):
         terms = tensors[0].numel() // max(1, node.outs[0].numel())
-        if terms > FP16.max:
-            why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
-            text = f"{node.base} over {terms} elements in fp16: {why}"
-            yield "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+        why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
+        text = f"{node.base} over {terms} elements in fp16: {why}"
+        found = "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+    else:
+        return
+    if terms > FP16.max:
+        yield found
 
 
 #: Share of the changes to an average that rounding swallows, beyond which it does not move.
@@ -386,49 +386,48 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
     half = bool(re.search(r"float16|\.half\(\)|fp16", source))
     for call in calls:
         where = f"{name}:{call.lineno}"
-        if _called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
+        if called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
             for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
                 if -math.inf < value <= -1e6:
                     text = f"{value:g} does not fit fp16, which ends at 65504"
                     found.append(Finding("mask", where, text, _MASK_CURE))
-        if _called(call) in ("BCELoss", "binary_cross_entropy"):
+        if called(call) in ("BCELoss", "binary_cross_entropy"):
             found.append(Finding("probabilities", where, *_PROBABILITIES))
     return found
 
 
-def _clipping(calls: list[ast.Call], name: str) -> Iterable[Finding]:
+def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:
     """A clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
     cure = ""
     for call in calls:
-        called = _called(call)
-        if called == "backward":
+        name = called(call)
+        if name == "backward":
             cure = _before_a_clip(call.func)
-        elif called in ("unscale_", "zero_grad"):
+        elif name in ("unscale_", "zero_grad"):
             cure = ""
-        elif called in _CLIPS and cure:
+        elif name in _CLIPS and cure:
             text = "the gradients still carry the loss scale, so the clip is by another norm than it says"
-            yield Finding("clipping", f"{name}:{call.lineno}", text, cure)
+            yield Finding("clipping", f"{script}:{call.lineno}", text, cure)
 
 
 def _before_a_clip(function: ast.expr) -> str:
     """What a clip needs after this `x.backward`; nothing, if neither scaler nor session scales its loss."""
     owner = function.value if isinstance(function, ast.Attribute) else None
     if isinstance(owner, ast.Call):
-        return "scaler.unscale_(optimizer) before the clip" if _called(owner) == "scale" else ""
+        return "scaler.unscale_(optimizer) before the clip" if called(owner) == "scale" else ""
     of_a_session = isinstance(owner, ast.Name) and owner.id in ("amp", "session")
     return "amp.step(clip_norm=...) in place of the clip" if of_a_session else ""
 
 
-def _called(call: ast.Call) -> str:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+def called(call: ast.Call) -> str:
+    """The name of the function or method that is called."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _constant(node: ast.expr) -> float | None:
     negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
     inner = node.operand if isinstance(node, ast.UnaryOp) else node
-    value = inner.value if isinstance(inner, ast.Constant) else None
+    value = getattr(inner, "value", None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return -float(value) if negative else float(value)
