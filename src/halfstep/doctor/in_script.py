@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,9 @@ class Hooks:
             self._stack.callback(listeners.remove, listener)
         replace(self._stack, torch.amp.GradScaler, "step", self._bracketed)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
-            replace(self._stack, owner, "__init__", partial(_then, self._examiner.on_made))
+            replace(self._stack, owner, "__init__", self._announced)
         for owner in (torch.optim.Optimizer, nn.Module):
-            replace(self._stack, owner, "zero_grad", partial(_then, self._examiner.on_cleared))
+            replace(self._stack, owner, "zero_grad", self._cleared)
         replace(self._stack, torch.autocast, "__enter__", self._entered)
         replace(self._stack, torch.Tensor, "backward", self._noted)
         replace(self._stack, torch.autograd, "grad", self._graded)
@@ -82,53 +81,48 @@ class Hooks:
         self._examiner.roster.add(self._stepped)
         self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
 
-    def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        def entered(region: Any) -> Any:
-            self._on_region(region)
-            return enter(region)
+    def _announced(self, create: Callable[..., None], thing: Any, /, *args: Any, **kwargs: Any) -> None:
+        create(thing, *args, **kwargs)
+        self._examiner.on_made(thing)
 
-        return entered
+    def _cleared(self, clear: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+        clear(owner, *args, **kwargs)
+        self._examiner.on_cleared(owner)
+
+    def _entered(self, enter: Callable[..., Any], region: Any) -> Any:
+        self._on_region(region)
+        return enter(region)
 
     def _on_region(self, opened: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
             self._examiner.on_sign()
 
-    def _noted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if loss.numel() == 1:
-                with disable_current_modes():
-                    self._examiner.on_loss(loss)
-            inner, self._backward = self._backward, True  # a tape calls it once more
-            try:
-                backward(loss, *args, **kwargs)
-            finally:
-                self._backward = inner
-            self._by_hand = self._examiner.roster.by_hand
-            if self._within is not None and not inner:
-                stepped, self._within = self._within, None
-                self._examiner.on_step(stepped, skipped=False, finite=True)
+    def _noted(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.numel() == 1:
+            with disable_current_modes():
+                self._examiner.on_loss(loss)
+        inner, self._backward = self._backward, True  # a tape calls it once more
+        try:
+            backward(loss, *args, **kwargs)
+        finally:
+            self._backward = inner
+        self._by_hand = self._examiner.roster.by_hand
+        if self._within is not None and not inner:
+            stepped, self._within = self._within, None
+            self._examiner.on_step(stepped, skipped=False, finite=True)
 
-        return noted
-
-    def _graded(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+    def _graded(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Gradients of many tensors at once, where no optimizer is: those of a step made by hand."""
-
-        def graded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            found = grad(outputs, inputs, *args, **kwargs)
-            learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
-            if (
-                learning
-                and self._examiner.roster.by_hand
-                and not (_in_backward() or kwargs.get("create_graph"))
-            ):
-                with disable_current_modes():
-                    if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                        self._examiner.on_loss(outputs)
-                    self._examiner.on_found(list(found))
-                self._by_hand = True
-            return found
-
-        return graded
+        found = grad(outputs, inputs, *args, **kwargs)
+        learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
+        inner = _in_backward() or kwargs.get("create_graph")
+        if learning and not inner and self._examiner.roster.by_hand:
+            with disable_current_modes():
+                if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                    self._examiner.on_loss(outputs)
+                self._examiner.on_found(list(found))
+            self._by_hand = True
+        return found
 
     def _end_by_hand(self) -> None:
         """A forward after a backward, where no optimizer is: the step before it was made by hand."""
@@ -137,24 +131,22 @@ class Hooks:
             self._examiner.on_gradients(self._examiner.roster.parts.parameters())
         self._examiner.on_step(self, skipped=False, finite=True)
 
-    def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _bracketed(
+        self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
-
-        def bracketed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            self._updated = False
-            with disable_current_modes():
-                self._examiner.on_stepping(optimizer)
-            try:
-                result = step(scaler, optimizer, *args, **kwargs)
-            finally:
-                self._depth -= 1
-            if self._depth == 0:
-                self._examiner.roster.add(optimizer)
-                self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
-            return result
-
-        return bracketed
+        self._depth += 1
+        self._updated = False
+        with disable_current_modes():
+            self._examiner.on_stepping(optimizer)
+        try:
+            result = step(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._examiner.roster.add(optimizer)
+            self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
+        return result
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
@@ -199,16 +191,6 @@ class Hooks:
             self._examiner.on_step(optimizer, skipped=False, finite=True)
 
 
-def _then(tell: Callable[[Any], None], method: Callable[..., None]) -> Callable[..., None]:
-    """A method after which somebody is told of its object."""
-
-    def told(owner: Any, *args: Any, **kwargs: Any) -> None:
-        method(owner, *args, **kwargs)
-        tell(owner)
-
-    return told
-
-
 def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
     """Inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
     found = users_names(tensors)
@@ -216,6 +198,10 @@ def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tens
         return found
     arguments = [p.name for p in inspect.signature(module.forward).parameters.values()]
     return dict(zip(arguments, tensors))
+
+
+def _uncompiled(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compile(*args, **{**kwargs, "disable": True})
 
 
 def _in_backward() -> bool:
@@ -235,7 +221,7 @@ def run_order(order: Order) -> Found | Seen | None:
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
-        replace(stack, torch, "compile", lambda compile: partial(compile, disable=True))  # it hides the ops
+        replace(stack, torch, "compile", _uncompiled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args, order.text)
         if isinstance(error, KeyboardInterrupt):

@@ -205,11 +205,15 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def replace(stack: contextlib.ExitStack, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put `around(function)` in the place of a function or method until the stack closes."""
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Calls of a function or method become `instead(function, *arguments)` until the stack closes."""
     function = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return instead(function, *args, **kwargs)
+
     stack.callback(setattr, owner, name, function)
-    setattr(owner, name, around(function))
+    setattr(owner, name, called)
 
 
 class Enough(BaseException):
