@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS
-from halfstep.numerics.audit import Audit
 from halfstep.numerics.fault import Cause, Cure, Fault
-from halfstep.numerics.lint import Finding
+from halfstep.numerics.lint import Audit, Finding
 from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 

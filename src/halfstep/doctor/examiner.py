@@ -32,7 +32,6 @@ from halfstep.doctor.ledger import (
 )
 from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
 from halfstep.names import fqn
-from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
     FP16,
     LOOPS,
@@ -43,7 +42,7 @@ from halfstep.numerics.cures import (
     with_attributes,
 )
 from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
-from halfstep.numerics.lint import LintProbe
+from halfstep.numerics.lint import Audit, LintProbe, audit
 from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
 from halfstep.numerics.trace import Taping

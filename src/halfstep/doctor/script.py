@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
+from halfstep.doctor.edit import as_diff, mended, planned
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
-from halfstep.doctor.mend import as_diff, mended, planned
 from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from halfstep import optim
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
+from halfstep.names import named_parameters
 from halfstep.numerics.cause import rerun
-from halfstep.numerics.snapshot import StepParticipants, closed_over
+from halfstep.numerics.snapshot import StepParticipants, closed_over, listed
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
@@ -339,6 +339,82 @@ def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str
     return f"write hs.optim.{kind}(model.parameters(), lr={rate:g}) for torch's, or prepare at level O2"
 
 
+class Audit(list[Finding]):
+    """The rows that `audit` found; prints as a table."""
+
+    def __str__(self) -> str:
+        """One row a finding, its cure below it."""
+        if not self:
+            return "no mistakes of precision found in weights, buffers and optimizer"
+        rule = max(len(row.rule) for row in self)
+        where = max(len(row.where) for row in self)
+        lines = [
+            f"{row.rule:{rule}}  {row.where:{where}}  {row.text}\n{'':{rule}}  {'':{where}}  -> {row.cure}"
+            for row in self
+        ]
+        return "\n".join(lines)
+
+
+def audit(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    becomes: str | torch.dtype | None = None,
+) -> Audit:
+    """Look at the dtypes of weights, buffers and optimizers; runs no step, reads values, changes nothing.
+
+    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; an
+    epsilon that fp16 rounds to zero; running statistics, positions and tables in 16 bits; losses that take
+    probabilities; tied weights that have come apart in two dtypes.
+
+    Args:
+        model, optimizer: one or several, as for `prepare`; before it or after.
+        becomes: a dtype that the model is going to be cast to; buffers are judged by it.
+
+    Returns:
+        A list of `Finding`, each with its cure; `print` shows a table.
+
+    Raises:
+        ConfigError: a model or optimizer that is none, or an unknown dtype.
+    """
+    models, optimizers = listed(model), listed(optimizer)
+    for kind, things in ((nn.Module, models), (torch.optim.Optimizer, optimizers)):
+        for wrong in (x for x in things if not isinstance(x, kind)):
+            raise ConfigError(
+                f"audit got a {type(wrong).__name__}, expected a {kind.__name__}: audit(model, optimizer)"
+            )
+    parts = StepParticipants(None, [*models, *optimizers])
+    found = findings_at_rest(parts, becomes=becomes)
+    coarse = {row.where for row in found if row.rule == "learning rate"}
+    low = [row for row in _low_weights(optimizers) if row.where not in coarse]
+    return Audit([*low, *found, *_untied(models)])
+
+
+def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            low = rounded_weights(optimizer, group)
+            if low and group.get("master") != "stochastic":
+                count, kind = sum(p.numel() for p in low), type(optimizer).__name__
+                text = f"{kind} keeps no fp32 copy of {count:,} {dtype_name(low[0].dtype)} weights"
+                text += ": small updates are rounded away"
+                yield Finding("low weights", f"{kind} group {number}", text, masters_cure(optimizer, group))
+
+
+def _untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
+    """Pairs of matrices in two dtypes, of which one is the other rounded."""
+    for model in models:
+        weights = {n: p.detach() for n, p in named_parameters(model).items() if p.dim() > 1 and not p.is_meta}
+        for low_name, low in weights.items():
+            for name, wide in weights.items() if low.dtype in LOW_DTYPES else ():
+                alike = wide.dtype not in LOW_DTYPES and wide.shape == low.shape
+                if alike and bool((wide.to(low) == low).all()) and bool((low != low.flatten()[0]).any()):
+                    text = f"the same values as {name}, but {dtype_name(low.dtype)} beside "
+                    text += f"{dtype_name(wide.dtype)}: a cast of one of them has untied them"
+                    cure = "cast the whole model at once, or tie them again after the cast"
+                    yield Finding("tied weights", low_name, text, cure)
+
+
 _PROBABILITIES = (
     "binary cross-entropy on probabilities: log of a rounded 0 or 1",
     "give logits to BCEWithLogitsLoss and drop the sigmoid",
@@ -374,26 +450,16 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def lint_source(source: str, name: str = "script") -> list[Finding]:
-    """Findings from a script's text: clipping of scaled gradients, masks and losses fp16 cannot hold.
+    """Findings from a script's text: clipping of scaled gradients, losses that take probabilities.
 
     Raises:
         SyntaxError: the source is not Python.
     """
-    tree = ast.parse(source)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
     calls.sort(key=lambda n: (n.lineno, n.col_offset))
-    found = [*_clipping(calls, name)]
-    half = bool(re.search(r"float16|\.half\(\)|fp16", source))
-    for call in calls:
-        where = f"{name}:{call.lineno}"
-        if called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
-            for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
-                if -math.inf < value <= -1e6:
-                    text = f"{value:g} does not fit fp16, which ends at 65504"
-                    found.append(Finding("mask", where, text, _MASK_CURE))
-        if called(call) in ("BCELoss", "binary_cross_entropy"):
-            found.append(Finding("probabilities", where, *_PROBABILITIES))
-    return found
+    losses = (call for call in calls if called(call) in ("BCELoss", "binary_cross_entropy"))
+    found = (Finding("probabilities", f"{name}:{call.lineno}", *_PROBABILITIES) for call in losses)
+    return [*_clipping(calls, name), *found]
 
 
 def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:
@@ -422,12 +488,3 @@ def _before_a_clip(function: ast.expr) -> str:
 def called(call: ast.Call) -> str:
     """The name of the function or method that is called."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _constant(node: ast.expr) -> float | None:
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    inner = node.operand if isinstance(node, ast.UnaryOp) else node
-    value = getattr(inner, "value", None)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return -float(value) if negative else float(value)
