@@ -128,7 +128,11 @@ def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str
         ways = _of_an_op(text, spec, fault, code)
     told = {text}
     for new in ways:
-        if new not in told and _is_python(new):
+        try:
+            ast.parse(new)
+        except SyntaxError:
+            continue
+        if new not in told:
             told.add(new)
             yield new
 
@@ -137,14 +141,6 @@ def _edited(text: str, change: Callable[..., None], *given: Any) -> str:
     script = Script(text)
     change(script, *given)
     return script.text()
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
 
 
 def _on(node: Any, line: int) -> bool:

@@ -123,6 +123,10 @@ class Roster:
         """Those with weights."""
         return [m for m in self._parts.models if next(m.parameters(), None) is not None]
 
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether it is called by the script itself and has weights."""
+        return any(module is t for t in self._things) and next(module.parameters(), None) is not None
+
     def _ill(self) -> frozenset[str]:
         """Names of the parameters and buffers that are not finite."""
         values = {
@@ -188,9 +192,6 @@ def ask_for_bf16(stack: ExitStack) -> None:
     stack.enter_context(bf16_regions())
 
 
-_TO_THE_END = sys.maxsize
-
-
 class Examiner:
     """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
 
@@ -207,7 +208,7 @@ class Examiner:
         self.halves = False
         self.ended_by = "script"
         self.audit = Audit()
-        self._steps = order.steps or _TO_THE_END
+        self._steps = order.steps or sys.maxsize
         self._lint = LintProbe()
         self._copied = 0.0
         """When this process became a copy; 0 in the run itself."""

@@ -124,13 +124,6 @@ class Hooks:
             self._by_hand = True
         return found
 
-    def _end_by_hand(self) -> None:
-        """A forward after a backward, where no optimizer is: the step before it was made by hand."""
-        self._by_hand = False
-        with disable_current_modes():
-            self._examiner.on_gradients(self._examiner.roster.parts.parameters())
-        self._examiner.on_step(self, skipped=False, finite=True)
-
     def _bracketed(
         self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -152,13 +145,16 @@ class Hooks:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
             return
         before = self._examiner.taping
-        if self._by_hand:
-            self._end_by_hand()
+        if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
+            self._by_hand = False
+            with disable_current_modes():
+                self._examiner.on_gradients(self._examiner.roster.parts.parameters())
+            self._examiner.on_step(self, skipped=False, finite=True)
         self._examiner.on_sign(module)
         taping = self._examiner.taping
         if taping is not None and taping is not before:
             taping.tape.enter_module(module)
-        if self._root is None and any(module is m for m in self._examiner.roster.models):
+        if self._root is None and self._examiner.roster.is_root(module):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
             with disable_current_modes():
@@ -241,7 +237,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     document.audit = examiner.audit
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
-        numbers = ledger.numbers
+        numbers = dict(enumerate(note.number for note in ledger.notes))
         for row in document.history:  # the watch counts the steps of all optimizers
-            row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
+            row["step"] = numbers.get(row["step"], row["step"])
     return Found(document, examiner.noted(), examiner.inquiry.seen, examiner.inquiry.unseen)

@@ -154,16 +154,11 @@ class Ledger:
     @property
     def iterations(self) -> int:
         """How many iterations the steps made: optimizers that take turns share one."""
-        return len(set(self.numbers))
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The iteration of each step."""
-        return tuple(note.number for note in self.notes)
+        return len({note.number for note in self.notes})
 
     def index_of(self, number: int) -> int:
         """The index of the last step of an iteration."""
-        return max((i for i, own in enumerate(self.numbers) if own == number), default=number)
+        return max((i for i, note in enumerate(self.notes) if note.number == number), default=number)
 
     @property
     def skips(self) -> list[int]:

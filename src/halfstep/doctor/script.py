@@ -182,18 +182,13 @@ def examine_script(
         document.plan = planned(text, document, attempt) if plan else ""
     except KeyboardInterrupt:
         document.ended_by = INTERRUPT
-    if (diff or plan) and (document.ended_by == INTERRUPT or not document.faults):
-        document.notes.append(_nothing_to_write(document))
+    if (diff or plan) and document.ended_by == INTERRUPT:
+        text = "was interrupted before it had written the cures; --steps takes fewer steps"
+        document.notes.append(f"the doctor {text}")
+    elif (diff or plan) and not document.faults:
+        lint = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
+        document.notes.append(f"the doctor {lint if document.lint else 'found nothing to cure'}")
     return document
-
-
-def _nothing_to_write(document: Document) -> str:
-    what = "found nothing to cure"
-    if document.ended_by == INTERRUPT:
-        what = "was interrupted before it had written the cures; --steps takes fewer steps"
-    elif document.lint:
-        what = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
-    return f"the doctor {what}"
 
 
 def _tried(order: Order, document: Document, text: str) -> Document | None:

@@ -253,13 +253,6 @@ def out_of_domain(node: Node) -> str:
     return ""
 
 
-def _too_large_a_power(node: Node) -> str:
-    base, exponent = node.args[:2]
-    of = f"{base:.3g} to the power" if not isinstance(base, Tensor) else "pow"
-    largest = float(amax(exponent if not isinstance(base, Tensor) else base))
-    return f"{of} of values up to {largest:.3g} is infinite in every format"
-
-
 #: Ops with an edge of their domain: what is beyond it, and the words for that.
 _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "log": (lambda x: x <= 0, "logarithm", "values that are not positive"),
@@ -298,7 +291,10 @@ def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
     if base == "exp":
         return f"exp of values up to {float(first.max()):.3g} is infinite in every format", None
     if base == "pow":
-        return f"{out_of_domain(node) or _too_large_a_power(node)}{backward}", None
+        of, exponent = node.args[:2]
+        what, largest = ("pow", of) if isinstance(of, Tensor) else (f"{of:.3g} to the power", exponent)
+        words = f"{what} of values up to {float(amax(largest)):.3g} is infinite in every format"
+        return f"{out_of_domain(node) or words}{backward}", None
     if "softmax" in base:
         advice = "a row in which everything is masked has no softmax: keep one term, or zero such rows", ""
         return "softmax over a row in which every term is -inf", advice

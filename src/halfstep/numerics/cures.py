@@ -29,40 +29,31 @@ from halfstep.torch_private import tree_map
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What to write, by door.
-
-    `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
-    loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there. `masters`: keeps fp32
-    master weights. `rule`: runs the op `{}` in fp32 by a rule, where that can be.
-    """
-
-    clip: str
-    bf16: str
-    wide: str
-    scale: str
-    begin: str
-    masters: str
-    rule: str = ""
-
-
 _TORCH_WIDE = 'with torch.autocast("cpu", enabled=False): ...  # inputs .float()'
 _MASTERS = 'hs.prepare(model, optimizer, level="O2")'
 
-PLAIN = Terms(
-    clip=f"{_CLIP}  # before optimizer.step()",
-    bf16=".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16",
-    wide="inputs .float()",
-    scale='torch.amp.GradScaler("cpu", init_scale={})',
-    begin='torch.amp.GradScaler("cpu", init_scale={})',
-    masters=f'{_MASTERS}  # or weights in fp32, and torch.autocast("cpu", dtype=torch.bfloat16)',
-)
-AUTOCAST = replace(
-    PLAIN,
-    bf16='torch.autocast("cpu", dtype=torch.bfloat16)',
-    wide=_TORCH_WIDE,
-)
+
+@dataclass(frozen=True)
+class Terms:
+    """What to write, by door; of a plain loop where nothing else is said.
+
+    `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
+    loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there, where that is written in
+    another way. `masters`: keeps fp32 master weights. `rule`: runs the op `{}` in fp32 by a rule, where that
+    can be.
+    """
+
+    clip: str = f"{_CLIP}  # before optimizer.step()"
+    bf16: str = ".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16"
+    wide: str = "inputs .float()"
+    scale: str = 'torch.amp.GradScaler("cpu", init_scale={})'
+    begin: str = ""
+    masters: str = f'{_MASTERS}  # or weights in fp32, and torch.autocast("cpu", dtype=torch.bfloat16)'
+    rule: str = ""
+
+
+PLAIN = Terms()
+AUTOCAST = Terms(bf16='torch.autocast("cpu", dtype=torch.bfloat16)', wide=_TORCH_WIDE)
 SCALER = replace(
     AUTOCAST,
     clip=f"scaler.unscale_(optimizer); {_CLIP}",
@@ -99,7 +90,6 @@ MINDSPORE = Terms(
     bf16='amp.auto_mixed_precision(net, "O2", dtype=ms.bfloat16)',
     wide="x.astype(ms.float32)",
     scale="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
-    begin="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
     masters='amp.auto_mixed_precision(net, "O2")',
 )
 LIGHTNING = replace(
@@ -539,7 +529,7 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
 def _scale_written(parts: StepParticipants, value: float) -> str:
     """Another loss scale in the words of the script; a dynamic one only where there is none."""
     terms = terms_of(parts, True)
-    return (terms.begin if parts.scale_moves else terms.scale).format(f"{value:.17g}")
+    return ((parts.scale_moves and terms.begin) or terms.scale).format(f"{value:.17g}")
 
 
 def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants, later: Sequence[Node]) -> list[Cure]:
@@ -567,12 +557,6 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
     if node.op in ("log", "div", "sqrt", "rsqrt", "reciprocal") and node.phase == "forward":
         cures += [*_instead_of_log(node), *_away_from_the_edge(node, cause)]
     return cures
-
-
-def _never_negative(node: Node) -> bool:
-    """Whether the divisor is a length, a count or the like: what a weight is at one step tells nothing."""
-    floats = [(t, made) for t, made in zip(node.tensors(), node.parents) if t.is_floating_point()]
-    return bool(floats) and floats[-1][1] is not None and not bool((floats[-1][0] < 0).any())
 
 
 def _called(t: Tensor, node: Node) -> str:
@@ -668,7 +652,8 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     least = 1e-4 - (node.op == "log1p")
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
     spec, code = _spec("clamp", node, least), f"{name or 'x'}.clamp_min({least:.4g})"
-    if node.op == "div" and not _never_negative(node):
+    made = node.parents[-1] if node.parents else None  # what a weight is at one step tells nothing
+    if node.op == "div" and (made is None or bool((node.tensors()[-1] < 0).any())):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
         spec = (*spec, True)

@@ -90,7 +90,10 @@ def lint(
         except RuntimeError as error:
             found += _from_error(error)
         found += probe.found()
-        found += [_changed(name) for name, buffer, version in own if buffer._version != version]
+        text = "the model changes it in training, and 16 bits round small changes away"
+        cure = "keep it in fp32 by a plan rule, PlanRule({!r}, dtype='fp32'), or make a count an integer"
+        changed = (name for name, buffer, version in own if buffer._version != version)
+        found += [Finding("low buffer", name, text, cure.format(name)) for name in changed]
     return list(dict.fromkeys(found))
 
 
@@ -278,12 +281,6 @@ def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> 
         own = low and not isinstance(module, _NORMS) and not buffer.is_inference()
         if own and not recomputed(module, name):
             yield where, buffer
-
-
-def _changed(name: str) -> Finding:
-    text = "the model changes it in training, and 16 bits round small changes away"
-    cure = f"keep it in fp32 by a plan rule, PlanRule({name!r}, dtype='fp32'), or make a count an integer"
-    return Finding("low buffer", name, text, cure)
 
 
 def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:

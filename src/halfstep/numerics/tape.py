@@ -159,10 +159,9 @@ def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
     for name, value in list(frame.f_locals.items()):
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif isinstance(value, list | tuple) and len(value) <= 8:
-            later += [(f"{name}[{i}]", x) for i, x in enumerate(value) if isinstance(x, torch.Tensor)]
-        elif isinstance(value, dict) and len(value) <= 8:
-            later += [(f"{name}[{k!r}]", x) for k, x in value.items() if isinstance(x, torch.Tensor)]
+        elif isinstance(value, list | tuple | dict) and len(value) <= 8:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            later += [(f"{name}[{k!r}]", x) for k, x in pairs if isinstance(x, torch.Tensor)]
     yield from later
 
 
