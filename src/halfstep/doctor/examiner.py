@@ -111,9 +111,9 @@ class Roster:
             return
         self._met.add(module)
         known = (m for root in self._things if isinstance(root, nn.Module) for m in root.modules())
-        if all(module is not m for m in known) and any(
-            True for _ in (*module.parameters(), *module.buffers())
-        ):
+        if all(module is not m for m in known) and (*module.parameters(), *module.buffers()):
+            inside = {*module.modules()}
+            self._things = [t for t in self._things if not (isinstance(t, nn.Module) and t in inside)]
             self.add(module)
             with disable_current_modes():
                 self._born_ill |= self._ill()
