@@ -85,7 +85,8 @@ class Document:
             return f"{self.target}: not healthy: {why}"
         fault = self.faults[0]
         cure = fault.best
-        do = f"; {_known(cure)}: {cure.code or cure.text}" if cure is not None else ""
+        word = "" if cure is None else {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
+        do = f"; {word}: {cure.code or cure.text}" if cure is not None else ""
         return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.words}{do}"
 
     @property
@@ -122,10 +123,6 @@ class Document:
             "headline": self.headline,
             "verdict": self.verdict,
         }
-
-
-def _known(cure: Cure) -> str:
-    return {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
 
 
 def _told(fault: Fault) -> str:

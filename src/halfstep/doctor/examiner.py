@@ -9,7 +9,9 @@ the moment at which that step begins. `Roster` knows who takes part.
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -85,7 +87,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._parts = StepParticipants(None)
-        self._things: list[Any] = []
+        self.things: list[Any] = []
         self._met = set[nn.Module]()
         self._names: dict[int, str] = {}
         self._born_ill: frozenset[str] = frozenset()
@@ -99,10 +101,10 @@ class Roster:
 
     def add(self, thing: Any) -> None:
         """A model, an optimizer or what else keeps state is made or used; of scalers the last one counts."""
-        if thing is not None and all(thing is not one for one in self._things):
+        if thing is not None and all(thing is not one for one in self.things):
             first = is_session(thing) or hasattr(thing, "get_scale")
-            self._things.insert(0 if first else len(self._things), thing)
-            loop, self._parts = self._parts.loop, StepParticipants(None, self._things)
+            self.things.insert(0 if first else len(self.things), thing)
+            loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
             self._parts.loop = loop or running_loop(LOOPS)
 
     def meet(self, module: nn.Module) -> None:
@@ -110,10 +112,10 @@ class Roster:
         if module in self._met:
             return
         self._met.add(module)
-        known = (m for root in self._things if isinstance(root, nn.Module) for m in root.modules())
+        known = (m for root in self.things if isinstance(root, nn.Module) for m in root.modules())
         if all(module is not m for m in known) and (*module.parameters(), *module.buffers()):
             inside = {*module.modules()}
-            self._things = [t for t in self._things if not (isinstance(t, nn.Module) and t in inside)]
+            self.things = [t for t in self.things if not (isinstance(t, nn.Module) and t in inside)]
             self.add(module)
             with disable_current_modes():
                 self._born_ill |= self._ill()
@@ -125,7 +127,7 @@ class Roster:
 
     def is_root(self, module: nn.Module) -> bool:
         """Whether it is called by the script itself and has weights."""
-        return any(module is t for t in self._things) and next(module.parameters(), None) is not None
+        return any(module is t for t in self.things) and next(module.parameters(), None) is not None
 
     def _ill(self) -> frozenset[str]:
         """Names of the parameters and buffers that are not finite."""
@@ -138,11 +140,6 @@ class Roster:
     def fell_ill(self) -> bool:
         """Whether a parameter or buffer is not finite that was when its model was first called."""
         return not self._ill() <= self._born_ill
-
-    def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """The classes of what sets an optimizer's learning rates."""
-        mine = (s for s in self._things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
-        return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
 
     def scale(self) -> float:
         """The present loss scale."""
@@ -249,14 +246,14 @@ class Examiner:
             self.roster.meet(module)
         if not self._signed:
             self._signed = True
-            if self.done == 0 or _loads_with_workers():
+            if self.done == 0 or multiprocessing.active_children():
                 self._copies.hold()
                 self._go_on()
 
     def _begin(self) -> None:
         """The next step begins; with workers that load its batch, it does where it shows itself."""
         self._signed = False
-        if not _loads_with_workers():
+        if not multiprocessing.active_children():
             self._copies.hold(freely=False)
             self._go_on()
         self._watch()
@@ -325,7 +322,9 @@ class Examiner:
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
-        now.schedule, now.knobs = self.roster.schedule_of(optimizer), knobs_of(optimizer)
+        schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
+        now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
+        now.knobs = knobs_of(optimizer)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
         now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
@@ -412,7 +411,7 @@ class Examiner:
         if self.asked is not None:
             return
         before = self.ledger.notes[index - 1] if index else Note(0)
-        run = self.ledger.bad_run()
+        run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.ill <= before.ill or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what was spoiled stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
@@ -533,9 +532,3 @@ class Examiner:
         self._copies.close()
         if self.seen is not None:
             self.seen.close()
-
-
-def _loads_with_workers() -> bool:
-    import multiprocessing
-
-    return bool(multiprocessing.active_children())

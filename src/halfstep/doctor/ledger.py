@@ -209,10 +209,6 @@ class Ledger:
                 count += 1
         return count
 
-    def bad_run(self) -> int:
-        """How many steps up to now were bad without a good one between them."""
-        return sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.notes)))
-
     def until(self, stop: int | None) -> Ledger:
         """The notes before the one with this index, and that one; all with None."""
         part = copy.copy(self)

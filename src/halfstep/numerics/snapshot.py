@@ -245,10 +245,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Restore:
     return restore
 
 
-def _by_state_dict(thing: Any) -> Restore:
-    """Schedulers, scalers and whatever else offers state_dict and load_state_dict."""
-    state = copy.deepcopy(thing.state_dict())
-    return lambda: thing.load_state_dict(copy.deepcopy(state))
+def _load(thing: Any, state: Any) -> None:
+    thing.load_state_dict(copy.deepcopy(state))
 
 
 class Snapshot:
@@ -263,7 +261,9 @@ class Snapshot:
         if weights:
             self._restore.append(_values(parts.parameters()))
             self._restore += [_optimizer_state(o) for o in parts.optimizers]
-            self._restore += [_by_state_dict(thing) for thing in parts.others]
+            for thing in parts.others:
+                state = copy.deepcopy(thing.state_dict())
+                self._restore.append(partial(_load, thing, state))
         if parts.session is not None:
             self._restore.append(parts.session.remember(weights))
         for release in filter(None, (getattr(o, "release", None) for o in parts.optimizers)):
