@@ -202,15 +202,12 @@ def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
 
 
 def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
-    """About `most` elements evenly spread over a tensor: whole rows, so that every column is there."""
+    """About `most` elements evenly spread over a tensor, so that every column of it is there."""
     size = t.numel()
     if size <= 2 * most or t.layout != torch.strided or t.is_complex():
         return t
-    width = t.shape[-1]
-    if 16 * width <= most:
-        return t.reshape(-1, width)[:: size // most]
     stride = size // most
-    while math.gcd(stride, width) > 1:
+    while math.gcd(stride, t.shape[-1]) > 1:
         stride += 1
     return t.reshape(-1)[::stride]
 
