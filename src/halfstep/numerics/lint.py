@@ -81,7 +81,12 @@ def lint(
     found = findings_at_rest(parts, step, becomes)
     if step is not None:
         probe = LintProbe(parts.session)
-        own = [(name, buffer, buffer._version) for name, buffer in _own_buffers(parts, becomes)]
+        own = [
+            (where, buffer, buffer._version)
+            for where, module, name, buffer in _floating_buffers(parts)
+            if (becomes is not None or buffer.dtype in LOW_DTYPES) and not isinstance(module, _NORMS)
+            if not buffer.is_inference() and not recomputed(module, name)
+        ]
         try:
             trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
                        try_cures=False, observers=[probe.look])  # fmt: skip
@@ -274,15 +279,6 @@ def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module,
                     yield f"{path}.{name}".strip("."), module, name, buffer
 
 
-def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
-    """Floating buffers that are stored in 16 bits, or going to be, but for statistics of norms."""
-    for where, module, name, buffer in _floating_buffers(parts):
-        low = buffer.dtype in LOW_DTYPES or becomes is not None
-        own = low and not isinstance(module, _NORMS) and not buffer.is_inference()
-        if own and not recomputed(module, name):
-            yield where, buffer
-
-
 def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
     """A buffer whose values leave the format, or become equal in it (positions, frequencies)."""
     wide = buffer.detach().float().flatten()
@@ -300,29 +296,28 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
 
 def coarse_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
     """16-bit weights without masters, most of which an update at the group's learning rate leaves as is."""
+    return (row for row in _low_weights(optimizers) if row.rule == "learning rate")
+
+
+def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
+    """16-bit weights without masters, by whether updates at the group's learning rate are lost in them."""
     for optimizer in optimizers:
+        kind, keeps = type(optimizer).__name__, holder_of(optimizer) is not None
         for number, group in enumerate(optimizer.param_groups):
+            own = keeps and group.get("master", "") is not None
+            low = [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not own]
             rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
-            low = rounded_weights(optimizer, group)
-            if not low or rate is None:
-                continue
-            lost = total = 0
-            for p in low:
-                step = expected_step(p, group, float(rate))
-                if step is not None:
-                    coarse = too_coarse(p, step)[1]
-                    lost, total = lost + int(coarse.sum()), total + coarse.numel()
-            if total and lost > total / 2:
-                name = dtype_name(low[0].dtype)
+            steps = ((p, expected_step(p, group, float(rate))) for p in low if rate is not None)
+            coarse = [too_coarse(p, step)[1] for p, step in steps if step is not None]
+            lost, total = sum(int(c.sum()) for c in coarse), sum(c.numel() for c in coarse)
+            name, where = dtype_name(low[0].dtype) if low else "", f"{kind} group {number}"
+            if 2 * lost > total:
                 text = f"{lost / total:.0%} of the {name} weights are too coarse for a step of {rate:g}"
-                where = f"{type(optimizer).__name__} group {number}"
                 yield Finding("learning rate", where, text, masters_cure(optimizer, group))
-
-
-def rounded_weights(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group whose updates are rounded to nearest in 16 bits, with no master behind."""
-    own = holder_of(optimizer) is not None and group.get("master", "") is not None
-    return [] if own else [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad]
+            elif low and group.get("master") != "stochastic":
+                text = f"{kind} keeps no fp32 copy of {sum(p.numel() for p in low):,} {name} weights"
+                text += ": small updates are rounded away"
+                yield Finding("low weights", where, text, masters_cure(optimizer, group))
 
 
 def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
@@ -382,20 +377,8 @@ def audit(
             )
     parts = StepParticipants(None, [*models, *optimizers])
     found = findings_at_rest(parts, becomes=becomes)
-    coarse = {row.where for row in found if row.rule == "learning rate"}
-    low = [row for row in _low_weights(optimizers) if row.where not in coarse]
+    low = [row for row in _low_weights(optimizers) if row.rule == "low weights"]
     return Audit([*low, *found, *_untied(models)])
-
-
-def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            low = rounded_weights(optimizer, group)
-            if low and group.get("master") != "stochastic":
-                count, kind = sum(p.numel() for p in low), type(optimizer).__name__
-                text = f"{kind} keeps no fp32 copy of {count:,} {dtype_name(low[0].dtype)} weights"
-                text += ": small updates are rounded away"
-                yield Finding("low weights", f"{kind} group {number}", text, masters_cure(optimizer, group))
 
 
 def _untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
