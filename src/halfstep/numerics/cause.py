@@ -272,13 +272,9 @@ def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
     floats = [t for t in node.tensors() if t.is_floating_point()]
     first = floats[0] if floats else torch.zeros(())
-    words = f"{node.op}{backward} is not finite in fp64 either on the same inputs"
     if any(t.numel() == 0 for t in floats):
-        words = f"{node.op} of an empty tensor{backward}"
-        return words, (
-            "leave this term out where there is nothing to take it of",
-            "x.sum() / max(x.numel(), 1)",
-        )
+        text, code = "leave this term out where there is nothing to take it of", "x.sum() / max(x.numel(), 1)"
+        return f"{node.op} of an empty tensor{backward}", (text, code)
     if base in ("div", "true_divide", "addcdiv"):
         if len(floats) < 2:
             advice = "keep the number that is divided by from becoming 0", "max(d, 1e-4)"
@@ -295,42 +291,45 @@ def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
         what, largest = ("pow", of) if isinstance(of, Tensor) else (f"{of:.3g} to the power", exponent)
         words = f"{what} of values up to {float(amax(largest)):.3g} is infinite in every format"
         return f"{out_of_domain(node) or words}{backward}", None
+    words, advice = _of_rows(node, base, first)
+    return words or f"{node.op}{backward} is not finite in fp64 either on the same inputs", advice
+
+
+def _of_rows(node: Node, base: str, first: Tensor) -> tuple[str, tuple[str, str] | None]:
+    """The same for what takes rows together, which may have too few terms or no spread."""
+    words = ""
     if "softmax" in base:
-        advice = "a row in which everything is masked has no softmax: keep one term, or zero such rows", ""
-        return "softmax over a row in which every term is -inf", advice
+        text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
+        return "softmax over a row in which every term is -inf", (text, "")
     if base in ("std", "var", "std_mean", "var_mean"):
         terms = first.numel() // max(1, node.outs[0].numel())
         if terms < 2:
             words = f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread"
-        advice = "leave the spread out where there is one value, or divide by their number"
-        return words, (advice, f"x.{base}(dim, correction=0)")
+        text = "leave the spread out where there is one value, or divide by their number"
+        return words, (text, f"x.{base}(dim, correction=0)")
     if base.startswith("nll_loss") and node.phase != "backward":
         labels = next(t for t in node.tensors() if not t.is_floating_point())
         if bool((labels == node.args[4]).all()):
             words = f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
-        advice = "leave out batches without a label, or divide a sum by their number"
-        return words, (advice, 'cross_entropy(..., reduction="sum") / max(n, 1)')
+        text = "leave out batches without a label, or divide a sum by their number"
+        return words, (text, 'cross_entropy(..., reduction="sum") / max(n, 1)')
     if "ctc_loss" in base:
         words = (
             "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
         )
-        return words, (
-            "leave out pairs whose target does not fit into the input",
-            "nn.CTCLoss(zero_infinity=True)",
-        )
+        text = "leave out pairs whose target does not fit into the input"
+        return words, (text, "nn.CTCLoss(zero_infinity=True)")
     if "batch_norm" in base and not base.endswith("_backward"):
         if len(node.args) > 4 and isinstance(node.args[4], Tensor):
             eps = next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0)
             low = node.args[4] + eps <= 0
             if low.any():
                 words = f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
-        return words, (
-            "look at how running_var, a variance, was made, loaded or averaged",
-            "running_var.clamp_(min=0)",
-        )
+        text = "look at how running_var, a variance, was made, loaded or averaged"
+        return words, (text, "running_var.clamp_(min=0)")
     if base.endswith(("layer_norm", "group_norm", "rms_norm")):
-        words = f"{node.op} of a row without spread, with an epsilon of 0"
-        return words, ("give the normalisation a variance to divide by", "eps=1e-5")
+        text = "give the normalisation a variance to divide by"
+        return f"{node.op} of a row without spread, with an epsilon of 0", (text, "eps=1e-5")
     return words, None
 
 
