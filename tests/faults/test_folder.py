@@ -119,21 +119,3 @@ def test_what_could_never_be_loaded_is_refused_at_the_save_by_its_place(tmp_path
     with pytest.raises(CheckpointError, match=rf"state\['loader'\]\['order'\]\[1\] is of type {kind}"):
         checkpoint.save(tmp_path / "a.pt", {"loader": {"order": [1, bad]}})
     assert not list(tmp_path.iterdir())
-
-
-def stepped(kind):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = kind(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(("saved", "present"), [("AdamW", "Lion"), ("Adam", "AdamW"), ("AdamW", "Adam")])
-def test_the_state_of_another_algorithm_is_refused(saved, present):
-    model, one = stepped(getattr(hs.optim, saved))
-    _, other = stepped(getattr(hs.optim, present))
-    names = checkpoint.parameter_names(model, one)
-    with pytest.raises(CheckpointError, match=f"{saved} saved it, here is {present}"):
-        checkpoint.load_optimizer_state(other, names, checkpoint.optimizer_state(one, names))
