@@ -199,7 +199,7 @@ def algorithm_of(optimizer: Optimizer) -> str:
 def check_schedulers(saved: int, here: int) -> None:
     """Raise CheckpointError where a checkpoint holds more or fewer schedulers than there are to load."""
     if saved != here:
-        raise CheckpointError(f"the checkpoint holds {saved} schedulers, here are {here}: give the same")
+        raise CheckpointError(f"the checkpoint holds {saved} schedulers, {here} were given")
 
 
 def warn_if_threads_differ(saved: int) -> None:

@@ -371,7 +371,7 @@ def with_fewer_parameters(**options) -> Trainer:
 @pytest.mark.parametrize(
     ("resumed", "message"),
     [
-        (scheduled, "the checkpoint holds 0 schedulers, here are 1"),
+        (scheduled, "the checkpoint holds 0 schedulers, 1 were given"),
         (lambda **options: make("O1", **options), "saved with level O0"),
         (with_fewer_parameters, "of another optimizer|holds other parameters"),
     ],

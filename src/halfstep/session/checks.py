@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -68,16 +68,6 @@ def check_loss_id(loss_id: int, count: int) -> None:
             f"loss_id={show(loss_id)}: this session has {count} loss scale{'s' * (count > 1)}, "
             "numbered from 0; give prepare(loss_scale=[...]) one for each loss"
         )
-
-
-def refuse_arguments(more: Sequence[Any], unknown: Mapping[str, Any]) -> Never:
-    """Raise ConfigError for what `step` was given and does not take."""
-    given = f"{show(more[0])} after the optimizer" if more else ""
-    given = given or " and ".join(f"{name}={show(value)}" for name, value in unknown.items())
-    raise ConfigError(
-        f"step() got {given}: expected an optimizer and, by name, clip_norm=, scheduler= or zero_grad=. To "
-        "clip gradients to a norm of 1 write step(clip_norm=1.0)"
-    )
 
 
 def check_scheduler(scheduler: Any) -> None:
