@@ -22,7 +22,6 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -53,23 +52,22 @@ HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     """Write `state` (tensors, numbers, strings, lists, tuples, dicts of these) to `path` atomically.
 
-    numpy numbers become Python's. The bytes go to a temporary file beside it, are forced to the disk, and
-    take the name in one rename: a crash at any moment leaves the old file or the new one. Raises
-    CheckpointError where `state` holds what `load` could not read, by its place, or when the disk refuses.
+    The bytes go to a temporary file beside it, are forced to the disk, and take the name in one rename: a
+    crash at any moment leaves the old file or the new one. `load` reads what
+    `torch.load(path, weights_only=True)` reads: nothing of numpy. CheckpointError when the disk refuses.
     """
     path = Path(path)
-    plain = _plain(state, "state")
     temporary = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            torch.save(plain, file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        tensors = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         needed = sum(t.numel() * t.element_size() for t in tensors)
         raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error, path, needed)}") from error
     finally:
@@ -94,28 +92,6 @@ def _reason(error: BaseException, path: Path, needed: int) -> str:
     return (
         f"no room for it: about {needed:,} bytes are needed, {free:,} are free on this disk (or a quota or "
         "file size limit is lower); what was saved before stands. Free some, or choose another folder"
-    )
-
-
-_SAFE = {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
-_SAFE_MAPPINGS = {dict, OrderedDict, Counter}
-
-
-def _plain(value: Any, place: str) -> Any:
-    """`value` with numpy's numbers as Python's; CheckpointError for what could be saved but never loaded."""
-    if type(value) in _SAFE or isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, defaultdict) or type(value) in _SAFE_MAPPINGS:
-        items = {_plain(k, f"a key of {place}"): _plain(v, f"{place}[{k!r}]") for k, v in value.items()}
-        return items if isinstance(value, defaultdict) else type(value)(items)
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(item, f"{place}[{index}]") for index, item in enumerate(value))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.bool_ | numpy.number):
-        return value.item()
-    raise CheckpointError(
-        f"{place} is of type {type(value).__name__}, which a checkpoint that runs no code cannot hold: "
-        "use tensors, Python's numbers and strings, and lists, tuples and dicts of these"
     )
 
 

@@ -193,6 +193,12 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
     raise ScalerStateError(f"step() found no gradients: {why}")
 
 
+def name_of(models: Sequence[nn.Module], weight: Tensor) -> str:
+    """What a weight is called in the models."""
+    names = (name for model in models for name, p in named_parameters(model).items() if p is weight)
+    return next(names, f"a parameter of shape {list(weight.shape)}")
+
+
 def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
     """Whether an optimizer's gradients hold anything but zeros; None where there are none (reads)."""
     grads = [w.grad for w in weights_of(optimizer) if w.grad is not None]
@@ -299,21 +305,20 @@ class NonFinite:
         return partial(self._raise, where, values, losses) if self._choice else partial(self._warn, where)
 
     def _where(self, optimizer: torch.optim.Optimizer) -> str:
-        names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
-        weights = weights_of(optimizer)
-        held = [(w, w.grad) for w in weights if w.grad is not None]
+        held = [(w, w.grad) for w in weights_of(optimizer) if w.grad is not None]
         bad = [w for w, g in held if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
         if not bad:
             return ""
-        first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
-        return f"of {len(bad)} of {len(held)} parameters (first: {first}) "
+        return f"of {len(bad)} of {len(held)} parameters (first: {name_of(self._models, bad[0])}) "
 
     def _warn(self, where: str, step: int | None, taken: bool) -> None:
         if taken and not self._said:
             self._said = True
+            cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
+            skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
             warnings.warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {_cure_of(self._optimizers)} (said once)",
+                f"PyTorch does; {next(cures, skip)} (said once)",
                 HalfstepWarning,
                 stacklevel=9,
             )
@@ -334,9 +339,3 @@ class NonFinite:
             f"step {step}: {what}; the step was not taken, weights are those before it "
             "(on_nonfinite='raise'). `amp.replayable` or `halfstep doctor` name the op"
         )
-
-
-def _cure_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    found = zero_epsilons(optimizers)
-    cures = (f"{where}: {text}: {cure}" for where, text, cure in found)
-    return next(cures, "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps")

@@ -76,14 +76,6 @@ class StepState(NamedTuple):
         """Whether a scale asks for the gradients' largest magnitude."""
         return any(scale.needs_amax for scale in self.loss_scales)
 
-    def losses_of(self, index: int) -> list[Loss]:
-        """The losses of which optimizer `index` holds gradients."""
-        return [loss for loss in self.losses if index in loss.waiting]
-
-    def may_add_to_foreign(self, index: int) -> bool:
-        """Whether gradients that optimizer `index` may hold are not of its own losses alone."""
-        return self.carried[index] is None or any(loss.settled for loss in self.losses_of(index))
-
     def said(self, text: str) -> StepState:
         """The state in which this is not said again."""
         return self._replace(told=self.told | {text})
@@ -207,7 +199,7 @@ def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
 
 def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]:
     """The losses of an optimizer's gradients; ScalerStateError where there are none, or none of ours."""
-    losses = state.losses_of(index)
+    losses = [loss for loss in state.losses if index in loss.waiting]
     check_gradients(stepper, bool(losses))
     if losses:
         return losses

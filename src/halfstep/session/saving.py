@@ -343,11 +343,6 @@ def _box(found: Found, name: str, like: Tensor) -> Tensor:
     return found.read(name, *_box_of(like, found.wholes[name]))
 
 
-def _state_of(found: Found, p: Tensor, name: str) -> Any:
-    """A saved state of a parameter, cut as the parameter is."""
-    return as_shard("", _box(found, name, p), p)
-
-
 def _load_optimizer(
     optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any], found: Found
 ) -> None:
@@ -357,10 +352,12 @@ def _load_optimizer(
         )
     state: dict[int, Any] = {}
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
-        read = partial(_state_of, found, p)
-        entry = {k: shardfiles.unpacked(v, read) for k, v in saved["state"].get(name, {}).items()}
-        if entry:
-            state[number] = entry
+
+        def cut(place: str, p: Tensor = p) -> Any:
+            return as_shard("", _box(found, place, p), p)
+
+        if entry := saved["state"].get(name):
+            state[number] = {what: shardfiles.unpacked(value, cut) for what, value in entry.items()}
     groups = [
         {**shardfiles.unpacked(old, found.read), "params": new["params"]}
         for old, new in zip(saved["groups"], optimizer.state_dict()["param_groups"])

@@ -271,7 +271,10 @@ class Session(Setup):
 
     def _note_leftovers(self, indices: Sequence[int]) -> None:
         """Before a backward: note whose gradients it adds to those of another loss, until one was cleared."""
-        for index in filter(self.state.may_add_to_foreign, indices):
+        for index in indices:
+            settled = any(loss.settled and index in loss.waiting for loss in self.state.losses)
+            if self.state.carried[index] is not None and not settled:
+                continue  # all that it may hold is of its own losses
             held, mixed = holds_values(self.optimizers[index]), self.state.mixed
             if held:
                 self.state = self.state._replace(mixed=mixed | {index})

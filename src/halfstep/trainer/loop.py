@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -36,7 +35,7 @@ from halfstep.distributed import (
     watchdog,
     world_size,
 )
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, show
 from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
@@ -256,10 +255,6 @@ def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _ranks_max(number: int) -> int:
-    return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))
-
-
 class Trainer:
     """Trains `model` with `optimizer` on batches (input, target) at a precision level.
 
@@ -423,7 +418,7 @@ class Trainer:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        asked = _ranks_max(2 if self._sigterm else 1 if self._stop else 0)
+        asked = int(global_max(torch.tensor(2.0 if self._sigterm else 1.0 if self._stop else 0.0)))
         if asked == 2 and self.folder is not None:
             self.amp.wait_until_saved()
             if not self.folder.has(self.step):
@@ -522,12 +517,6 @@ class Trainer:
         bad = [log.step for log in logs if log.taken and not math.isfinite(log.loss)]
         if bad and self.history.diverged_at is None:
             self.history.diverged_at = bad[0]
-            warnings.warn(
-                f"the loss is not finite from step {bad[0]} on, yet steps were taken: the run has diverged "
-                "(a dynamic loss scale skips such steps; a lower learning rate or bf16 may avoid them)",
-                HalfstepWarning,
-                stacklevel=3,
-            )
         self._log({"loss": logs[-1].loss, "scale": logs[-1].scale, "skipped": len(self.history.skipped)})
         self._call("on_read", logs)
 
