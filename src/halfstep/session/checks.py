@@ -199,10 +199,10 @@ def name_of(models: Sequence[nn.Module], weight: Tensor) -> str:
     return next(names, f"a parameter of shape {list(weight.shape)}")
 
 
-def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether an optimizer's gradients hold anything but zeros; None where there are none (reads)."""
+def holds_values(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's gradients hold anything but zeros (reads)."""
     grads = [w.grad for w in weights_of(optimizer) if w.grad is not None]
-    return any(bool(local_of(g.detach()).any()) for g in grads) if grads else None
+    return any(bool(local_of(g.detach()).any()) for g in grads)
 
 
 def no_optimizer(precision: Precision, scale: LossScale) -> str:

@@ -175,14 +175,6 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
         )
 
 
-def warn_of_coarse_weights(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn where 16-bit weights would lose their updates; at O1 the first step asks for fp32 ones."""
-    if not casts_weights(precision.level, precision.policy):
-        for row in coarse_weights(optimizers):
-            text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
-            warnings.warn(text, HalfstepWarning, stacklevel=3)
-
-
 # ---- level="auto" ---------------------------------------------------------------------------------------
 
 
@@ -355,7 +347,10 @@ def prepare(
     for conversion in conversions:
         conversion.forget_originals()
     session.follow()
-    warn_of_coarse_weights(precision, optimizers)
+    if not casts_weights(precision.level, precision.policy):  # where it does, the first step looks
+        for row in coarse_weights(optimizers):
+            text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
+            warnings.warn(text, HalfstepWarning, stacklevel=2)
     return session
 
 

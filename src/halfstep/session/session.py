@@ -275,7 +275,8 @@ class Session(Setup):
             settled = any(loss.settled and index in loss.waiting for loss in self.state.losses)
             if self.state.carried[index] is not None and not settled:
                 continue  # all that it may hold is of its own losses
-            held, mixed = holds_values(self.optimizers[index]), self.state.mixed
+            stepper, mixed = self._steppers[index], self.state.mixed
+            held = holds_values(stepper.optimizer) if stepper.has_gradients() else None
             if held:
                 self.state = self.state._replace(mixed=mixed | {index})
             elif held is False or index in mixed:
