@@ -14,6 +14,7 @@ import torch
 from halfstep import checkpoint
 from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.names import fqns
 from halfstep.torch_private import pytree
 
 __all__ = [
@@ -201,7 +202,9 @@ def save_checkpoint(save_obj: Any, ckpt_file_name: str | Path) -> None:
     The file is one of torch's (`halfstep.checkpoint`), not MindSpore's.
     """
     if isinstance(save_obj, torch.nn.Module):
-        state = checkpoint.model_state(save_obj)
+        state = save_obj.state_dict()
+        names = fqns(state)
+        state = {names[name]: value for name, value in state.items()}
     else:
         state = {item["name"]: torch.as_tensor(item["data"]) for item in save_obj}
     path = str(ckpt_file_name)
