@@ -5,26 +5,10 @@ import random
 import numpy
 import pytest
 import torch
-from torch import nn
 
-import halfstep as hs
 from halfstep import checkpoint, rng
 from halfstep.checkpoint import CheckpointFolder
 from halfstep.errors import CheckpointError, HalfstepWarning
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-class Wrapped(nn.Module):
-    """Names as DDP and torch.compile make them."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.module = nn.Module()
-        self.module._orig_mod = inner
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path):
@@ -107,102 +91,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
         checkpoint.save(tmp_path / "file" / "a.pt", {"a": 1})
-
-
-def test_wrapped_and_bare_models_share_checkpoints():
-    bare, other = net(), net()
-    with torch.no_grad():
-        other[0].weight.zero_()
-    wrapped = Wrapped(other)
-    assert checkpoint.model_state(wrapped).keys() == bare.state_dict().keys()
-    checkpoint.load_model_state(wrapped, checkpoint.model_state(bare))
-    assert torch.equal(other[0].weight, bare[0].weight)
-
-
-def test_another_model_is_named_in_the_error():
-    with pytest.raises(CheckpointError, match=r"of another model: missing 0.bias.*unexpected weight"):
-        checkpoint.load_model_state(net(), {"weight": torch.ones(1), "2.bias": torch.ones(2)})
-    misshapen = {**checkpoint.model_state(net()), "2.bias": torch.ones(7)}
-    with pytest.raises(CheckpointError, match=r"size mismatch for 2.bias") as caught:
-        checkpoint.load_model_state(net(), misshapen)
-    assert "\n" not in str(caught.value)
-
-
-def test_optimizer_state_is_keyed_by_name_and_survives_another_order():
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-    names = checkpoint.parameter_names(model, optimizer)
-    assert names == [name for name, _ in model.named_parameters()]
-    state = checkpoint.optimizer_state(optimizer, names)
-    assert set(state["state"]) == set(names)
-
-    turned = torch.optim.Adam(list(model.parameters())[::-1], lr=0.1)
-    checkpoint.load_optimizer_state(turned, checkpoint.parameter_names(model, turned), state)
-    for parameter in model.parameters():
-        assert torch.equal(turned.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-
-
-def trained(optimizer, model):
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("saved", "present", "message"),
-    [
-        (torch.optim.SGD, torch.optim.AdamW, "of another optimizer: SGD saved it, here is AdamW"),
-        (torch.optim.AdamW, torch.optim.SGD, "AdamW saved it, here is SGD"),
-    ],
-)
-def test_the_state_of_another_optimizer_is_refused(saved, present, message):
-    model = net()
-    mine = trained(saved(model.parameters(), lr=0.1), model)
-    state = checkpoint.optimizer_state(mine, names := checkpoint.parameter_names(model, mine))
-    other = present(model.parameters(), lr=0.2)
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.load_optimizer_state(other, names, state)
-    assert (other.param_groups[0]["lr"], len(other.state)) == (0.2, 0)
-
-
-@pytest.mark.parametrize("with_masters", [True, False])
-def test_masters_are_neither_dropped_nor_made_up(with_masters):
-    model = net().bfloat16()
-    one = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = checkpoint.parameter_names(model, one)
-    plain = checkpoint.optimizer_state(one, names)
-    kept = hs.MasterWeights(one, model)
-    state = checkpoint.optimizer_state(one, names)
-    assert "masters" in state
-    other = hs.optim.SGD(net().bfloat16().parameters(), lr=0.1)
-    target, given = (other, state) if with_masters else (one, plain)
-    with pytest.raises(CheckpointError, match="fp32 masters from MasterWeights"):
-        checkpoint.load_optimizer_state(target, names, given)
-    kept.revert()
-
-
-def test_a_model_of_another_shape_copies_nothing():
-    model = net()
-    before = checkpoint.model_state(model)
-    before = {name: value.clone() for name, value in before.items()}
-    state = {name: value + 1 for name, value in before.items()} | {"2.bias": torch.ones(7)}
-    with pytest.raises(CheckpointError, match=r"size mismatch for 2.bias, \[7\] and here \[2\]"):
-        checkpoint.load_model_state(model, state)
-    assert all(torch.equal(value, before[name]) for name, value in checkpoint.model_state(model).items())
-
-
-def test_parameters_of_no_model_go_by_place_and_others_are_refused():
-    model, stranger = net(), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([{"params": [model[0].weight]}, {"params": [stranger]}], lr=0.1)
-    assert checkpoint.parameter_names(model, optimizer) == ["0.weight", "1.0"]
-    state = checkpoint.optimizer_state(optimizer, ["0.weight", "1.0"])
-    with pytest.raises(
-        CheckpointError, match=r"holds other parameters or other groups: missing 0.bias, unexpected 1.0"
-    ):
-        checkpoint.load_optimizer_state(optimizer, ["0.weight", "0.bias"], state)
 
 
 def test_every_generator_comes_back(tmp_path):

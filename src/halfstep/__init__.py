@@ -23,8 +23,7 @@ from halfstep.errors import (
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
 from halfstep.gradients.outcome import Outcome
-from halfstep.numerics.audit import Audit, audit
-from halfstep.numerics.lint import Finding, lint
+from halfstep.numerics.lint import Audit, Finding, audit, lint
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
 from halfstep.numerics.watch import Watch, watch

@@ -22,7 +22,6 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,20 +31,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 from torch.optim import Optimizer
 
 from halfstep import shardfiles
 from halfstep.distributed import gather, gather_on_first, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, show
-from halfstep.names import fqns, named_parameters
 from halfstep.shardfiles import Piece
 from halfstep.torch_private import tree_leaves
 
-FORMAT = 1
-"""Version of the layout of a Trainer's `state_dict`."""
 FOLDER_FORMATS = (1, 2, 3)
 """Versions of the layout of a folder that are read; the last one is written."""
 MANIFEST = "manifest.json"
@@ -58,23 +52,22 @@ HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     """Write `state` (tensors, numbers, strings, lists, tuples, dicts of these) to `path` atomically.
 
-    numpy numbers become Python's. The bytes go to a temporary file beside it, are forced to the disk, and
-    take the name in one rename: a crash at any moment leaves the old file or the new one. Raises
-    CheckpointError where `state` holds what `load` could not read, by its place, or when the disk refuses.
+    The bytes go to a temporary file beside it, are forced to the disk, and take the name in one rename: a
+    crash at any moment leaves the old file or the new one. `load` reads what
+    `torch.load(path, weights_only=True)` reads: nothing of numpy. CheckpointError when the disk refuses.
     """
     path = Path(path)
-    plain = _plain(state, "state")
     temporary = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            torch.save(plain, file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        tensors = [t for t in tree_leaves(plain) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         needed = sum(t.numel() * t.element_size() for t in tensors)
         raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error, path, needed)}") from error
     finally:
@@ -99,28 +92,6 @@ def _reason(error: BaseException, path: Path, needed: int) -> str:
     return (
         f"no room for it: about {needed:,} bytes are needed, {free:,} are free on this disk (or a quota or "
         "file size limit is lower); what was saved before stands. Free some, or choose another folder"
-    )
-
-
-_SAFE = {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
-_SAFE_MAPPINGS = {dict, OrderedDict, Counter}
-
-
-def _plain(value: Any, place: str) -> Any:
-    """`value` with numpy's numbers as Python's; CheckpointError for what could be saved but never loaded."""
-    if type(value) in _SAFE or isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, defaultdict) or type(value) in _SAFE_MAPPINGS:
-        items = {_plain(k, f"a key of {place}"): _plain(v, f"{place}[{k!r}]") for k, v in value.items()}
-        return items if isinstance(value, defaultdict) else type(value)(items)
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(item, f"{place}[{index}]") for index, item in enumerate(value))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.bool_ | numpy.number):
-        return value.item()
-    raise CheckpointError(
-        f"{place} is of type {type(value).__name__}, which a checkpoint that runs no code cannot hold: "
-        "use tensors, Python's numbers and strings, and lists, tuples and dicts of these"
     )
 
 
@@ -171,34 +142,10 @@ def _wrong_with(error: Exception) -> str:
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
-# ---- states by name --------------------------------------------------------------------------------------
+# ---- what must fit --------------------------------------------------------------------------------------
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` under fully qualified names."""
-    state = model.state_dict()
-    names = fqns(state)
-    return {names[name]: value for name, value in state.items()}
-
-
-def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copy a `model_state` into `model`, or raise as `check_model_state` does, with nothing copied."""
-    check_model_state(model, state)
-    own = {short: name for name, short in fqns(model.state_dict()).items()}
-    model.load_state_dict({own[name]: value for name, value in state.items()})
-
-
-def check_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError that names what is missing, unexpected or misshapen in a `model_state`."""
-    present = model.state_dict()
-    own = {short: name for name, short in fqns(present).items()}
-    shapes = {short: getattr(present[name], "shape", None) for short, name in own.items()}
-    saved = {name: getattr(value, "shape", None) for name, value in state.items()}
-    lazy = {short for short, name in own.items() if isinstance(present[name], UninitializedTensorMixin)}
-    check_shapes(saved, {**shapes, **{name: saved[name] for name in lazy & saved.keys()}})
-
-
-def check_shapes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_shapes(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> None:
     """Raise CheckpointError that names what is missing, unexpected or misshapen among saved tensors."""
     missing, extra = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     if missing or extra:
@@ -208,43 +155,13 @@ def check_shapes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for name, given in saved.items():
         if given != here[name]:
             raise CheckpointError(
-                f"the checkpoint is of another model: size mismatch for {name}, {_shape(given)} "
-                f"and here {_shape(here[name])}"
+                f"the checkpoint is of another model: size mismatch for {name}, {given} and here {here[name]}"
             )
-
-
-def _shape(shape: Any) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
-
-
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A name for each parameter of the optimizer, in its order: its FQN, or `group.position` where unknown.
-
-    Take the names before `hs.prepare`, which may put masters in the optimizer's groups.
-    """
-    known = {id(parameter): name for name, parameter in named_parameters(model).items()}
-    return [
-        known.get(id(parameter), f"{index}.{position}")
-        for index, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-    ]
-
-
-def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` with each parameter's number replaced by its name."""
-    state = optimizer.state_dict()
-    groups = [dict(group, params=[names[i] for i in group["params"]]) for group in state["param_groups"]]
-    return {
-        **state,
-        "algorithm": algorithm_of(optimizer),
-        "state": {names[k] if isinstance(k, int) else k: v for k, v in state["state"].items()},
-        "param_groups": groups,
-    }
 
 
 def algorithm_of(optimizer: Optimizer) -> str:
@@ -255,41 +172,10 @@ def algorithm_of(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
-    """Put an `optimizer_state` back; or raise as `check_optimizer_state` does."""
-    check_optimizer_state(optimizer, names, state)
-    numbers = {name: number for number, name in enumerate(names)}
-    own = optimizer.state_dict()["param_groups"]
-    # torch pairs saved and present parameters by place, so the numbers must stand in the present order.
-    groups = [dict(group, params=here["params"]) for group, here in zip(state["param_groups"], own)]
-    numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
-    given = {**state, "state": numbered, "param_groups": groups}
-    given.pop("algorithm", None)
-    optimizer.load_state_dict(given)
-
-
-def check_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for an `optimizer_state` of other parameters or of another kind of optimizer."""
-    present = optimizer.state_dict()
-    own = present["param_groups"]
-    stored = [set(group["params"]) for group in state["param_groups"]]
-    mine = [{names[number] for number in group["params"]} for group in own]
-    if stored != mine:
-        saved, known = set().union(*stored), set(names)
-        raise CheckpointError(
-            "the checkpoint's optimizer holds other parameters or other groups: missing "
-            f"{_some(sorted(known - saved))}, unexpected {_some(sorted(saved - known))}"
-        )
-    kind = type(optimizer).__name__
-    saved_by, here = state.get("algorithm"), algorithm_of(optimizer)
-    if saved_by is not None and saved_by != here:
-        raise CheckpointError(f"the checkpoint is of another optimizer: {saved_by} saved it, here is {here}")
-    if ("masters" in state) != ("masters" in present):
-        with_it, without = ("checkpoint", kind) if "masters" in state else (kind, "checkpoint")
-        raise CheckpointError(
-            f"the {with_it} has fp32 masters from MasterWeights, the {without} has none: "
-            "resume with the same optimizer and level"
-        )
+def check_schedulers(saved: int, here: int) -> None:
+    """Raise CheckpointError where a checkpoint holds more or fewer schedulers than there are to load."""
+    if saved != here:
+        raise CheckpointError(f"the checkpoint holds {saved} schedulers, {here} were given")
 
 
 def warn_if_threads_differ(saved: int) -> None:

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -42,103 +43,58 @@ __all__ = [
     "tree_unflatten",
 ]
 
-#: Name here: torch's name, and for what.
+_SAVED = "to save 16-bit tensors for backward"
+_BELOW = "to run an op below its cast"
+_CALLER = "to know in backward which thread called it"
+_HOOKS = "to call every optimizer's hooks"
+_MANY = "to work on many tensors at once"
+_STATISTICS = "to keep running statistics in fp32"
+_FOREACH = ("norm", "add_", "addcmul_", "copy_", "div", "mul_", "sqrt")
+
+#: Name here: torch's name without "torch.", and for what.
 _NAMES = {
     # --- which op runs, where ---
-    "dispatch_key": (
-        "torch._C._dispatch_key_parse",
-        "to cast on a device that torch has no autocast list for",
-    ),
-    "dispatch_key_name": ("torch._C._dispatch_key_name", "to register the kernels that cast"),
-    "has_kernel": ("torch._C._dispatch_has_kernel", "to give rules to the ops that this torch has"),
-    "has_kernel_for": ("torch._C._dispatch_has_kernel_for_dispatch_key", "to see what torch itself casts"),
-    "has_fallback": (
-        "torch._C._dispatch_has_backend_fallback",
-        "to let ops without a rule through on own devices",
-    ),
-    "all_op_names": ("torch._C._dispatch_get_all_op_names", "to know which ops a rule can be for"),
-    "exclude_key": ("torch._C._dispatch_tls_set_dispatch_key_excluded", "to run an op below its cast"),
-    "is_key_excluded": ("torch._C._dispatch_tls_is_dispatch_key_excluded", "to run an op below its cast"),
-    "keys_below": ("torch._C._dispatch_keyset_full_after", "to run an op below its cast"),
-    "own_device_name": (
-        "torch._C._get_privateuse1_backend_name",
-        "to know a registered accelerator by its name",
-    ),
-    "without_subclasses": (
-        "torch._C.DisableTorchFunctionSubclass",
-        "to read a shard's gradient without its class",
-    ),
-    "nn_functions": ("torch._C._nn", "to know ops by the functions that users name"),
+    "dispatch_key": ("_C._dispatch_key_parse", "to cast on a device that torch has no autocast list for"),
+    "has_kernel": ("_C._dispatch_has_kernel", "to give rules to the ops that this torch has"),
+    "has_kernel_for": ("_C._dispatch_has_kernel_for_dispatch_key", "to see what torch itself casts"),
+    "has_fallback": ("_C._dispatch_has_backend_fallback", "to let ops without a rule through on own devices"),
+    "all_op_names": ("_C._dispatch_get_all_op_names", "to know which ops a rule can be for"),
+    "exclude_key": ("_C._dispatch_tls_set_dispatch_key_excluded", _BELOW),
+    "is_key_excluded": ("_C._dispatch_tls_is_dispatch_key_excluded", _BELOW),
+    "keys_below": ("_C._dispatch_keyset_full_after", _BELOW),
+    "without_subclasses": ("_C.DisableTorchFunctionSubclass", "to read a shard's gradient without its class"),
+    "nn_functions": ("_C._nn", "to know ops by the functions that users name"),
     # --- autograd ---
-    "graph_task": ("torch._C._current_graph_task_id", "to tell ops in backward from ops in forward"),
-    "running_node": ("torch._C._current_autograd_node", "to run backward in the dtype of its forward"),
-    "sequence_number": ("torch._C._autograd._get_sequence_nr", "to know under which region a node was made"),
-    "has_thread_state": ("torch._C._is_key_in_tls", "to know in backward which thread called it"),
-    "thread_state": ("torch._C._get_obj_in_tls", "to know in backward which thread called it"),
-    "functorch_level": (
-        "torch._C._functorch.maybe_current_level",
-        "to leave ops inside vmap and grad to torch",
-    ),
-    "is_jit_tracing": ("torch._C._is_tracing", "to leave ops that torch.jit traces to torch"),
-    "can_save_hooks": (
-        "torch._C._autograd._saved_tensors_hooks_is_enabled",
-        "to save 16-bit tensors for backward",
-    ),
-    "top_save_hooks": (
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "to save 16-bit tensors for backward",
-    ),
-    "push_save_hooks": (
-        "torch._C._autograd._push_saved_tensors_default_hooks",
-        "to save 16-bit tensors for backward",
-    ),
-    "pop_save_hooks": (
-        "torch._C._autograd._pop_saved_tensors_default_hooks",
-        "to save 16-bit tensors for backward",
-    ),
-    "profiling": ("torch.autograd._profiler_enabled", "to show an optimizer's step in a profile"),
+    "graph_task": ("_C._current_graph_task_id", "to tell ops in backward from ops in forward"),
+    "running_node": ("_C._current_autograd_node", "to run backward in the dtype of its forward"),
+    "sequence_number": ("_C._autograd._get_sequence_nr", "to know under which region a node was made"),
+    "has_thread_state": ("_C._is_key_in_tls", _CALLER),
+    "thread_state": ("_C._get_obj_in_tls", _CALLER),
+    "functorch_level": ("_C._functorch.maybe_current_level", "to leave ops inside vmap and grad to torch"),
+    "is_jit_tracing": ("_C._is_tracing", "to leave ops that torch.jit traces to torch"),
+    "can_save_hooks": ("_C._autograd._saved_tensors_hooks_is_enabled", _SAVED),
+    "top_save_hooks": ("_C._autograd._top_saved_tensors_default_hooks", _SAVED),
+    "profiling": ("autograd._profiler_enabled", "to show an optimizer's step in a profile"),
     # --- lists of tensors in one call ---
-    "fused_attention_choice": ("torch._fused_sdp_choice", "to know which attention kernel torch runs"),
-    "foreach_norm": ("torch._foreach_norm", "to measure many gradients at once"),
-    "foreach_add_": ("torch._foreach_add_", "to update many tensors at once"),
-    "foreach_addcmul_": ("torch._foreach_addcmul_", "to update many tensors at once"),
-    "foreach_copy_": ("torch._foreach_copy_", "to widen many gradients at once"),
-    "foreach_div": ("torch._foreach_div", "to update many tensors at once"),
-    "foreach_mul_": ("torch._foreach_mul_", "to scale many gradients at once"),
-    "foreach_sub_": ("torch._foreach_sub_", "to update many tensors at once"),
-    "foreach_sqrt": ("torch._foreach_sqrt", "to update many tensors at once"),
-    "unscale_and_check": ("torch._amp_foreach_non_finite_check_and_unscale_", "to unscale and check at once"),
+    "fused_attention_choice": ("_fused_sdp_choice", "to know which attention kernel torch runs"),
+    "unscale_and_check": ("_amp_foreach_non_finite_check_and_unscale_", "to unscale and check at once"),
+    **{f"foreach_{name}": (f"_foreach_{name}", _MANY) for name in _FOREACH},
     # --- modules ---
-    "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "to keep batch norm's statistics in fp32"),
-    "InstanceNorm": (
-        "torch.nn.modules.instancenorm._InstanceNorm",
-        "to keep instance norm's statistics in fp32",
-    ),
-    "NormWithStatistics": ("torch.nn.modules.batchnorm._NormBase", "to keep running statistics in fp32"),
-    "Convolution": ("torch.nn.modules.conv._ConvNd", "to try channels-last memory on every convolution"),
+    "BatchNorm": ("nn.modules.batchnorm._BatchNorm", _STATISTICS),
+    "InstanceNorm": ("nn.modules.instancenorm._InstanceNorm", _STATISTICS),
+    "NormWithStatistics": ("nn.modules.batchnorm._NormBase", _STATISTICS),
+    "Convolution": ("nn.modules.conv._ConvNd", "to try channels-last memory on every convolution"),
     # --- optimizers ---
-    "disable_dynamo": (
-        "torch._compile._disable_dynamo",
-        "to keep step() out of compiled code without importing it",
-    ),
-    "global_step_pre_hooks": (
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
-        "to call every optimizer's hooks",
-    ),
-    "global_step_post_hooks": (
-        "torch.optim.optimizer._global_optimizer_post_hooks",
-        "to call every optimizer's hooks",
-    ),
+    "disable_dynamo": ("_compile._disable_dynamo", "to keep step() out of compiled code without its import"),
+    "global_step_pre_hooks": ("optim.optimizer._global_optimizer_pre_hooks", _HOOKS),
+    "global_step_post_hooks": ("optim.optimizer._global_optimizer_post_hooks", _HOOKS),
     # --- tools that look ---
-    "disable_current_modes": (
-        "torch.utils._python_dispatch._disable_current_modes",
-        "to look without being seen",
-    ),
+    "disable_current_modes": ("utils._python_dispatch._disable_current_modes", "to look without being seen"),
     "default_store": (
-        "torch.distributed.distributed_c10d._get_default_store",
+        "distributed.distributed_c10d._get_default_store",
         "to say what happened to a rank",
     ),
-    "set_timeout": ("torch.distributed.distributed_c10d._set_pg_timeout", "to notice a rank that hangs"),
+    "set_timeout": ("distributed.distributed_c10d._set_pg_timeout", "to notice a rank that hangs"),
 }
 
 
@@ -149,12 +105,14 @@ def __getattr__(name: str) -> Any:
     path, use = _NAMES[name]
     found: Any = torch
     parts = path.split(".")
-    for depth, part in enumerate(parts[1:], 2):
+    for depth, part in enumerate(parts, 1):
         try:
             held = hasattr(found, part)
-            found = getattr(found, part) if held else importlib.import_module(".".join(parts[:depth]))
+            found = (
+                getattr(found, part) if held else importlib.import_module(".".join(["torch", *parts[:depth]]))
+            )
         except ImportError as error:
-            raise _lacking(path, use) from error
+            raise _lacking(f"torch.{path}", use) from error
     globals()[name] = found
     return found
 
@@ -176,30 +134,48 @@ def _of(owner: Any, name: str, use: str) -> Any:
 
 # --- ops, nodes, modules, wrappers -------------------------------------------------------------------------
 
+#: An op's schema: its name, and which arguments are tensors, which decides what is cast.
+schema_of = attrgetter("_schema")
 
-def schema_of(op: Any) -> Any:
-    """Return an op's schema: its name, and which arguments are tensors, which decides what is cast."""
-    return op._schema
+#: `namespace::name`, by which rules know a packet of overloads.
+overload_packet_name = attrgetter("_qualified_op_name")
 
+#: What runs an op in C++; the overload object itself goes through Python first, at 1 us a call.
+call_of = attrgetter("_op")
 
-def overload_packet_name(packet: OpOverloadPacket) -> str:
-    """Return `namespace::name`, by which rules know a packet of overloads."""
-    return packet._qualified_op_name
+#: The number that autograd gave a node when forward made it.
+node_number = methodcaller("_sequence_nr")
 
+#: The values of a sparse tensor as they are stored; the public `values()` wants it coalesced.
+stored_values = methodcaller("_values")
 
-def call_of(op: OpOverload) -> Callable[..., Any]:
-    """Return what runs an op in C++; the overload object itself goes through Python first, at 1 us a call."""
-    return op._op
+#: A parameter's hooks after its gradient, in order: the tape must come before an optimizer.
+gradient_hooks = attrgetter("_post_accumulate_grad_hooks")
 
+#: An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does.
+load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
-def node_number(node: Any) -> int:
-    """Return the number that autograd gave a node when forward made it."""
-    return node._sequence_nr()
+#: A module's hooks after `load_state_dict`, among which a prepared model has its session.
+hooks_after_load = attrgetter("_load_state_dict_post_hooks")
 
+#: A module's hooks before and after its forward, and torch's notes on them: without them a conversion cannot
+#: find or remove its own hooks by their number, and lint finds none.
+hooks_of = attrgetter(
+    *("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 
-def stored_values(sparse: Tensor) -> Tensor:
-    """Return the values of a sparse tensor as they are stored; the public `values()` wants it coalesced."""
-    return sparse._values()
+#: Takes a library's kernels out of the dispatcher; torch does so only when the object dies.
+destroy = methodcaller("_destroy")
+
+#: The rank whose weights all take when ranks of `ddp.join()` have run out of batches.
+joined_rank = attrgetter("_authoritative_rank")
+
+#: Whether `ddp.join()` is entered.
+is_joining = attrgetter("_join_config.enable")
+
+#: An optimizer's own hooks before and after its step, which our step calls as torch's does.
+step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @contextmanager
@@ -219,28 +195,14 @@ def engine_under(mode: Any) -> Generator[None]:
         autograd._engine_run_backward = engine
 
 
-def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
-    """Return a parameter's hooks after its gradient, in order: the tape must come before an optimizer."""
-    return cast(Any, parameter)._post_accumulate_grad_hooks
-
-
 def memory_of(t: Tensor) -> int:
     """Return what tells one storage from another, fake ones too, which have no address."""
     return t.untyped_storage()._cdata
 
 
-load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-"""An optimizer's hooks before and after `load_state_dict`, which ours calls as torch's does."""
-
-
 def has_load_hooks(optimizer: Any) -> bool:
     """Return whether `Optimizer.__init__` has run: a class that calls it late has no hooks before."""
     return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
-
-
-def hooks_after_load(module: nn.Module) -> dict[int, Any]:
-    """Return a module's hooks after `load_state_dict`, among which a prepared model has its session."""
-    return cast(Any, module)._load_state_dict_post_hooks
 
 
 def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
@@ -252,24 +214,7 @@ def check_same_shapes(group: Any, tensors: Sequence[Tensor]) -> None:
 
 def in_forward_ad() -> bool:
     """Return whether forward-mode differentiation is on, which functions of autograd do not support."""
-    from torch.autograd import forward_ad
-
     return forward_ad._current_level >= 0
-
-
-def destroy(library: torch.library.Library) -> None:
-    """Take a library's kernels out of the dispatcher; torch does so only when the object dies."""
-    library._destroy()
-
-
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's hooks before and after its forward, and torch's notes on them, as it holds them.
-
-    Without them a conversion cannot find or remove its own hooks by their number, and lint finds none.
-    """
-    notes = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
-    held = (module._forward_pre_hooks, module._forward_hooks, *notes, module._forward_hooks_always_called)
-    return cast("tuple[dict[int, Any], ...]", held)
 
 
 def flat_weights(module: nn.Module) -> tuple[list[str], list[Any]] | None:
@@ -326,23 +271,9 @@ def device_types(group: Any) -> set[str]:
     return {device.type for device in group._device_types}
 
 
-def joined_rank(ddp: Any) -> int:
-    """Return the rank whose weights all take when ranks of `ddp.join()` have run out of batches."""
-    return ddp._authoritative_rank
-
-
-def is_joining(ddp: Any) -> bool:
-    """Return whether `ddp.join()` is entered."""
-    return bool(ddp._join_config.enable)
-
-
 def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
     """Return the hooks that a DDP sends gradients through, to refuse fp16 ones at a bf16 level."""
     return getattr(ddp, "_comm_hooks", ())
-
-
-step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""An optimizer's own hooks before and after its step, which our step calls as torch's does."""
 
 
 # --- fully_shard -------------------------------------------------------------------------------------------

@@ -184,8 +184,8 @@ PYTHON = {
     "dtype fp8": (lambda: amp(dtype="fp8"), r"fp16 or bf16"),
     "dtype int8": (lambda: amp(dtype=torch.int8), r"int8.*(fp16|bf16)"),
     "dtype fp32 at O2": (lambda: amp("O2", "fp32"), r"fp32.*(bf16|O0)"),
-    "argument levl": (lambda: hs.prepare(net(), levl="O1"), r"no argument levl='O1': did you mean level=\?"),
-    "third positional": (lambda: hs.prepare(net(), None, "O2"), r"level='O2'|level="),
+    "argument levl": (lambda: hs.prepare(net(), levl="O1"), r"prepare\(\).* unexpected .*argument 'levl'"),
+    "fourth positional": (lambda: hs.prepare(net(), None, "O2", "bf16"), r"3 positional arguments but 4"),
     "optimizer first": (optimizer_first, r"got SGD as a model: expected prepare\(model, optimizer\)"),
     "optimizer of another model": (
         optimizer_of_another,

@@ -135,10 +135,7 @@ REFUSED = {
     "fp32 policy": (lambda m, o: hs.prepare(m, o, policy="p=f32,c=f32"), "O1 runs in fp16 or bf16"),
     "16-bit weights at O1": (lambda m, o: hs.prepare(m, o, policy="bf16"), "stores parameters in bf16"),
     "fp64 outputs": (lambda m, o: hs.prepare(m, o, policy="c=bf16,o=fp64"), "outputs in fp64: expected fp32"),
-    "bf16 reductions": (
-        lambda m, o: hs.prepare(m, o, policy="c=bf16,r=bf16"),
-        "reduces gradients in bf16, which ranks do",
-    ),
+    "bf16 reductions": (lambda m, o: hs.prepare(m, o, policy="c=bf16,r=bf16"), "unknown key 'r' in policy"),
 }
 
 

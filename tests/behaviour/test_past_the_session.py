@@ -285,20 +285,13 @@ def test_a_session_shows_itself():
         assert part in repr(amp)
 
 
-@pytest.mark.parametrize("name", ["level", "device", "optimizers", "stop", "lr"])
-def test_settings_without_effect_are_refused(name):
-    _, amp = prepared()
-    with pytest.raises(ConfigError, match=f"{name}.*effect"):
-        setattr(amp, name, "O1")
-
-
-def test_what_a_session_derives_is_refused_in_the_same_words():
+def test_what_a_session_derives_cannot_be_set():
     _, amp = prepared()
     kinds = {name: getattr(type(amp), name) for name in dir(type(amp))}
     derived = {name for name, kind in kinds.items() if isinstance(kind, property) and kind.fset is None}
     assert {"group", "level", "loss_scales", "model", "skips", "steps"} <= derived
     for name in derived:
-        with pytest.raises(ConfigError, match=f"Session.{name} cannot be set"):
+        with pytest.raises(AttributeError, match=f"property '{name}' of 'Session' object has no setter"):
             setattr(amp, name, None)
 
 
@@ -371,14 +364,12 @@ def test_a_session_state_of_something_else_is_refused():
         amp.load_state_dict({"format": 2})
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_an_orthogonal_parametrization_is_not_made_in_16_bits(level):
+def test_a_layer_made_orthogonal_stays_fp32_by_a_plan():
+    """torch has no products of reflections in 16 bits: docs/troubleshooting.md."""
     model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedError, match=r"'0' has an orthogonal parametrization.*by a plan"):
-        hs.prepare(model, optimizer, level=level, dtype="bf16")
-    assert {p.dtype for p in model.parameters()} == {F32}
-    amp = hs.prepare(model, optimizer, level="O1", dtype="bf16")
+    plan = hs.Plan([hs.PlanRule("0", dtype="fp32")])
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16", plan=plan)
     train(model, amp, 2)
 
 
@@ -401,7 +392,7 @@ def test_a_layer_added_to_the_optimizer_alone_and_one_that_was_replaced_are_refu
         train(model, amp)
 
 
-def test_a_scheduler_s_class_a_number_as_a_loss_and_a_level_by_place_are_named():
+def test_a_scheduler_s_class_and_a_number_as_a_loss_are_named_and_a_level_may_come_third():
     _, amp = prepared(level="O1")
     with pytest.raises(
         ConfigError,
@@ -411,9 +402,7 @@ def test_a_scheduler_s_class_a_number_as_a_loss_and_a_level_by_place_are_named()
     with pytest.raises(ConfigError, match=r"backward got 1\.0 of type float, expected the loss as a tensor"):
         amp.backward(1.0)
     fresh = net()
-    with pytest.raises(ConfigError, match=r"prepare got 'O2' after model and optimizer.* level='O2'"):
-        hs.prepare(fresh, OPTIMIZERS["torch"](fresh.parameters()), "O2")
-    assert not fresh._forward_pre_hooks
+    assert hs.prepare(fresh, OPTIMIZERS["torch"](fresh.parameters()), "O2").level.name == "O2"
 
 
 @pytest.mark.parametrize("skips", [True, False])

@@ -19,10 +19,10 @@ from halfstep.casting.kernel_choice import (
     saved,
     table_of,
     to_plain,
-    to_toml,
 )
 from halfstep.casting.kinds.kind import NATIVE, ROUNDED, Choice, OpClass
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.policy.plan import toml_table
 
 CONV = OpClass("convolution", "fp16", "2d dense", "small", 1)
 
@@ -120,7 +120,8 @@ def test_rows_survive_toml_and_state(tmp_path) -> None:
         Row(ROUNDED, dtype="fp16", why="of two\nlines,\ta \\ and \x7f, größer"),
     )
     file = tmp_path / "kernels.toml"
-    file.write_text(to_toml(rows, "of one machine"), encoding="utf-8")
+    tables = [toml_table("[[kernel]]", row) for row in to_plain(rows)]
+    file.write_text("\n".join(["# of one machine\nformat = 1\n", *tables]), encoding="utf-8")
     assert read_toml(file) == rows
     assert from_plain(to_plain(rows)) == rows
 

@@ -333,3 +333,10 @@ def test_words_stay_whole_where_a_long_text_stands_beside_them(monkeypatch, caps
     rows = [["linear", "2d narrow-pointwise", "because " * 30]]
     console().print(table("", ("op", "kind", "why"), rows))
     assert "narrow-pointwise" in capsys.readouterr().out
+
+
+def test_what_names_a_row_stays_on_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    heads = ("level", "samples/s", "peak MB", "saved MB", "skipped", "scale")
+    console().print(table("", heads, [["O1 fp16 (slow here)", "8,112", "8.4", "0.5", "0", "none"]], "scale"))
+    assert capsys.readouterr().out.count("O1 fp16 (slow here)") == 2

@@ -117,7 +117,7 @@ def test_a_script_that_cannot_be_tuned_says_why(
         (["nowhere.py"], "no script nowhere.py"),
         (["digits-mpl"], "did you mean digits-mlp"),
         (["digits-mlp", "--seconds", "0"], "--seconds 0: expected seconds above 0"),
-        (["digits-mlp", "--out", "/no/such/folder/plan.toml"], "there is no folder"),
+        (["digits-mlp", "--out", "/no/such/folder/plan.toml"], "cannot write into /no/such/folder"),
         (["digits-mlp", "--dtype", "fp33"], "fp33"),
     ],
 )

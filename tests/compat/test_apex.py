@@ -233,8 +233,9 @@ def test_an_inf_anywhere_skips_every_optimizer_of_the_loss(level, bad):
 def test_a_static_scale_does_not_skip_but_says_so():
     model, optimizer = init(*make(), opt_level="O2", loss_scale=8.0)
     loss = model(torch.randn(6, 4)).square().mean() * float("inf")
-    with pytest.warns(HalfstepWarning, match="static"), amp.scale_loss(loss, optimizer) as scaled:
+    with pytest.warns(HalfstepWarning, match="static") as told, amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -11,7 +11,7 @@ from halfstep.compat import apex
 from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
 from halfstep.compat.apex.normalization import fused_layer_norm as normalization
 from halfstep.compat.apex.parallel.LARC import LARC
-from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, UnsupportedError
 
 torch.set_num_threads(1)
 F16, F32 = torch.float16, torch.float32
@@ -278,19 +278,7 @@ def test_it_is_saved_by_its_state_and_not_copied():
         copy.deepcopy(optimizer)
 
 
-# --- a plain backward -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_plain_backward_is_told_once(level):
-    model, optimizer = amp_model(level)
-    loss_of(model).backward()
-    with pytest.warns(HalfstepWarning, match=r"SGD\.step\(\) takes gradients of a plain") as told:
-        optimizer.step()
-    assert told[0].filename == __file__
-    optimizer.zero_grad()
-    loss_of(model).backward()
-    optimizer.step()
+# --- one step ---------------------------------------------------------------------------------------------
 
 
 def amp_model(level, **options):
@@ -298,58 +286,6 @@ def amp_model(level, **options):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-
-
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_without_a_scale_a_plain_backward_is_as_good(level, recwarn):
-    model, optimizer = amp_model(level)
-    loss_of(model).backward()
-    optimizer.step()
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_is_scaled_is_not_told(level, recwarn):
-    model, optimizer = amp_model(level, loss_scale=128.0)
-    optimizer.step()  # no gradients
-    for delayed in (True, False):
-        with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delayed) as scaled:
-            scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not recwarn.list
-
-
-def test_an_optimizer_that_scale_loss_does_not_name_is_told():
-    torch.manual_seed(0)
-    models = [nn.Linear(4, 4), nn.Linear(4, 2)]
-    made = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    (first, second), (one, two) = amp.initialize(models, made, opt_level="O2", verbosity=0)
-    with amp.scale_loss(loss_of(lambda x: second(first(x))), one) as scaled:
-        scaled.backward()
-    one.step()
-    with pytest.warns(HalfstepWarning, match="with every optimizer that the loss trains"):
-        two.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_body_without_backward_of_the_scaled_loss_is_told_once(level):
-    model, optimizer = amp_model(level)
-    loss = loss_of(model)
-    with (
-        pytest.warns(HalfstepWarning, match=r"scaled_loss\.backward\(\) inside, not loss\.backward") as told,
-        amp.scale_loss(loss, optimizer),
-    ):
-        loss.backward()
-    assert told[0].filename == __file__
-    optimizer.step()
-    for factor in (1.0, float("nan")):  # a sum that holds the scaled loss counts, and a body that only looks
-        with amp.scale_loss(loss_of(model) * factor, optimizer) as scaled:
-            (scaled + 0.0).backward()
-        optimizer.step()
-    with amp.scale_loss(loss_of(model).detach(), optimizer):
-        pass
 
 
 def test_clipping_the_models_parameters_is_clipping_the_masters():
@@ -431,6 +367,16 @@ def test_norms_without_a_weight_and_apex_options():
     plain = normalization.FusedLayerNorm([2, 4], elementwise_affine=False, memory_efficient=True)
     assert torch.equal(plain(given), nn.LayerNorm([2, 4])(given))
     assert torch.equal(normalization.fused_rms_norm(given, (4,)), nn.RMSNorm(4, eps=1e-6)(given))
+    mixed = normalization.MixedFusedRMSNorm(4, elementwise_affine=False)
+    assert torch.equal(mixed(given), nn.RMSNorm(4, eps=1e-5)(given))
+
+
+@pytest.mark.parametrize("kind", optimizers.__all__)
+def test_copies_of_an_optimizer_keep_its_options(kind):
+    optimizer = getattr(optimizers, kind)(nn.Linear(2, 2).parameters(), lr=0.1, set_grad_none=False)
+    twin = copy.deepcopy(optimizer)
+    assert {name for name in vars(optimizer) if not name.startswith("_")} <= vars(twin).keys()
+    assert twin.set_grad_none is False
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -199,6 +199,11 @@ def test_more_than_1000_overflows_in_a_row_raise():
     with pytest.raises(RuntimeError, match="1001 steps in a row") as caught:
         manager.update_loss_scale(True)
     assert isinstance(caught.value, LossScaleCollapsed)
+    scaler = amp.DynamicLossScaler(8, 2, 50)
+    for finite in (*[False] * 1000, True, *[ms.Tensor(False)] * 1000):
+        scaler.adjust(finite)
+    with pytest.raises(LossScaleCollapsed, match="1001 steps in a row"):
+        scaler.adjust(False)
 
 
 def test_fixed_manager():
@@ -373,9 +378,9 @@ def test_auto_takes_functions():
             ValueError,
             "cannot be provided at the same time",
         ),
-        (lambda: amp.custom_mixed_precision(3, white_list=[]), TypeError, "network type should be Cell"),
-        (lambda: amp.custom_mixed_precision(Probe(), white_list=(nn.Dense,)), TypeError, "should be list"),
-        (lambda: amp.custom_mixed_precision(Probe(), white_list=[3]), TypeError, "should be a class"),
+        (lambda: amp.custom_mixed_precision(3, white_list=[]), TypeError, "'network' must be Module"),
+        (lambda: amp.custom_mixed_precision(Probe(), white_list=(nn.Dense,)), TypeError, "must be list"),
+        (lambda: amp.custom_mixed_precision(Probe(), white_list=[3]), TypeError, "must be type"),
         (lambda: amp.custom_mixed_precision(Probe(), white_list=[int]), TypeError, "'Cell' and 'Primitive'"),
         (lambda: amp.custom_mixed_precision(Probe(), black_list=[ops.ReLU]), TypeError, "one of 'Cell'"),
         (lambda: nn.Dense(2, 2).to_float(ms.float64), ValueError, "'dst_type' must be mstype.float32"),

@@ -136,7 +136,7 @@ def test_data_sets_repeat_drop_and_name():
         (lambda tmp: NumpySlicesDataset({"x": [1]}).batch(2).batch(2), "in batches already"),
         (lambda tmp: NumpySlicesDataset({"x": [1]}).map(abs, "z"), "no column 'z'"),
         (lambda tmp: NumpySlicesDataset({"a": [1], "b": [1, 2]}), "must have one length"),
-        (lambda tmp: NumpySlicesDataset({"a": [1]}).batch(0), "at least 1"),
+        (lambda tmp: NumpySlicesDataset({"a": [1]}).batch(0), "'batch_size' must be int and must be >= 1"),
         (lambda tmp: vision.Normalize((0.1,), (0.0,)), "positive stds"),
         (lambda tmp: nn.Conv2d(1, 1, 3, pad_mode="full"), "'pad_mode' must be one of"),
         (lambda tmp: nn.Dense(1, 1, weight_init="magic"), "unknown initializer 'magic'"),

@@ -7,7 +7,6 @@ import torch
 import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore import amp, nn, ops
-from halfstep.errors import HalfstepWarning
 
 X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 
@@ -126,13 +125,3 @@ def test_all_finite_gives_a_tensor_and_refuses_what_holds_none():
         amp.all_finite(())
     with pytest.raises(TypeError, match="'inputs' must be"):
         amp.all_finite(3)
-
-
-def test_a_scaler_that_overflows_at_one_warns_once():
-    scaler = amp.DynamicLossScaler(2, 2, 50)
-    for _ in range(10):
-        scaler.adjust(False)
-    flags = [ms.Tensor(False)] * 30
-    with pytest.warns(HalfstepWarning, match=r"at 1\.0, its least, and 10 steps in a row") as told:
-        assert all(scaler.adjust(flag) for flag in flags)
-    assert len(told) == 1

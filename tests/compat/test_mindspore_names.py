@@ -169,7 +169,7 @@ def test_clipping_gives_mindspores_numbers():
     assert values(ops.clip_by_value((x, y), 1.5, 3.0)) == [[[1.5, 2.0], [3.0, 3.0]], [[1.5, 1.5], [1.5, 2.0]]]
     np.testing.assert_allclose(values(ops.clip_by_norm(x, 1.0)), (x / x.norm()).tolist(), rtol=1e-5)
     assert values(ops.clip_by_norm([x, y], 100.0)) == values([x, y])
-    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 is nan"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 .* non-finite"):
         ops.clip_by_norm(x * float("nan"), 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="use_norm"):
         ops.clip_by_global_norm((x, y), 1.0, 2.0)
@@ -330,17 +330,6 @@ def test_a_rate_may_be_a_tensor():
     parameter = ms.Parameter(ms.Tensor([1.0]), name="a")
     assert nn.SGD([parameter], ms.Tensor(0.25)).get_lr() == 0.25
     assert nn.Adam([parameter], ms.Tensor([0.5, 0.25])).get_lr() == 0.5
-
-
-def test_a_scale_that_nothing_divides_out_is_told():
-    network, _ = problem()
-    manager = amp.FixedLossScaleManager(1024.0, drop_overflow_update=False)
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    with pytest.warns(HalfstepWarning, match=r"multiplied by 1024.*give it loss_scale=1024"):
-        amp.build_train_network(network, optimizer, loss_scale_manager=manager)
-    network, _ = problem()
-    optimizer = nn.SGD(network.trainable_params(), 0.1, loss_scale=1024.0)
-    amp.build_train_network(network, optimizer, loss_scale_manager=manager)
 
 
 def test_a_model_takes_datasets_alone():

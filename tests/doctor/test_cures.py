@@ -1,11 +1,13 @@
 """What a cure says is what it does: the text, the trial and the diff change the same thing, and no other."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
 from halfstep.doctor import script as _script
 from halfstep.doctor.edit import written
-from halfstep.numerics.cures import placed
+from halfstep.numerics.cures import put_in_place
 from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.snapshot import StepParticipants
 from tests.doctor.test_diff import examined, fault
@@ -79,7 +81,8 @@ def test_a_scale_around_a_layer_leaves_its_bias_alone(tmp_path, monkeypatch):
         return space["run"](layer, x)
 
     plain = run(path.read_text())
-    with placed(spec, StepParticipants(None, [layer])):
+    with ExitStack() as stack:
+        put_in_place(spec, StepParticipants(None, [layer]), stack)
         tried = run(path.read_text())
     edited = run(next(written(path.read_text(), spec, fault())))
     assert torch.allclose(tried, plain, rtol=1e-5)

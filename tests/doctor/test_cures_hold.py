@@ -6,8 +6,7 @@ steps; or better than without, and the step well. That is so to the end, or unti
 
 import pytest
 
-from halfstep.doctor.edit import written
-from halfstep.doctor.mend import is_gone
+from halfstep.doctor.edit import is_gone, written
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import UNTRIED, WORKS
 from tests.doctor.test_diff import applied, examined

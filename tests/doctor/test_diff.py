@@ -10,8 +10,7 @@ import torch
 import halfstep as hs
 from halfstep.cli import main
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import with_plan, written
-from halfstep.doctor.mend import is_gone
+from halfstep.doctor.edit import is_gone, with_plan, written
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import WORKS, Cause, Fault
 from halfstep.numerics.tape import OpLocation

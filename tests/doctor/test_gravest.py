@@ -1,5 +1,7 @@
 """The headline is the fault that harms, not the earliest one; each fault is harmless or not by itself."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -157,7 +159,8 @@ def test_a_trial_of_another_scale_keeps_its_kind_and_bounds():
     model = nn.Linear(4, 2)
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="fp16")
     parts = StepParticipants(None, [amp])
-    with lift_loss_scale(parts, -40.0):
+    with ExitStack() as stack:
+        lift_loss_scale(parts, stack, -40.0)
         assert parts.scale_moves
         assert amp.loss_scale.read() == 1.0
     assert amp.loss_scale.read() == 2.0**16

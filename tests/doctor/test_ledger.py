@@ -5,8 +5,7 @@ import math
 import pytest
 
 from halfstep.doctor import CauseFound, Fault
-from halfstep.doctor.ledger import Knobs, Ledger, Note, RunNotes, quiet_faults, with_roots
-from halfstep.numerics.cures import PLAIN
+from halfstep.doctor.ledger import Knobs, Ledger, Note, quiet_faults, with_roots
 from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.watch import LostUpdates
 
@@ -39,14 +38,10 @@ def overflow(step, kind="range"):
     return Fault("forward", "linear", place, CauseFound(kind, kind), step=step)
 
 
-def seen(ledger):
-    return RunNotes(ledger, [], [], PLAIN)
-
-
 def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     ledger = run([0.1] * 5 + [9e3, 1e20, math.inf], [1.0] * 6 + [1e9, math.nan], rates=[0.01] * 5 + [1e3] * 3)
     ledger.notes[-1].bad, ledger.notes[-1].spoiled = "loss", True
-    (fault,) = with_roots(seen(ledger), [overflow(7)])
+    (fault,) = with_roots(ledger, [overflow(7)])
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
     assert "then: step 8: forward: linear in 2 (Linear), t.py:5" in fault.story()
     assert fault.cures[0].specs == [("rate", 0.01)]
@@ -54,7 +49,7 @@ def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
 
 def test_a_jump_is_told_from_the_rate_of_the_step_before():
     ledger = run([0.1] * 5 + [9e3], [1.0] * 6, rates=[0.1, 0.2, 0.18, 0.17, 0.16, 1e3])
-    (fault,) = quiet_faults(seen(ledger))
+    (fault,) = quiet_faults(ledger)
     assert "it jumps from 0.16 to 1000" in fault.cause.text
     assert fault.cures[0].specs == [("rate", 0.2)]
 
@@ -62,14 +57,16 @@ def test_a_jump_is_told_from_the_rate_of_the_step_before():
 def test_updates_that_are_lost_are_told_at_the_first_step_that_loses_them():
     for dtype, cure in (("bf16", "masters"), ("fp32", "advice")):
         lost = [LostUpdates(i, 0.96 if i else 0.5, "w", 1.0, dtype) for i in (0, 1, 2, 3)]
-        (fault,) = quiet_faults(RunNotes(run([1e-6] * 4, [1.0] * 4), [], lost, PLAIN))
+        ledger = run([1e-6] * 4, [1.0] * 4)
+        ledger.lost = lost
+        (fault,) = quiet_faults(ledger)
         assert (fault.step, fault.cause.kind, fault.cures[0].kind) == (1, "rounding", cure)
         assert f"the {dtype} weights" in fault.cause.text
 
 
 def test_bad_data_after_a_jump_stays_a_fault_of_its_own():
     ledger = run([0.1] * 5 + [9e3, 0.1], [1.0] * 7, rates=[0.01] * 5 + [1e3, 0.01], bad="loss", spoiled=True)
-    assert with_roots(seen(ledger), [overflow(6, "data")])[0].cause.kind == "data"
+    assert with_roots(ledger, [overflow(6, "data")])[0].cause.kind == "data"
 
 
 def test_a_first_real_rate_after_almost_none_is_no_spike():
@@ -80,35 +77,35 @@ def test_a_first_real_rate_after_almost_none_is_no_spike():
 
 def test_a_loss_that_grew_is_told_with_the_step_whose_update_it_came_of():
     ledger = run([1.0] * 4, [2.0, 2.5, 4e3, math.nan], sizes=[1, 1, 50, 2e3], bad="loss", spoiled=True)
-    (fault,) = with_roots(seen(ledger), [overflow(3)])
+    (fault,) = with_roots(ledger, [overflow(3)])
     assert (fault.step, fault.cause.kind) == (1, "divergence")
     assert "learning rate of 0.01 is too large" in fault.cause.text
 
 
 def test_a_loss_that_grew_over_still_weights_is_not_the_rates_fault():
     ledger = run([1e-4] * 4, [2.0, 2e2, 4e5, math.nan], bad="loss")
-    (fault,) = with_roots(seen(ledger), [overflow(3)])
+    (fault,) = with_roots(ledger, [overflow(3)])
     assert "learning rate" not in fault.cause.text
     assert "the weights did not" in fault.cause.text
 
 
 def test_a_division_by_zero_is_not_explained_by_a_growing_loss():
     ledger = run([1.0] * 4, [2.0, 2e2, 4e5, math.nan], bad="loss", spoiled=True)
-    assert [f.cause.kind for f in with_roots(seen(ledger), [overflow(3, "mathematics")])] == ["mathematics"]
+    assert [f.cause.kind for f in with_roots(ledger, [overflow(3, "mathematics")])] == ["mathematics"]
 
 
 def test_a_weight_decay_beyond_two_steps_is_named():
     ledger = run([1.0] * 12, [10.0 ** (i * 2) for i in range(12)])
     for note in ledger.notes:
         note.knobs = (Knobs(weight_decay=300.0),)
-    (fault,) = quiet_faults(seen(ledger))
+    (fault,) = quiet_faults(ledger)
     assert "weight decay 300 times the learning rate is 3" in fault.cause.text
 
 
 @pytest.mark.parametrize(("betas", "code"), [((0.9, 0.0), "betas=(0.9, 0.999)"), ((0.9, 0.999), "eps=1e-4")])
 def test_a_large_update_of_small_gradients_blames_the_divisor(betas, code):
     ledger = run([1e-3] * 5 + [50.0], [1.0] * 6, gradient=0.0, knobs=(Knobs(0.0, betas, 1e-8),))
-    (fault,) = quiet_faults(seen(ledger))
+    (fault,) = quiet_faults(ledger)
     assert "though the gradients are no larger" in fault.cause.text
     assert [c.code for c in fault.cures] == [code]
 

@@ -102,38 +102,7 @@ def test_a_disk_that_turns_out_full_at_the_sync(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_numpy_numbers_are_saved_as_pythons(tmp_path):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(0.1), betas=(np.float64(0.5), 0.9))
-    state = {"optimizer": optimizer.state_dict(), "loader": {"at": np.int64(3), "seen": [np.bool_(True)]}}
-    loaded = checkpoint.load(checkpoint.save(tmp_path / "a.pt", state))
-    group = loaded["optimizer"]["param_groups"][0]
-    assert (type(group["lr"]), group["lr"], group["betas"]) == (float, 0.1, (0.5, 0.9))
-    assert loaded["loader"] == {"at": 3, "seen": [True]}
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"), [(np.zeros(2), "ndarray"), (lambda: 0, "function"), (object(), "object")]
-)
-def test_what_could_never_be_loaded_is_refused_at_the_save_by_its_place(tmp_path, bad, kind):
-    with pytest.raises(CheckpointError, match=rf"state\['loader'\]\['order'\]\[1\] is of type {kind}"):
-        checkpoint.save(tmp_path / "a.pt", {"loader": {"order": [1, bad]}})
-    assert not list(tmp_path.iterdir())
-
-
-def stepped(kind):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = kind(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(("saved", "present"), [("AdamW", "Lion"), ("Adam", "AdamW"), ("AdamW", "Adam")])
-def test_the_state_of_another_algorithm_is_refused(saved, present):
-    model, one = stepped(getattr(hs.optim, saved))
-    _, other = stepped(getattr(hs.optim, present))
-    names = checkpoint.parameter_names(model, one)
-    with pytest.raises(CheckpointError, match=f"{saved} saved it, here is {present}"):
-        checkpoint.load_optimizer_state(other, names, checkpoint.optimizer_state(one, names))
+def test_what_torch_would_only_read_by_running_code_is_named_at_the_load(tmp_path):
+    path = checkpoint.save(tmp_path / "a.pt", {"at": np.int64(3)})
+    with pytest.raises(CheckpointError, match=r"it holds numpy.*, objects that only running its code"):
+        checkpoint.load(path)

@@ -91,7 +91,7 @@ def test_saves_in_the_background_are_of_their_step_and_resume_bit_for_bit(tmp_pa
     first.fit(loader(), steps=7)
     assert [p.name for p in CheckpointFolder(tmp_path).paths()] == ["step-00000004", "step-00000006"]
     assert first.save() == tmp_path / "step-00000007"
-    first.wait_until_saved()
+    first.amp.wait_until_saved()
     again = make(**options)
     assert again.fit(loader(), steps=9, resume=True).steps[0].step == 8
     assert torch.equal(weights(again), weights(whole))

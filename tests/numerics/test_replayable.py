@@ -13,7 +13,6 @@ from halfstep.numerics.trace import trace_step
 from halfstep.scaling import DynamicLossScale
 from halfstep.session import prepare
 from halfstep.trainer import Trainer
-from halfstep.trainer.loop import MicroBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:5 steps in a row were skipped")
 
@@ -261,10 +260,3 @@ def test_a_long_history_does_not_hide_a_bad_step():
     for batch in batches(bad_at=4):
         replay.run(step, *batch)
     assert [number for number, _ in replay.traces] == [5]
-
-
-def test_a_replay_gives_each_batch_the_random_state_it_had():
-    torch.manual_seed(0)
-    micro = MicroBatches(lambda: torch.rand(2), 3)
-    draws = [[torch.cat([batch, torch.rand(2)]) for batch in micro] for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*draws))

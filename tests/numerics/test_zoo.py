@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from halfstep.compat.torch_amp import autocast
-from halfstep.numerics.cures import placed
+from halfstep.numerics.cures import put_in_place
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.trace import trace_step
 from tests.numerics.zoo import FAULTS
@@ -60,7 +61,8 @@ def test_the_cure_trains(fault):
     cure = next(c for c in bad.cures if c.kind == fault.cure)
     assert cure.status == "works"
     start = [p.detach().clone() for p in case.model.parameters()]
-    with placed(cure.specs[0], StepParticipants(case.step)):
+    with ExitStack() as stack:
+        put_in_place(cure.specs[0], StepParticipants(case.step), stack)
         losses = [float(case.step(*case.batch)) for _ in range(40)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]

@@ -23,7 +23,6 @@ POLICIES = st.builds(
     param_dtype=DTYPES,
     compute_dtype=DTYPES,
     output_dtype=st.none() | DTYPES,
-    reduce_dtype=DTYPES,
     table=st.sampled_from(sorted(TABLES)),
     edits=EDITS,
 )

@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError
 from halfstep.report import render, write_report
 from halfstep.report.comparison import Bound, Comparison, RecipeRows, SeedRun, SettingRow
 from halfstep.report.page import smooth
-from halfstep.report.svg import Bar, Line, bar_chart, line_chart, nice_ticks, number, power_ticks
+from halfstep.report.svg import Line, line_chart, nice_ticks, number, power_ticks
 from halfstep.report.words import bounds, busy, cells, columns, recommended, sentence, verdict
 
 BOUND = Bound(0.004, 0.001, 0.00005, flops=2 * 10**9, bytes=10**7, ops=40)
@@ -254,9 +254,11 @@ def test_a_flat_line_and_one_point_are_drawable():
 
 
 def test_bars_are_in_proportion():
-    drawn = bar_chart([Bar("a", "", 10.0, "10"), Bar("b", "", 5.0, "5", inner=2.5)], describe="d")
-    widths = [float(part.split("%")[0]) for part in drawn.split("width:")[1:]]
-    assert widths == [100.0, 50.0, 25.0]
+    drawn = render(document(rows=[row(seconds=0.01), row("O1", "fp16", seconds=0.005, saved_bytes=5e6)]))
+    times, memory = (part.partition("</ul>")[0] for part in drawn.split("class='bars'")[1:])
+    widths = [[float(w.split("%")[0]) for w in text.split("width:")[1:]] for text in (times, memory)]
+    assert widths[0] == [100.0, 50.0]
+    assert widths[1][2:] == [100.0, 25.0]
 
 
 def test_smoothing_keeps_length_and_means():

@@ -49,7 +49,7 @@ def test_what_words_come_to(level, dtype, policy, given, scales, output):
         (("O0", None, "c=bf16"), "level O0 is fp32 throughout, yet policy=c=bf16 was given: drop it"),
         (("bf16-mixed", "fp16", None), "the level names torch.bfloat16 but dtype=torch.float16 was given"),
         (("O1", "bf16", "p=bf16,c=bf16"), "the policy stores parameters in bf16, level O1 in fp32"),
-        (("O2", "bf16", "c=bf16,r=bf16"), "the policy reduces gradients in bf16, which ranks do"),
+        (("O2", "bf16", "c=bf16,r=bf16"), "unknown key 'r' in policy 'c=bf16,r=bf16'"),
         (("O1", "bf16", "c=bf16,o=fp16"), "the policy gives outputs in fp16: expected fp32 or the compute"),
     ],
 )

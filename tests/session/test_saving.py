@@ -271,7 +271,7 @@ def test_another_model_level_or_place_is_named(tmp_path):
         build("O1")[3].load(tmp_path / "a")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         run[3].load(tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"0 schedulers, load.. was given 1"):
+    with pytest.raises(CheckpointError, match=r"0 schedulers, 1 were given"):
         run[3].load(tmp_path / "a", schedulers=[run[2]])
 
 

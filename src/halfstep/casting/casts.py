@@ -225,7 +225,8 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
         if functorch_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
             return _cast_below(site, compute, args, kwargs)
-        with SavedLow() as saved:
+        saved = SavedLow()
+        with saved:
             out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 

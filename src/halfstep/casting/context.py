@@ -39,11 +39,11 @@ def _switch(
     policy: str | Policy | None,
     kernels: Kernels,
 ) -> Switch:
-    switch = regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels))).switch
-    if switch[1] and torch.compiler.is_exporting():
+    setting = regions.ready(regions.resolve(device_type, dtype, enabled, policy, table_of(kernels)))
+    if setting.code is not None and torch.compiler.is_exporting():
         record_casts()
-    put_back_when_broken((switch[0], *regions.CARRIERS))
-    return switch
+    put_back_when_broken((setting.device_type, *state.CARRIERS))
+    return setting.switch
 
 
 _dynamo_traces_autocast = constant_when_traced(torch_private.dynamo_traces_autocast)
@@ -105,7 +105,7 @@ class autocast:
         if isinstance(device_type, torch.device):
             device_type = device_type.type
         self._arguments = (device_type, dtype, enabled, regions.readable(policy), kernels)
-        self._traced: list[tuple[str, state.Standing]] = []
+        self._traced: list[Switch] = []
         self._setting: Setting | None = None
         if not torch.compiler.is_compiling():
             self._setting = _setting(*self._arguments)
@@ -138,7 +138,7 @@ class autocast:
         if torch.compiler.is_dynamo_compiling() and not _dynamo_traces_autocast():
             torch_private.graph_break("this torch cannot compile a halfstep region: newer ones can")
         switch = _switch(*self._arguments)
-        self._traced = [*self._traced, (switch[0], state.standing(switch[0]))]
+        self._traced = [*self._traced, state.standing(switch)]
         state.turn(switch)
         torch.autocast_increment_nesting()
         return self
@@ -146,7 +146,7 @@ class autocast:
     def _exit_traced(self) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        state.stand(*self._traced[-1])
+        state.turn(self._traced[-1])
         self._traced = self._traced[:-1]
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -246,7 +246,7 @@ def active_policy(device_type: str | None = None) -> Policy | None:
         return traced_policy(device_type)
     for setting in (entered.setting for entered in reversed(state.thread().entered)):
         if device_type is None or setting.device_type == device_type:
-            return setting.policy if setting.switch[1] else None
+            return setting.policy if setting.code is not None else None
     return None
 
 

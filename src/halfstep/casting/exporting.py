@@ -17,7 +17,7 @@ from halfstep.casting import casts, regions
 from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_runners import tensors_of
 from halfstep.policy.policy import Policy
-from halfstep.torch_private import OpOverload, schema_of
+from halfstep.torch_private import OpOverload, dispatch_key, schema_of
 
 _MODE = "torch.fx.experimental.proxy_tensor"
 
@@ -70,5 +70,5 @@ def _runner(op: OpOverload, device_type: str, policy: Policy) -> Runner | None:
     name = schema_of(op).name.removeprefix("aten::")
     if schema_of(op).is_mutable and not name.endswith("_"):
         return None
-    site = OpOnDevice(op, device_type, regions.key_of(device_type), None, None)
+    site = OpOnDevice(op, device_type, dispatch_key(regions.key_name(device_type)), None, None)
     return casts.runner(site, policy.rows(device_type).get(name), policy.compute_dtype, False)

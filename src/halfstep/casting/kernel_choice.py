@@ -22,7 +22,6 @@ from halfstep.casting.kinds import KINDS
 from halfstep.casting.kinds.kind import NATIVE, ROUNDED, SIZES, Choice, OpClass, sizes
 from halfstep.distributed import world_size
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.policy.plan import toml_table
 from halfstep.torch_private import all_op_names
 
 #: Another way replaces torch's own kernel where it takes at most this share of its time.
@@ -254,7 +253,7 @@ def _check(number: int, key: str, given: str | None, known: Collection[str]) -> 
     )
 
 
-# --- as text and as plain values ---------------------------------------------------------------------------
+# --- as plain values and from a file -----------------------------------------------------------------------
 
 
 def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -295,12 +294,6 @@ def _row(number: int, value: object) -> Row:
         raise ValueError(f"kernel row {number} has threads = {given['threads']!r}; expected a number")
     choice = Choice(**{d: given.pop(d) for d in DIRECTIONS if d in given})
     return Row(choice, **given)
-
-
-def to_toml(rows: Iterable[Row], comment: str = "") -> str:
-    """Rows as a TOML file that `read_toml` reads."""
-    tables = [toml_table("[[kernel]]", row) for row in to_plain(rows)]
-    return "\n".join([*(f"# {line}" for line in comment.splitlines()), "format = 1\n", *tables])
 
 
 def read_toml(path: str | Path) -> tuple[Row, ...]:

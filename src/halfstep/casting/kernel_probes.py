@@ -6,7 +6,6 @@ autocast regions, dispatch modes, fake tensors) is seen or touched.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import math
@@ -65,9 +64,8 @@ def whole_table(table: KernelTable, dtype: torch.dtype, seconds: float = math.in
 # --- measuring ---------------------------------------------------------------------------------------------
 
 
-#: Races that other programs spoiled in this process, and how many of them it tries.
-_SPOILED: list[int] = []
-_TRIED = 10
+#: How often a race is held until no thread stood in line for more than this share of it, and the rest before.
+_TRIES, _DISTURBED, _REST = 3, 0.1, 0.003
 
 
 class Taken(NamedTuple):
@@ -80,21 +78,21 @@ class Taken(NamedTuple):
 def take(candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()) -> Taken:
     """A race of ops on so many threads; None for those skipped too.
 
-    Where other programs hold the cores, several threads cannot be timed: those of one thread stand in, and
-    after `_TRIED` such races several threads are not tried again.
+    Where other programs hold the cores, several threads cannot be timed: those of one thread stand in.
     """
     alive = {name: call for name, call in candidates.items() if name not in skip}
-    found, steady = dict[str, float](), False
-    if threads == 1 or len(_SPOILED) < _TRIED:
-        found, steady = race(alive, in_line=stood_in_line if threads > 1 else None)
-    if not steady:
-        _SPOILED.append(threads)
-        torch.set_num_threads(1)
-        try:
-            found = race(alive).times
-        finally:
-            torch.set_num_threads(threads)
-    return Taken({name: found.get(name) for name in candidates}, steady)
+    for _ in range(_TRIES if threads > 1 else 0):
+        waited, began = stood_in_line(), time.monotonic()
+        found = race(alive)
+        if stood_in_line() - waited <= _DISTURBED * (time.monotonic() - began):
+            return Taken({name: found.get(name) for name in candidates}, True)
+        time.sleep(_REST)
+    torch.set_num_threads(1)
+    try:
+        found = race(alive)
+    finally:
+        torch.set_num_threads(threads)
+    return Taken({name: found.get(name) for name in candidates}, threads == 1)
 
 
 def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> Taken:
@@ -136,8 +134,8 @@ def _run_overhead() -> Taken:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
 
-    found, steady = race({"torch": torchs, "ours": ours})
-    return Taken({"native": max(1e-6, found["ours"] - found["torch"])}, steady)
+    found = race({"torch": torchs, "ours": ours})
+    return Taken({"native": max(1e-6, found["ours"] - found["torch"])}, True)
 
 
 # --- remembering -------------------------------------------------------------------------------------------
@@ -151,17 +149,14 @@ def _ratios(times: Times) -> dict[str, float]:
 class Measurements:
     """Times by class and direction of this machine: asked of the disk first, then measured and kept there.
 
-    `probes` counts what was measured in this process. The file is written at most twice a second, and
-    when the process ends; what was measured while other programs held the cores serves this process alone.
+    `probes` counts what was measured in this process. What was measured while other programs held the cores
+    serves this process alone.
     """
 
     def __init__(self, file: Callable[[], Path], run: Callable[..., Taken] = _run_probe) -> None:
         self._file, self._run = file, run
         self._rows: dict[str, dict[str, float | None]] | None = None
         self._lock = threading.RLock()
-        self._passing: set[str] = set()
-        self._saved = 0.0
-        self._unsaved = False
         self.probes = 0
 
     def times(self, cls: OpClass, direction: str) -> Times:
@@ -170,11 +165,8 @@ class Measurements:
             return {}
         key = "|".join((cls.op, cls.dtype, cls.geometry, cls.size, str(cls.threads), direction))
         with self._lock:
-            rows = self._load()
-            found = rows.get(key)
-            if found is None:
-                found = self._measured(key, self._run, cls, direction, self._hopeless(cls, direction))
-            return found
+            found = self._load().get(key)
+            return found or self._measured(key, self._run, cls, direction, self._hopeless(cls, direction))
 
     def known(self) -> Mapping[str, Times]:
         """What was measured so far, here or in an earlier process; measures nothing."""
@@ -184,10 +176,8 @@ class Measurements:
     def overhead(self) -> float:
         """Seconds that leaving torch's own dispatch costs an op."""
         with self._lock:
-            found = self._load().get("overhead")
-            if found is None:
-                found = self._measured("overhead", _run_overhead)
-            return found.get("native") or 0.0
+            found = self._load().get("overhead") or self._measured("overhead", _run_overhead)
+        return found["native"] or 0.0
 
     def pays(self, region: Region, cls: OpClass, needs: str, choice: Choice) -> bool:
         """Whether a choice is faster in a layer too, with Python and casts; large ops win by more."""
@@ -196,11 +186,9 @@ class Measurements:
         ways = ",".join((choice.forward, choice.input, choice.weight))
         key = "|".join(("layer", *map(str, astuple(cls)), needs, ways))
         with self._lock:
-            found = self._load().get(key)
-            if found is None:
-                found = self._measured(key, time_layer, region, cls, needs, choice)
-            native, chosen = found.get("native"), found.get("rounded")
-            return native is None or (chosen is not None and chosen <= PAYS * native)
+            found = self._load().get(key) or self._measured(key, time_layer, region, cls, needs, choice)
+        native, chosen = found["native"], found.get("rounded")
+        return native is None or (chosen is not None and chosen <= PAYS * native)
 
     def _hopeless(self, cls: OpClass, direction: str) -> frozenset[str]:
         """What lost so clearly at smaller sizes, and ever more clearly, that this size need not show it."""
@@ -225,24 +213,10 @@ class Measurements:
         self.probes += 1
         with ThreadPoolExecutor(1) as fresh:
             taken = fresh.submit(call, *args).result()
-        self._rows = {**(self._rows or {}), key: taken.times}
-        if not taken.steady:
-            self._passing.add(key)
-        if not self._unsaved:
-            self._unsaved = True
-            atexit.register(self.save)
-        if time.monotonic() - self._saved > 0.5:
-            self.save()
+        self._load()[key] = taken.times
+        if taken.steady:
+            write_rows(self._file(), {**read_rows(self._file(), _sound), key: taken.times})
         return taken.times
-
-    def save(self) -> None:
-        """Write what was measured since the last time, beside what other processes wrote."""
-        with self._lock:
-            if self._unsaved and self._rows is not None:
-                rows = {key: row for key, row in self._rows.items() if key not in self._passing}
-                write_rows(self._file(), {**read_rows(self._file(), _sound), **rows})
-            self._saved, self._unsaved = time.monotonic(), False
-            atexit.unregister(self.save)
 
 
 def _sound(row: Mapping[str, Any]) -> bool:

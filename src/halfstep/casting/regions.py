@@ -25,6 +25,7 @@ from halfstep.casting import casts
 from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.state import (
+    CARRIERS,
     Code,
     Entered,
     Setting,
@@ -35,7 +36,6 @@ from halfstep.casting.state import (
     _threads,
     caller,
     nesting,
-    stand,
     standing,
     turn,
 )
@@ -45,24 +45,18 @@ from halfstep.policy import op_names, ops
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.torch_private import (
-    DispatchKey,
     OpOverload,
     destroy,
     dispatch_key,
-    dispatch_key_name,
     graph_task,
     has_kernel,
     has_kernel_for,
     node_number,
     not_compiled,
-    own_device_name,
     running_node,
     schema_of,
 )
 
-# Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
-# them.
-CARRIERS = ("maia", "ipu")
 # What torch's TransformerEncoder asks in eval before it makes nested tensors of padded ones, which no op of
 # its layers takes in 16 bits.
 _ASKS_TO_NEST = "_nested_tensor_from_mask_left_aligned"
@@ -92,7 +86,7 @@ def resolve(
     """Check the arguments of `autocast` and make its setting; the errors are `autocast`'s."""
     kind = devices.resolve(device_type).type
     if not enabled:
-        return off_for(kind)
+        return setting_for(kind, Policy(compute_dtype=torch.float32), kernels)
     chosen = Policy() if policy is None else Policy.parse(policy)
     if dtype is not None:
         chosen = chosen.with_dtype(parse_dtype(dtype))
@@ -120,13 +114,13 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
             f"torch has no autocast for device type {device_type!r}; use 'cpu' or a registered accelerator"
         )
     if dtype is torch.float32:
-        return Setting(policy, (device_type, False, dtype, None), {}, (), frozenset())
+        return Setting(policy, device_type)
     devices.check_dtype(device_type, dtype)
     with _registry:
         found, low = _runners(device_type, policy, kernels)
         runs = {op.name(): run for op, run in found.items()}
-        switch = device_type, True, dtype, _code_for(policy, kernels)
-        return Setting(policy, switch, runs, tuple(found), low, kernels)
+        code = _code_for(policy, kernels)
+        return Setting(policy, device_type, code, runs, tuple(found), low, kernels)
 
 
 def ready(setting: Setting) -> Setting:
@@ -137,14 +131,6 @@ def ready(setting: Setting) -> Setting:
                 _register(op, setting.device_type)
             _ready.add(setting)
     return setting
-
-
-@functools.lru_cache(maxsize=64)
-def off_for(device_type: str) -> Setting:
-    """The setting that casts nothing."""
-    return Setting(
-        Policy(compute_dtype=torch.float32), (device_type, False, torch.float32, None), {}, (), frozenset()
-    )
 
 
 def _runners(
@@ -203,23 +189,22 @@ _registered: set[tuple[OpOverload, str]] = set()
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def key_of(device_type: str) -> DispatchKey:
+def key_name(device_type: str) -> str:
     """The dispatch key at which a device type's regions work."""
-    name = "PrivateUse1" if device_type == own_device_name() else device_type.upper()
-    return dispatch_key(f"Autocast{name}")
+    own = torch.device("privateuseone").type
+    return f"Autocast{'PrivateUse1' if device_type == own else device_type.upper()}"
 
 
 def _site(op: OpOverload, device_type: str) -> OpOnDevice:
     """The site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
-        key, native, rule = key_of(device_type), None, None
-        name = dispatch_key_name(key)
+        name, native, rule = key_name(device_type), None, None
         if has_kernel_for(op.name(), name):
             native = torch.library.get_kernel(op, name)
             row = _native_rows(device_type).get(schema_of(op).name.removeprefix("aten::"))
             rule = None if row is None else row.rule
-        found = _sites[op, device_type] = OpOnDevice(op, device_type, key, native, rule)
+        found = _sites[op, device_type] = OpOnDevice(op, device_type, dispatch_key(name), native, rule)
     return found
 
 
@@ -232,7 +217,7 @@ def _register(op: OpOverload, device_type: str) -> None:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
-        _libraries[namespace].impl(op, _kernel(site), dispatch_key_name(site.key), with_keyset=True)
+        _libraries[namespace].impl(op, _kernel(site), key_name(device_type), with_keyset=True)
     _registered.add((op, device_type))
 
 
@@ -281,7 +266,7 @@ def _kernel(site: OpOnDevice) -> Callable[..., Any]:
 # --- where no region of this thread is in force, or backward runs ------------------------------------------
 
 # Stands for "autocast off": an op of a backward formula, which runs in the dtype its forward ran in.
-_STRAIGHT = Setting(Policy(), ("cpu", False, torch.float32, None), {}, (), frozenset())
+_STRAIGHT = Setting(Policy(), "cpu")
 
 
 def _elsewhere(device_type: str) -> Setting | None:
@@ -306,7 +291,8 @@ def _in_backward(device_type: str) -> Setting | None:
     who = caller()
     inside = who.active.get(device_type)
     if inside is not None:
-        depth, task = who.place[device_type] or (0, -1)
+        around = (e.began for e in reversed(who.entered) if e.setting.device_type == device_type)
+        depth, task = next(around, (0, -1))
         if task == graph_task():
             return inside
         if nesting() == (depth if who.ident == threading.get_ident() else 0):
@@ -397,32 +383,30 @@ def _is_switched_to(setting: Setting) -> bool:
 
 def found_by(owner: object, setting: Setting) -> Entered:
     """What a region finds that is about to be entered; nothing is changed but kernels registered."""
-    here, device_type = _local.thread, setting.switch[0]
+    here = _local.thread
     if setting not in _ready:
         ready(setting)
     if _shown.get(None) is not here:
         here.show()
-    active, place = here.active.get(device_type), here.place.get(device_type)
-    return Entered(owner, setting, active, place, here.depth, standing(device_type))
+    active, began = here.active.get(setting.device_type), (nesting(), graph_task())
+    return Entered(owner, setting, active, here.depth, began, standing(setting.switch))
 
 
 def enter(found: Entered) -> None:
     """Begin the region of this thread that found this."""
-    here, setting, device_type = _local.thread, found.setting, found.setting.switch[0]
-    depth = nesting()
+    here, setting = _local.thread, found.setting
     here.entered = *here.entered, found
-    here.depth = depth + 1
-    here.place[device_type] = depth, graph_task()
-    _put(here, device_type, setting if setting.runs else None)
+    here.depth = found.began[0] + 1
+    _put(here, setting.device_type, setting if setting.runs else None)
     turn(setting.switch)
 
 
 def leave(found: Entered) -> None:
     """End that region; regions may end in any order. It may be done again where a signal broke it off."""
-    here, device_type = _local.thread, found.setting.switch[0]
-    stand(device_type, found.torchs)
-    _put(here, device_type, found.active)
-    here.place[device_type], here.depth = found.place, found.depth
+    here = _local.thread
+    turn(found.torchs)
+    _put(here, found.setting.device_type, found.active)
+    here.depth = found.depth
     here.entered = tuple(one for one in here.entered if one is not found)
 
 
@@ -443,5 +427,5 @@ def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
 
 def forget() -> None:
     """Make every setting anew at its next use; for when what is known of a device has changed."""
-    for memory in (resolve, setting_for, off_for):
+    for memory in (resolve, setting_for):
         memory.cache_clear()

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep.torch_private import (
-    can_save_hooks,
-    not_compiled,
-    pop_save_hooks,
-    push_save_hooks,
-    top_save_hooks,
-)
+from halfstep.torch_private import can_save_hooks, not_compiled, top_save_hooks
 
 _F32 = torch.float32
 
@@ -22,27 +17,26 @@ def _has_memory(t: torch.Tensor) -> bool:
     return type(t) is torch.Tensor and t.layout is torch.strided and t.numel() > 0
 
 
-class SavedLow:
+class SavedLow(saved_tensors_hooks):
     """While it is entered, autograd saves the 16-bit tensor that an fp32 copy was made of, not the copy.
 
     Saved-tensor hooks that were set around it (checkpointing, offloading, counting) get the 16-bit tensor.
     """
 
     def __init__(self) -> None:
+        super().__init__(self._pack, self._unpack)
         self._low: dict[int, torch.Tensor] = {}
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._on = False
+        self._on = torch.is_grad_enabled() and can_save_hooks()
 
-    def __enter__(self) -> SavedLow:
-        if torch.is_grad_enabled() and can_save_hooks():
-            self._outer = top_save_hooks(True)
-            push_save_hooks(self._pack, self._unpack)
-            self._on = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __enter__(self) -> None:
         if self._on:
-            pop_save_hooks()
+            self._outer = top_save_hooks(True)
+            super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        if self._on:
+            super().__exit__(*args)
 
     def remember(self, wide: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         """Note that `wide` is `low` in fp32; returns `wide`. Tracers' fake tensors have no memory to save."""

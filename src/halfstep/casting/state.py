@@ -22,10 +22,11 @@ from halfstep.policy.policy import Policy
 from halfstep.torch_private import OpOverload, graph_task, has_thread_state, sequence_number, thread_state
 
 Code = tuple[torch.dtype, torch.dtype]
-# What a region changes in torch: device, on, its dtype, the code of its policy (None: leave the code alone).
-Switch = tuple[str, bool, torch.dtype, Code | None]
-# Torch's autocast state of one device type and of the two that carry codes: on, dtype; the weight cache.
-Standing = tuple[bool, torch.dtype, bool, bool, torch.dtype, bool, torch.dtype]
+# Torch's autocast state: by device type on and dtype, and whether weights are kept; None leaves as it is.
+Switch = tuple[tuple[tuple[str, bool, torch.dtype | None], ...], bool | None]
+# Torch keeps autocast state for these, Dynamo guards it, and no build of torch since 2.0 has kernels for
+# them: their dtypes carry the code of a policy.
+CARRIERS = ("maia", "ipu")
 _HISTORY = 16384
 _clock = itertools.count(1).__next__
 
@@ -35,22 +36,28 @@ class Setting:
     """A policy made ready for one device type: what runs for each op, and how torch's own switch stands.
 
     `runs` (by the overload's full name) lacks the ops that torch's kernels already treat as the policy says.
+    `code` stands for the policy in compiled code; without one autocast is off.
     """
 
     policy: Policy
-    switch: Switch
-    runs: Mapping[str, Runner] = field(repr=False)
-    ops: tuple[OpOverload, ...] = field(repr=False)
-    low: frozenset[str] = field(repr=False)
+    device_type: str
+    code: Code | None = None
+    runs: Mapping[str, Runner] = field(default_factory=dict[str, Runner], repr=False)
+    ops: tuple[OpOverload, ...] = field(default=(), repr=False)
+    low: frozenset[str] = field(default=frozenset(), repr=False)
     kernels: KernelTable | None = None
-    device_type: str = field(init=False)
     dtype: torch.dtype = field(init=False)
-    code: Code = field(init=False)
+    switch: Switch = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device_type", self.switch[0])
-        object.__setattr__(self, "dtype", self.switch[2])
-        object.__setattr__(self, "code", self.switch[3] or (self.dtype, self.dtype))
+        """No weights are kept: one changed in place is seen by the next op (law 7, ARCHITECTURE.md)."""
+        dtype = self.policy.compute_dtype
+        switch: Switch = ((self.device_type, False, None),), None
+        if self.code is not None:
+            carried = [(kind, True, low) for kind, low in zip(CARRIERS, self.code)]
+            switch = ((self.device_type, True, dtype), *carried), False
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "switch", switch)
 
 
 class _SettingLog:
@@ -80,9 +87,10 @@ class Entered(NamedTuple):
     owner: object
     setting: Setting
     active: Setting | None
-    place: tuple[int, int] | None
     depth: int
-    torchs: Standing
+    # Torch's nesting depth and the running graph task.
+    began: tuple[int, int]
+    torchs: Switch
 
 
 class Thread:
@@ -92,8 +100,6 @@ class Thread:
         self.ident = threading.get_ident()
         self.active: dict[str, Setting] = {}
         self.entered: tuple[Entered, ...] = ()
-        # Torch's nesting depth and the running graph task when the region began.
-        self.place: dict[str, tuple[int, int] | None] = {}
         self.histories: dict[str, _SettingLog] = {}
         self.frozen: casts.Frozen = {}
         # One more than torch's nesting depth when the innermost region began: deeper ones are not of here.
@@ -151,42 +157,20 @@ def nesting() -> int:
         torch.autocast_decrement_nesting()
 
 
-def standing(device_type: str) -> Standing:
-    """How torch's autocast state stands, as `stand` sets it again. Dynamo traces it, as all that follow."""
-    return (
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-        torch.is_autocast_enabled("maia"),
-        torch.get_autocast_dtype("maia"),
-        torch.is_autocast_enabled("ipu"),
-        torch.get_autocast_dtype("ipu"),
-    )
-
-
-def stand(device_type: str, before: Standing) -> None:
-    """Set torch's autocast state to what `standing` gave."""
-    torch.set_autocast_enabled(device_type, before[0])
-    torch.set_autocast_dtype(device_type, before[1])
-    torch.set_autocast_cache_enabled(before[2])
-    torch.set_autocast_enabled("maia", before[3])
-    torch.set_autocast_dtype("maia", before[4])
-    torch.set_autocast_enabled("ipu", before[5])
-    torch.set_autocast_dtype("ipu", before[6])
+def standing(switch: Switch) -> Switch:
+    """How torch stands where `turn(switch)` would change it. Dynamo traces both."""
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    kinds = [(kind, is_on(kind), dtype_of(kind)) for kind, _, _ in switch[0]]
+    return tuple(kinds), torch.is_autocast_cache_enabled()
 
 
 def turn(switch: Switch) -> None:
-    """Set torch's autocast state to a region's.
-
-    The weight cache is off: a weight changed in place is seen by the next op (law 7, ARCHITECTURE.md).
-    """
-    device_type, on, dtype, code = switch
-    torch.set_autocast_enabled(device_type, on)
-    if on:
-        torch.set_autocast_dtype(device_type, dtype)
-        torch.set_autocast_cache_enabled(False)
-    if code is not None:
-        torch.set_autocast_enabled("maia", True)
-        torch.set_autocast_dtype("maia", code[0])
-        torch.set_autocast_enabled("ipu", True)
-        torch.set_autocast_dtype("ipu", code[1])
+    """Set torch's autocast state to a region's, or back to what `standing` gave."""
+    kinds, cache = switch
+    set_on, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+    for kind, on, dtype in kinds:
+        set_on(kind, on)
+        if dtype is not None:
+            set_dtype(kind, dtype)
+    if cache is not None:
+        torch.set_autocast_cache_enabled(cache)

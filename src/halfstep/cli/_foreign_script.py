@@ -50,7 +50,6 @@ class ForeignScript:
         self._dtype, self._stepped = dtype, stepped
         self._scale = SCALE if dtype is torch.float16 else None
         self._scalers: list[torch.amp.GradScaler] = []
-        self._regions: dict[str, autocast] = {}
         self._inside = self._in_backward = self._has_regions = False
         self._unscaled = WeakTensorKeyDictionary()
         self._stack = ExitStack()
@@ -86,27 +85,24 @@ class ForeignScript:
 
     # --- forward -------------------------------------------------------------------------------------------
 
-    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or torch.compiler.is_compiling():
+    def _called(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        weight = next(module.parameters(), None)
+        if weight is None or not self._may_enter(weight):
+            return call(module, *args, **kwargs)
+        self.modules.add(module)
+        self._inside = True
+        try:
+            if self._dtype is None:
                 return call(module, *args, **kwargs)
-            weight = next(module.parameters(), None)
-            if weight is None or not self._may_enter(weight):
-                return call(module, *args, **kwargs)
-            self.modules.add(module)
-            self._inside = True
-            try:
-                if self._dtype is None:
-                    return call(module, *args, **kwargs)
-                with self._region(weight.device.type, self._dtype):
-                    out = call(module, *args, **kwargs)
-            finally:
-                self._inside = False
-            if self._scale is not None and not self._in_backward:
-                self._unscale((*module.parameters(), *pytree.tree_leaves((args, kwargs))))
-            return cast_floats(out, torch.float32)
-
-        return called
+            with autocast(weight.device.type, self._dtype):
+                out = call(module, *args, **kwargs)
+        finally:
+            self._inside = False
+        if self._scale is not None and not self._in_backward:
+            self._unscale((*module.parameters(), *pytree.tree_leaves((args, kwargs))))
+        return cast_floats(out, torch.float32)
 
     def _may_enter(self, weight: Tensor) -> bool:
         """Whether a call of a module with this weight runs in our region; some end the try."""
@@ -125,47 +121,39 @@ class ForeignScript:
             return False
         return weight.dtype is torch.float32
 
-    def _region(self, device_type: str, dtype: torch.dtype) -> autocast:
-        if device_type not in self._regions:
-            self._regions[device_type] = autocast(device_type, dtype)
-        return self._regions[device_type]
-
     # --- backward ------------------------------------------------------------------------------------------
 
-    def _made(self, create: Callable[..., None]) -> Callable[..., None]:
-        def made(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-            create(scaler, *args, **kwargs)
-            if scaler.is_enabled():
-                self.uses.add("GradScaler")
-                self._scalers.append(scaler)
-                self._scale = None
+    def _made(
+        self, create: Callable[..., None], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
+    ) -> None:
+        create(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self.uses.add("GradScaler")
+            self._scalers.append(scaler)
+            self._scale = None
 
-        return made
+    def _heard(
+        self, backward: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._in_backward or not all(isinstance(root, Tensor) for root in roots):
+            return backward(tensors, grad_tensors, *args, **kwargs)
+        own = self._scalers[-1].get_scale() if self._scalers else 1.0
+        self.losses += [root.detach() / own for root in roots if root.numel() == 1]
+        if self._scale is not None:
+            tensors, grad_tensors = roots, _scaled(roots, grad_tensors, self._scale)
+        self._in_backward = True
+        try:
+            return backward(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            self._in_backward = False
 
-    def _heard(self, backward: Callable[..., None]) -> Callable[..., None]:
-        def heard(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if self._in_backward or not all(isinstance(root, Tensor) for root in roots):
-                return backward(tensors, grad_tensors, *args, **kwargs)
-            own = self._scalers[-1].get_scale() if self._scalers else 1.0
-            self.losses += [root.detach() / own for root in roots if root.numel() == 1]
-            if self._scale is not None:
-                tensors, grad_tensors = roots, _scaled(roots, grad_tensors, self._scale)
-            self._in_backward = True
-            try:
-                return backward(tensors, grad_tensors, *args, **kwargs)
-            finally:
-                self._in_backward = False
-
-        return heard
-
-    def _added(self, add: Callable[..., None]) -> Callable[..., None]:
-        def added(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-            add(optimizer, group)
-            if self._scale is not None:
-                self._unscale(optimizer.param_groups[-1]["params"])
-
-        return added
+    def _added(
+        self, add: Callable[..., None], optimizer: torch.optim.Optimizer, group: dict[str, Any]
+    ) -> None:
+        add(optimizer, group)
+        if self._scale is not None:
+            self._unscale(optimizer.param_groups[-1]["params"])
 
     def _unscale(self, leaves: Sequence[Any]) -> None:
         """Have the scale divided out of the gradients of those that are leaves, once each."""
@@ -177,12 +165,9 @@ class ForeignScript:
     def _divided(self, gradient: Tensor) -> Tensor:
         return gradient / self._scale if self._in_backward and self._scale is not None else gradient
 
-    def _noted(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.uses.add(clip.__name__)
-            return clip(*args, **kwargs)
-
-        return noted
+    def _noted(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.uses.add(clip.__name__)
+        return clip(*args, **kwargs)
 
     # --- steps ---------------------------------------------------------------------------------------------
 

@@ -7,12 +7,16 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+
+from halfstep.formats import dtype_name
 
 
 class _Quiet(Console):
@@ -38,10 +42,12 @@ def table(
     numeric, width = right.split(","), console().width
     cells = [[clean(cell) for cell in row] for row in rows]
     least: list[int] = []
-    for column, *texts in zip(columns, *cells):
-        words = [str(text) if column in numeric else max(str(text).split(), key=len, default="")
-                 for text in (column, *texts)]  # fmt: skip
-        least.append(max(map(len, words)))
+    for place, column in enumerate(columns):
+        texts = [column, *(str(row[place]) for row in cells)]
+        # What names a row stays on one line where the names leave half of the terminal to the rest.
+        whole = column in numeric or (place < keys and 2 * keys * max(map(len, texts)) <= width)
+        words = texts if whole else " ".join(texts).split()
+        least.append(max(map(len, words), default=0))
     parts: list[list[int]] = [[]]
     for place in range(keys, len(columns)):
         # rich draws three characters between columns.
@@ -54,9 +60,12 @@ def table(
         for place in (*range(keys), *part):
             whole = columns[place] in numeric
             made.add_column(
-                columns[place], justify="right" if whole else "left", overflow="fold", no_wrap=whole,
+                columns[place],
+                justify="right" if whole else "left",
+                overflow="fold",
+                no_wrap=whole,
                 min_width=min(least[place], width // 2),
-            )  # fmt: skip
+            )
         for row in cells:
             made.add_row(*(row[place] for place in (*range(keys), *part)))
         drawn.append(made)
@@ -71,13 +80,20 @@ def clean(text: str | Text) -> str | Text:
 
 
 def print_json(data: object) -> None:
-    """`data` on standard output as one JSON document; numbers unknown to JSON become "nan", "inf"."""
+    """`data` on standard output as one JSON document; numbers unknown to JSON become "nan", "inf".
+
+    Dtypes and rules are given by name.
+    """
     print(json.dumps(_strict(data), indent=2, allow_nan=False))
 
 
 def _strict(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
+    if isinstance(data, torch.dtype):
+        return dtype_name(data)
+    if isinstance(data, Enum):
+        return data.value
     if isinstance(data, dict):
         return {str(key): _strict(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -59,8 +59,15 @@ def run(
         }
     if json:
         threads = torch.get_num_threads()
-        print_json({"parameters": sum(sizes), "threads": threads, "device": device,
-                    "results": [asdict(r) for r in results], "movement": moved})  # fmt: skip
+        print_json(
+            {
+                "parameters": sum(sizes),
+                "threads": threads,
+                "device": device,
+                "results": [asdict(r) for r in results],
+                "movement": moved,
+            }
+        )
         return
     _print(results, sum(sizes), moved)
 

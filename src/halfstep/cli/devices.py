@@ -74,7 +74,7 @@ def run(
         ways = _kernels(each, dtype)
         if json:
             kernels = [asdict(way) for way in ways]
-            facts.append(_facts(each) | {"ops": [_op_facts(o) for o in seen], "kernels": kernels})
+            facts.append(_facts(each) | {"ops": [asdict(op) for op in seen], "kernels": kernels})
         else:
             _print_device(each)
             _print_kernels(each, ways)
@@ -243,15 +243,3 @@ def _names(dtypes: tuple[torch.dtype | None, ...]) -> str:
 def _verdict(o: Observed) -> Text:
     note = f": {o.note}" if o.note and o.rule is not Rule.BANNED else ""
     return Text(o.verdict + note, _VERDICTS[o.verdict])
-
-
-def _op_facts(o: Observed) -> dict[str, object]:
-    return {
-        "op": o.op,
-        "rule": o.rule.value,
-        "given": [dtype_name(d) for d in o.given],
-        "compute": [dtype_name(d) for d in o.compute],
-        "output": None if o.output is None else dtype_name(o.output),
-        "verdict": o.verdict,
-        "note": o.note,
-    }

@@ -11,7 +11,7 @@ import tyro
 
 from halfstep import devices
 from halfstep.cli import _tune_script
-from halfstep.cli._options import Flag, computing_device, set_threads, shown
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, shown
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
@@ -51,8 +51,7 @@ def run(
         raise ConfigError(f"--seconds {seconds:g}: expected seconds above 0")
     if dtype not in (None, "bf16", "fp16"):
         raise ConfigError(f"--dtype {dtype}: expected bf16 or fp16")
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_report(out, "--out")
     with progress(f"tuning {target}", None, quiet=json) as tell:
         if target.endswith(".py"):
             found = _tune_script.tune_script(Path(target), args, dtype, seconds, tell)

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -24,14 +25,14 @@ from halfstep.casting.functions import custom_bwd, custom_fwd
 from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
 from halfstep.gradients.unscale import register_kernels
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.torch_private import dispatch_key, has_fallback
 
-_OURS = "__halfstep__"
 _kept: list[torch.library.Library] = []
-_policies: dict[str, str | Policy | None] = {}
-_first: dict[str, torch.dtype | None] = {}
+_rows: dict[str, Accelerator] = {}
+"""What was registered last, by device."""
 
 
 def install(row: Accelerator) -> None:
@@ -43,11 +44,6 @@ def install(row: Accelerator) -> None:
         Policy.parse(policy)
     register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
     module = _device_module(row.name)
-    if hasattr(getattr(module, "get_amp_supported_dtype", _supported()), _OURS):
-        module.get_amp_supported_dtype = _supported(*row.dtypes)
-    _policies[row.name] = policy
-    fast = [t for t in row.dtypes if t in (torch.bfloat16, torch.float16) and t not in row.slow]
-    _first[row.name] = fast[0] if fast else None
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
     if not hasattr(torch.Tensor, row.name):
@@ -55,18 +51,9 @@ def install(row: Accelerator) -> None:
     _let_other_ops_through()
     if row.collective is not None:
         _install_collective(row.name, row.collective)
+    _rows[row.name] = replace(row, policy=policy)
     # What regions cached may rest on what was declared before, or on there being no such device.
     regions.forget()
-
-
-def _supported(*dtypes: torch.dtype) -> Callable[[], list[torch.dtype]]:
-    """A `get_amp_supported_dtype` of ours, which the next registration may replace."""
-
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return list(dtypes)
-
-    setattr(get_amp_supported_dtype, _OURS, True)
-    return get_amp_supported_dtype
 
 
 def _let_other_ops_through() -> None:
@@ -118,7 +105,14 @@ def _defaults(name: str) -> dict[str, Any]:
         if index is not None:
             torch.accelerator.set_device_index(index)
 
-    return {"set_device": set_device, "synchronize": synchronize}
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return list(_rows[name].dtypes)
+
+    return {
+        "set_device": set_device,
+        "synchronize": synchronize,
+        "get_amp_supported_dtype": get_amp_supported_dtype,
+    }
 
 
 @functools.cache
@@ -158,9 +152,11 @@ def _amp_module(name: str) -> ModuleType:
         ) -> None:
             if not isinstance(enabled, bool):
                 raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
-            chosen = _policies.get(name) if policy is None else policy
+            row = _rows[name]
+            chosen = row.policy if policy is None else policy
             if dtype is None and enabled and not says_dtype(chosen):
-                dtype = _first.get(name) or devices.default_dtype(name)
+                fast = (low for low in row.dtypes if low in LOW_DTYPES and low not in row.slow)
+                dtype = next(fast, None) or devices.default_dtype(name)
             super().__init__(name, dtype, enabled, chosen)
 
     class DeviceGradScaler(GradScaler):

@@ -91,8 +91,12 @@ def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
     outputs around fp32 arithmetic differs from them in the last bit of few elements. With
     HALFSTEP_KERNELS=native, values are torch's bit for bit.)
     """
-    native = table_of().name == "native" if device_type == "cpu" else not is_slow(device_type, dtype)
-    return "torch" if native else _as_torch_around_fp32(device_type, dtype)
+    return "torch" if runs_natively(device_type, dtype) else _as_torch_around_fp32(device_type, dtype)
+
+
+def runs_natively(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether ops in this dtype run by torch's own kernels there, not rounded around fp32 arithmetic."""
+    return table_of().name == "native" if device_type == "cpu" else not is_slow(device_type, dtype)
 
 
 @functools.cache
@@ -150,17 +154,6 @@ class _StandIn(type):
         return isinstance(instance, _GradScaler if issubclass(cls, _GradScaler) else _native)
 
 
-class _Autocast(autocast, metaclass=_StandIn):
-    pass
-
-
-class _CudaAutocast(autocast, metaclass=_StandIn):
-    def __init__(
-        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
-    ) -> None:
-        super().__init__("cuda", dtype, enabled, cache_enabled)
-
-
 class _CpuAutocast(autocast, metaclass=_StandIn):
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
@@ -168,16 +161,20 @@ class _CpuAutocast(autocast, metaclass=_StandIn):
         super().__init__("cpu", dtype, enabled, cache_enabled)
 
 
-_Scaler, _TorchScaler, _CudaScaler, _CpuScaler = (
-    _StandIn(name, (GradScaler,), {"__module__": __name__, "__qualname__": name})
-    for name in ("_Scaler", "_TorchScaler", "_CudaScaler", "_CpuScaler")
+def _stand_in(name: str, ours: type) -> Any:
+    return _StandIn(name, (ours,), {"__module__": __name__, "__qualname__": name})
+
+
+_Autocast, _CudaAutocast = (_stand_in(name, autocast) for name in ("_Autocast", "_CudaAutocast"))
+_Scaler, _CudaScaler, _CpuScaler = (
+    _stand_in(name, GradScaler) for name in ("_Scaler", "_CudaScaler", "_CpuScaler")
 )
 
 
 # Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.
 # Each place has objects of its own, by which `_put_back` knows what a name stood for.
 _PLACES: Mapping[str, Mapping[str, Any]] = {
-    "torch": {"autocast": _Autocast, "GradScaler": _TorchScaler},
+    "torch": {"autocast": _Autocast, "GradScaler": _Scaler},
     "torch.amp": {
         "autocast": _Autocast,
         "GradScaler": _Scaler,

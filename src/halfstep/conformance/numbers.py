@@ -24,13 +24,23 @@ LONG = 4096
 """Terms of the long sums: in fp16 their running sum is off by some percent, in bf16 it stops growing."""
 
 
+_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: torch.softmax(x * 4, 1),
+    lambda x: F.layer_norm(x * 4, (LONG,)),
+    lambda x: x.sum(1, dtype=torch.float32),
+    lambda x: x.mean(1, dtype=torch.float32),
+)
+
+
 def checks() -> Iterator[tuple[str, Numbers]]:
     """Name and function of every check of numbers."""
-    yield "long sums, matrix product", _long_product
-    yield "long sums, batched product", _long_batched
-    yield "long sums, convolution", _long_convolution
+    products = (torch.mm, (4, LONG), (LONG, 4)), (torch.addmm, (4,), (4, LONG), (LONG, 4))
+    yield "long sums, matrix product", _long_sums(2.0, *products, (F.linear, (4, LONG), (4, LONG)))
+    yield "long sums, batched product", _long_sums(1.0, (torch.bmm, (2, 3, LONG), (2, LONG, 3)))
+    filters = (1, LONG // 16, 4, 4), (3, LONG // 16, 4, 4)
+    yield "long sums, convolution", _long_sums(1.0, (F.conv2d, *filters))
     yield "long sums, gradients", _long_gradients
-    yield "long rows, softmax and norms", _long_rows
+    yield "long rows, softmax and norms", _long_sums(2.0, *((op, (2, LONG)) for op in _ROWS))
     yield "products are kept whole", _whole_products
     yield "products beyond the range cancel", _wide_products
     yield "products below the range add up", _tiny_products
@@ -62,26 +72,18 @@ def _within(error: float, low: torch.dtype, roundings: float, what: str) -> Outc
     return ("passes", detail) if error <= allowed else ("fails", f"{detail}; allowed are {allowed:.1e}")
 
 
-def _long_product(at: torch.device, low: torch.dtype) -> Outcome:
-    a, b = _uniform(low, 4, LONG), _uniform(low, LONG, 4)
-    bias = _uniform(low, 4)
-    errors = [
-        _error(a.to(at) @ b.to(at), a.double() @ b.double()),
-        _error(torch.addmm(bias.to(at), a.to(at), b.to(at)), a.double() @ b.double() + bias.double()),
-        _error(F.linear(a.to(at), b.T.contiguous().to(at)), a.double() @ b.double()),
-    ]
-    return _within(max(errors), low, 2.0, f"sums of {LONG} products")
+def _long_sums(roundings: float, *cases: tuple[Any, ...]) -> Numbers:
+    """Ops on 16-bit tensors of the device against the same in float64; a case: op and shapes."""
 
+    def check(at: torch.device, low: torch.dtype) -> Outcome:
+        worst = 0.0
+        for op, *shapes in cases:
+            given = [_uniform(low, *shape) for shape in shapes]
+            exact = op(*(t.double() for t in given))
+            worst = max(worst, _error(op(*(t.to(at) for t in given)), exact))
+        return _within(worst, low, roundings, f"sums of {LONG} terms")
 
-def _long_batched(at: torch.device, low: torch.dtype) -> Outcome:
-    a, b = _uniform(low, 2, 3, LONG), _uniform(low, 2, LONG, 3)
-    return _within(_error(torch.bmm(a.to(at), b.to(at)), a.double() @ b.double()), low, 1.0, "sums")
-
-
-def _long_convolution(at: torch.device, low: torch.dtype) -> Outcome:
-    x, weight = _uniform(low, 1, LONG // 16, 4, 4), _uniform(low, 3, LONG // 16, 4, 4)
-    exact = F.conv2d(x.double(), weight.double())
-    return _within(_error(F.conv2d(x.to(at), weight.to(at)), exact), low, 1.0, f"sums of {LONG} products")
+    return check
 
 
 def _long_gradients(at: torch.device, low: torch.dtype) -> Outcome:
@@ -99,19 +101,6 @@ def _gradients(op: Any, shapes: Any, at: torch.device | str, dtype: torch.dtype)
     x, weight = (values.requires_grad_() for values in drawn)
     y = op(x, weight)
     return torch.autograd.grad(y, (x, weight), torch.ones(y.shape, dtype=dtype).to(at))
-
-
-def _long_rows(at: torch.device, low: torch.dtype) -> Outcome:
-    x = (_uniform(low, 2, LONG) * 4).to(low)
-    here, exact = x.to(at), x.double()
-    shape = (LONG,)
-    errors = [
-        _error(torch.softmax(here, 1), torch.softmax(exact, 1)),
-        _error(F.layer_norm(here, shape), F.layer_norm(exact, shape)),
-        _error(here.sum(1, dtype=torch.float32), exact.sum(1)),
-        _error(here.mean(1, dtype=torch.float32), exact.mean(1)),
-    ]
-    return _within(max(errors), low, 2.0, f"rows of {LONG}")
 
 
 def _product(at: torch.device, low: torch.dtype, left: list[float], right: list[float]) -> float:

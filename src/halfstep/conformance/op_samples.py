@@ -105,8 +105,17 @@ def _upsample(dims: int, *extra: Any) -> Callable[[_Make], tuple[Any, ...]]:
     return lambda m: (m.t(1, 2, *(3,) * dims), [6] * dims, *extra)
 
 
+def _images(m: _Make, *filters: int) -> tuple[Any, ...]:
+    return (m.t(1, 2, 4, 4), m.t(*filters, 2, 2))
+
+
 def _full_convolution(m: _Make) -> tuple[Any, ...]:
-    return (m.t(1, 2, 4, 4), m.t(3, 2, 2, 2), m.t(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    return (*_images(m, 3, 2), m.t(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+def _corners(m: _Make) -> Tensor:
+    """Where the largest of each quarter of a 4 x 4 image was, one channel."""
+    return (m.i(1, 2, 2) * 2) + torch.tensor([[0], [8]]).to(m.t(1).device)
 
 
 _ONE: Callable[[_Make], tuple[Any, ...]] = lambda m: (m.u(3, 4),)  # noqa: E731
@@ -127,6 +136,7 @@ _MATRIX_OPS = (
     "linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv geqrf _lu_with_info qr svd linalg_qr "
     "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth trace"
 )
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _UPSAMPLES_2D = "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"
 _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     **dict.fromkeys(_UNARY.split(), _ONE),
@@ -151,23 +161,12 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     "convolution": _full_convolution,
     # The overload without allow_tf32 is the one that torch casts on every device.
     "_convolution": lambda m: (*_full_convolution(m), False, False, True),
-    "cudnn_convolution": lambda m: (
-        m.t(1, 2, 4, 4),
-        m.t(3, 2, 2, 2),
-        [0, 0],
-        [1, 1],
-        [1, 1],
-        1,
-        False,
-        False,
-        True,
-    ),
+    "cudnn_convolution": lambda m: (*_images(m, 3, 2), [0, 0], [1, 1], [1, 1], 1, False, False, True),
     "cudnn_convolution_transpose": lambda m: (
-        *(m.t(1, 2, 4, 4), m.t(2, 3, 2, 2), [0, 0], [0, 0], [1, 1], [1, 1], 1, False, False, True),
+        *(*_images(m, 2, 3), [0, 0], [0, 0], [1, 1], [1, 1], 1, False, False, True),
     ),
     "linear": lambda m: (m.t(2, 3), m.t(4, 3), m.t(4)),
-    "matmul": lambda m: (m.t(2, 3), m.t(3, 4)),
-    "mm": lambda m: (m.t(2, 3), m.t(3, 4)),
+    **dict.fromkeys(("matmul", "mm"), lambda m: (m.t(2, 3), m.t(3, 4))),
     "bmm": lambda m: (m.t(1, 2, 3), m.t(1, 3, 4)),
     "baddbmm": lambda m: (m.t(1, 2, 4), m.t(1, 2, 3), m.t(1, 3, 4)),
     "addmm": lambda m: (m.t(2, 4), m.t(2, 3), m.t(3, 4)),
@@ -177,31 +176,20 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     "addr": lambda m: (m.t(2, 3), m.t(2), m.t(3)),
     "mv": lambda m: (m.t(2, 3), m.t(3)),
     "einsum": lambda m: ("ij,jk->ik", [m.t(2, 3), m.t(3, 4)]),
-    "chain_matmul": lambda m: ([m.t(2, 3), m.t(3, 4)],),
-    "linalg_multi_dot": lambda m: ([m.t(2, 3), m.t(3, 4)],),
-    "scaled_dot_product_attention": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda m: ([m.t(2, 3), m.t(3, 4)],)),
+    **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_flash_attention"), _attention),
     "_native_multi_head_attention": _native_mha,
-    "lstm": _rnn(4),
-    "gru": _rnn(3),
-    "rnn_tanh": _rnn(1),
-    "rnn_relu": _rnn(1),
-    "lstm_cell": _cell(4),
-    "gru_cell": _cell(3),
-    "rnn_tanh_cell": _cell(1),
-    "rnn_relu_cell": _cell(1),
+    **{name: _rnn(gates) for name, gates in _GATES.items()},
+    **{f"{name}_cell": _cell(gates) for name, gates in _GATES.items()},
     "_thnn_fused_lstm_cell": lambda m: (m.t(2, 16), m.t(2, 16), m.t(2, 4)),
     "_thnn_fused_gru_cell": lambda m: (m.t(2, 12), m.t(2, 12), m.t(2, 4)),
     "mkldnn_rnn_layer": _mkldnn_rnn,
     "_cudnn_rnn": _cudnn_rnn,
     "prelu": lambda m: (m.t(2, 3), m.u(1)),
     "pow": lambda m: (m.u(3, 4), 2.5),
-    "cumsum": lambda m: (m.t(3, 4), 0),
-    "cumprod": lambda m: (m.t(3, 4), 0),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), lambda m: (m.t(3, 4), 0)),
     "logsumexp": lambda m: (m.t(3, 4), [0]),
-    "logcumsumexp": lambda m: (m.t(3, 4), 0),
-    "softmax": lambda m: (m.t(3, 4), -1),
-    "log_softmax": lambda m: (m.t(3, 4), -1),
+    **dict.fromkeys(("softmax", "log_softmax"), lambda m: (m.t(3, 4), -1)),
     "frobenius_norm": lambda m: (m.t(3, 4), [0, 1]),
     "renorm": lambda m: (m.t(3, 4), 2.0, 0, 1.0),
     "layer_norm": lambda m: (m.t(3, 4), [4], m.u(4), m.t(4)),
@@ -210,62 +198,45 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     "group_norm": lambda m: (m.t(3, 4), 2, m.u(4), m.t(4)),
     "batch_norm": lambda m: (m.t(3, 4), m.u(4), m.t(4), None, None, True, 0.1, 1e-5, False),
     "instance_norm": lambda m: (m.t(2, 4, 5), m.u(4), m.t(4), None, None, True, 0.1, 1e-5, False),
-    "nll_loss": lambda m: (m.t(2, 4), m.i(2)),
+    **dict.fromkeys(("nll_loss", "cross_entropy_loss", "multi_margin_loss"), lambda m: (m.t(2, 4), m.i(2))),
     "nll_loss2d": lambda m: (m.t(2, 4, 3, 3), m.i(2, 3, 3)),
-    "cross_entropy_loss": lambda m: (m.t(2, 4), m.i(2)),
     "poisson_nll_loss": lambda m: (m.t(3, 4), m.u(3, 4), True, False, 1e-8, 1),
     "cosine_embedding_loss": lambda m: (m.t(3, 4), m.t(3, 4), m.sign(3)),
     "hinge_embedding_loss": lambda m: (m.t(3), m.sign(3)),
     "margin_ranking_loss": lambda m: (m.t(3), m.t(3), m.sign(3)),
     "multilabel_margin_loss": lambda m: (m.t(2, 4), m.i(2, 4)),
     "multilabel_margin_loss_forward": lambda m: (m.t(2, 4), m.i(2, 4), 1),
-    "multi_margin_loss": lambda m: (m.t(2, 4), m.i(2)),
     "triplet_margin_loss": lambda m: (m.t(3, 4), m.t(3, 4), m.u(3, 4)),
     "ctc_loss": lambda m: (torch.log_softmax(m.t(6, 1, 3), -1), m.i(1, 2) + 1, [6], [2]),
     "binary_cross_entropy": lambda m: (m.u(3, 4), m.u(3, 4)),
     "cholesky_solve": lambda m: (m.t(3, 2), m.eye(3)),
+    **dict.fromkeys(("linalg_solve", "linalg_lstsq"), lambda m: (m.eye(3), m.t(3, 2))),
     "lu_solve": lambda m: (m.t(3, 2), m.eye(3), torch.arange(1, 4, dtype=torch.int32).to(m.t(1).device)),
-    "orgqr": lambda m: (m.eye(3), m.u(3)),
+    **dict.fromkeys(("orgqr", "linalg_householder_product"), lambda m: (m.eye(3), m.u(3))),
     "ormqr": lambda m: (m.eye(3), m.u(3), m.t(3, 2)),
-    "linalg_solve": lambda m: (m.eye(3), m.t(3, 2)),
-    "linalg_householder_product": lambda m: (m.eye(3), m.u(3)),
     "linalg_tensorinv": lambda m: (m.eye(4), 1),
     "linalg_tensorsolve": lambda m: (m.eye(3), m.t(3)),
-    "linalg_lstsq": lambda m: (m.eye(3), m.t(3, 2)),
     "triangular_solve": lambda m: (m.t(3, 2), m.eye(3)),
     "stft": lambda m: (m.t(16), 8, None, None, torch.ones_like(m.t(8)), False, None, True),
-    "istft": lambda m: (
-        torch.complex(torch.ones(5, 4), torch.zeros(5, 4)).to(m.t(1).device),
-        8,
-        2,
-        8,
-        m.u(8),
-    ),
+    "istft": lambda m: (torch.ones(5, 4, dtype=torch.complex64).to(m.t(1).device), 8, 2, 8, m.u(8)),
     "view_as_complex": lambda m: (m.t(3, 2),),
-    "quantile": lambda m: (m.t(12), 0.5),
-    "nanquantile": lambda m: (m.t(12), 0.5),
-    "max_unpool2d": lambda m: (
-        m.t(1, 1, 2, 2),
-        torch.tensor([[[[0, 2], [8, 10]]]]).to(m.t(1).device),
-        [4, 4],
-    ),
+    **dict.fromkeys(("quantile", "nanquantile"), lambda m: (m.t(12), 0.5)),
+    "max_unpool2d": lambda m: (m.t(1, 1, 2, 2), _corners(m)[None], [4, 4]),
     "max_unpool3d": lambda m: (
-        *(m.t(1, 1, 1, 2, 2), torch.tensor([[[[[0, 2], [8, 10]]]]]).to(m.t(1).device)),
-        *([1, 4, 4], [1, 2, 2], [0, 0, 0]),
+        *(m.t(1, 1, 1, 2, 2), _corners(m)[None, None], [1, 4, 4], [1, 2, 2], [0, 0, 0]),
     ),
     "fractional_max_pool2d": lambda m: (m.t(1, 2, 4, 4), [2, 2], [2, 2], m.u(1, 2, 2)),
     "fractional_max_pool3d": lambda m: (m.t(1, 2, 4, 4, 4), [2, 2, 2], [2, 2, 2], m.u(1, 2, 3)),
     "fake_quantize_per_tensor_affine": lambda m: (m.t(3, 4), 0.1, 0, 0, 255),
-    "grid_sampler": lambda m: (m.t(1, 2, 4, 4), m.t(1, 3, 3, 2), 0, 0, False),
-    "grid_sampler_2d": lambda m: (m.t(1, 2, 4, 4), m.t(1, 3, 3, 2), 0, 0, False),
-    "_grid_sampler_2d_cpu_fallback": lambda m: (m.t(1, 2, 4, 4), m.t(1, 3, 3, 2), 0, 0, False),
+    **dict.fromkeys(
+        ("grid_sampler", "grid_sampler_2d", "_grid_sampler_2d_cpu_fallback"),
+        lambda m: (m.t(1, 2, 4, 4), m.t(1, 3, 3, 2), 0, 0, False),
+    ),
     "grid_sampler_3d": lambda m: (m.t(1, 2, 4, 4, 4), m.t(1, 3, 3, 3, 3), 0, 0, False),
-    "cat": lambda m: ([m.t(2, 3), m.t(2, 3)],),
-    "stack": lambda m: ([m.t(2, 3), m.t(2, 3)],),
+    **dict.fromkeys(("cat", "stack"), lambda m: ([m.t(2, 3), m.t(2, 3)],)),
     "where": lambda m: (m.i(2, 3) > 0, m.t(2, 3), m.t(2, 3)),
     "index_put": lambda m: (m.t(3), [m.i(2)], m.t(2)),
-    "index_copy": lambda m: (m.t(3, 4), 0, m.i(2), m.t(2, 4)),
-    "index_add": lambda m: (m.t(3, 4), 0, m.i(2), m.t(2, 4)),
+    **dict.fromkeys(("index_copy", "index_add"), lambda m: (m.t(3, 4), 0, m.i(2), m.t(2, 4))),
     "scatter_add": lambda m: (m.t(3, 4), 0, m.i(2, 4), m.t(2, 4)),
     "addcdiv": lambda m: (m.t(3, 4), m.t(3, 4), m.u(3, 4)),
     "addcmul": lambda m: (m.t(3, 4), m.t(3, 4), m.t(3, 4)),

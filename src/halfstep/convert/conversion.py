@@ -7,7 +7,7 @@ right. What the ops inside compute in is `casting/`'s affair; a converted model 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -227,10 +227,9 @@ def convert(
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
     record = Conversion(inner, shown)
-    told = isinstance(keep_originals, bool)
-    keep = keep_originals if told else level is not None and level.masters
-    job = _Casting(inner, record, resolved, low, level, keep, keep_shards)
-    job.held = set() if told or keep_originals is None else {*keep_originals}
+    keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
+    held = keep_originals if isinstance(keep_originals, Collection) else ()
+    job = _Casting(inner, record, resolved, low, level, keep, keep_shards, {*held})
     with ExitStack() as stack:
         for listen in around:
             stack.enter_context(listen(inner))
@@ -299,11 +298,11 @@ class _Casting:
         level: Level | None,
         keep: bool,
         keep_shards: bool,
+        held: Set[Tensor],
     ) -> None:
         self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
         self.keep, self.keep_shards = keep, keep_shards
-        self.held: set[Tensor] = set()
-        """Parameters whose fp32 values are kept even where they are frozen."""
+        self.held = held  # parameters whose fp32 values are kept even where they are frozen
         self.changes: list[Change] = []
         self.paths = dict(model.named_modules())
         self.names = fqns(self.paths)
@@ -335,7 +334,6 @@ class _Casting:
                     dtype, why = tensor.dtype, "to_float casts it in use"
                 if dtype is None:
                     continue
-                _refuse_orthogonal(self.names[path], module, dtype)
                 name = f"{self.names[path]}.{key}".lstrip(".")
                 before = wanted.setdefault(id(tensor), (tensor, dtype))
                 if before[1] != dtype:
@@ -373,23 +371,21 @@ class _Casting:
         above = self.resolved.get(path.rpartition(".")[0]) if path else None
         if rule is not None and self._inside(path, module, rule, above):
             return
-        inner, outer = self._dtype_at(rule), self._dtype_at(above) or torch.float32
+        inner = None if rule is None else rule.dtype
+        outer = torch.float32 if above is None or above.dtype is None else above.dtype
         asked = own_dtype(module)
         if not path:
             self._root_edges(module, inner)
         elif asked is not None and asked != outer:
             if own_dtype(self.paths.get(path.rpartition(".")[0], self.model)) is not None:
                 return
-            self._cast_outputs(path, module, outer, "to_float above it ends here")
+            self._cast("outputs", path, module, outer, "to_float above it ends here")
         elif inner is not None and inner != outer and rule is not above and asked is None:
             if keeps_fp32(module, outer):
                 return
             why = f"rule {cast(PlanRule, rule).pattern!r} stores it in {dtype_name(inner)}"
-            self._cast_inputs(path, module, inner, why)
-            self._cast_outputs(path, module, outer, why)
-
-    def _dtype_at(self, rule: PlanRule | None) -> torch.dtype | None:
-        return None if rule is None else rule.dtype
+            self._cast("inputs", path, module, inner, why)
+            self._cast("outputs", path, module, outer, why)
 
     def _root_edges(self, module: nn.Module, inner: torch.dtype | None) -> None:
         level = self.level
@@ -398,21 +394,21 @@ class _Casting:
             if level.cast_inputs:
                 spared = inner is not None and inner != self.low and not keeps_fp32(module, self.low)
                 dtype = inner if spared and inner is not None else self.low
-                self._cast_inputs("", module, dtype, f"{level.name} computes in it")
+                self._cast("inputs", "", module, dtype, f"{level.name} computes in it")
             if output is not None:
-                self._cast_outputs("", module, output, f"{level.name} gives its outputs in it")
+                self._cast("outputs", "", module, output, f"{level.name} gives its outputs in it")
         elif inner is not None and own_dtype(module) is None:
-            self._cast_inputs("", module, inner, "the plan stores the model in it")
+            self._cast("inputs", "", module, inner, "the plan stores the model in it")
 
-    def _cast_inputs(self, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
-        hook = CastInputs(self.record._power, dtype)
-        self.record._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        self._note(path, "inputs", None, dtype, why)
-
-    def _cast_outputs(self, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
-        hook = CastOutputs(self.record._power, dtype)
-        self.record._handles.append(module.register_forward_hook(hook))
-        self._note(path, "outputs", None, dtype, why)
+    def _cast(self, what: str, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
+        """Cast the floating "inputs" or "outputs" of a module."""
+        power = self.record._power
+        if what == "inputs":
+            handle = module.register_forward_pre_hook(CastInputs(power, dtype), with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(CastOutputs(power, dtype))
+        self.record._handles.append(handle)
+        self._note(path, what, None, dtype, why)
 
     def _inside(self, path: str, module: nn.Module, rule: PlanRule, above: PlanRule | None) -> bool:
         """Hang the rule for the module's ops on it; whether its edges are settled by that."""
@@ -426,22 +422,10 @@ class _Casting:
         if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
             self.record._handles += Inside(power, dtype, edge=edge).attach(module)
             self._note(path, f"ops {rule.rule.value}", None, dtype, rule.reason)
-        outer = self._dtype_at(above)
+        outer = None if above is None else above.dtype
         if edge and outer is not None and dtype not in (None, outer):
-            self._cast_outputs(path, module, outer, f"the module above computes in {dtype_name(outer)}")
+            self._cast("outputs", path, module, outer, f"the module above computes in {dtype_name(outer)}")
         return bool(path)
-
-
-def _refuse_orthogonal(path: str, module: nn.Module, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError where a weight would be made orthogonal in 16 bits."""
-    kinds = {type(child).__name__ for child in module.children()}
-    if dtype != torch.float32 and "_Orthogonal" in kinds:
-        layer = path.partition(".parametrizations")[0]
-        raise UnsupportedError(
-            f"{layer!r} has an orthogonal parametrization, whose products of reflections "
-            f"have no {dtype_name(dtype)} arithmetic: keep the layer in fp32 by a plan (pattern={layer!r}), "
-            "or use O1"
-        )
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Never, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, hooks_of, pytree, set_flat_weights
-from halfstep.trees import cast_floats, is_wide_float
+from halfstep.trees import cast_floats, first_device, is_wide_float
 
 
 class Power:
@@ -44,18 +44,7 @@ class Power:
         return twin
 
 
-class Hook:
-    """Base of what is hung on a model, for `torch.jit.script`, which reads the name of each hook."""
-
-    def __getattr__(self, name: str) -> Never:
-        scripted = (
-            "torch.jit.script cannot compile a prepared model, whose hooks cast what goes in and out: "
-            "script it after amp.revert(), or use torch.export or torch.compile"
-        )
-        raise AttributeError(scripted if name == "__name__" else name)
-
-
-class CastInputs(Hook):
+class CastInputs:
     """Forward pre-hook (with kwargs): floating inputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:
@@ -66,7 +55,7 @@ class CastInputs(Hook):
         return (cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)) if self.power.on else None
 
 
-class CastOutputs(Hook):
+class CastOutputs:
     """Forward hook: floating outputs to `dtype`."""
 
     def __init__(self, power: Power, dtype: torch.dtype) -> None:
@@ -141,7 +130,7 @@ class Inside(Around):
         if dtype is None:
             return None
         if self.edge:
-            stack.enter_context(_region(_device_type(module, args), dtype))
+            stack.enter_context(_region(first_device((args, *module.parameters(recurse=False))), dtype))
         stack.callback(_cast_own(module, dtype))
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -184,14 +173,6 @@ def _edited(ops: Mapping[str, Rule]) -> AbstractContextManager[Any]:
 def _dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
     floats = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_wide_float(leaf)]
     return floats[0].dtype if floats else None
-
-
-def _device_type(module: nn.Module, args: Any) -> str:
-    tensors = (
-        t for t in (*pytree.tree_leaves(args), *module.parameters(recurse=False)) if isinstance(t, Tensor)
-    )
-    first = next(tensors, None)
-    return "cpu" if first is None else first.device.type
 
 
 def _not_in(dtype: torch.dtype, store: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

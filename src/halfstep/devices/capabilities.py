@@ -98,9 +98,7 @@ def redeclare(name: str, row: Declared | None) -> None:
         _declared.pop(name, None)
     else:
         _declared[name] = row
-    # A question without a device may have another answer now.
-    for key in [k for k, c in _known.items() if k[0] == "None" or c.device.partition(":")[0] == name]:
-        del _known[key]
+    _known.clear()  # a question without a device may have another answer now
 
 
 def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:

@@ -12,7 +12,6 @@ from torch.utils import backend_registration
 
 from halfstep.devices.capabilities import declare, declared, redeclare
 from halfstep.errors import ConfigError
-from halfstep.torch_private import own_device_name
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def register(
         ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, no policy, or
             another device already took PrivateUse1.
     """
-    taken = own_device_name()
+    taken = torch.device("privateuseone").type
     if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
         raise ConfigError(f"{name!r:.60} cannot name a device: expected lower-case letters, new to torch")
     if taken not in (name, "privateuseone"):

@@ -2,7 +2,6 @@
 
 from halfstep.distributed.hooks import Traffic, compress_hook, ordered_hook
 from halfstep.distributed.joining import join, joins_alone
-from halfstep.distributed.norms import norms_of_stages, whole_norms
 from halfstep.distributed.reduce import (
     all_ranks,
     gather,
@@ -11,10 +10,12 @@ from halfstep.distributed.reduce import (
     global_norm,
     joined,
     local_of,
+    norms_of_stages,
     rank,
     shard_groups,
     started_by_torchrun,
     sums_over,
+    whole_norms,
     world_size,
 )
 from halfstep.distributed.same_gradients import SameGradients

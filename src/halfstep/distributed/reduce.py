@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.torch_private import device_types, local_tensor
+from halfstep.torch_private import device_types, foreach_norm, local_tensor
 
 Group = Any  #: torch.distributed.ProcessGroup; the class is absent from builds without distributed
 
@@ -187,6 +187,30 @@ def all_parts(mine: Tensor, group: Group) -> Tensor:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(parts, sent, group=group)
     return parts.view(-1, *mine.shape).to(mine.device, non_blocking=True)
+
+
+def whole_norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each whole gradient (0-d, its dtype), the same bits as of one that is not sharded.
+
+    torch rounds the norm of every tensor to the tensor's dtype before it adds them up, and inside a tensor it
+    adds in an order of its own, which sums over shards do not repeat. So each is put together, one at a time:
+    every rank that holds a shard must call it, with gradients in the same order.
+    """
+    whole = (g if local_of(g) is g else cast(Any, g).full_tensor() for g in grads)
+    return [norm for g in whole for norm in foreach_norm([g], 2)]
+
+
+def norms_of_stages(norms: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Return every rank's norms (0-d), in the order of the group's ranks; they may differ in number."""
+    home = norms[0].device if norms else torch.device("cpu")
+    counts = all_parts(torch.tensor([len(norms)], dtype=torch.int64, device=home), group)
+    mine = torch.zeros(
+        int(counts.max()), dtype=torch.float32 if home.type == "mps" else torch.float64, device=home
+    )
+    if norms:
+        mine[: len(norms)] = torch.stack(list(norms))
+    parts = all_parts(mine, group).to(norms[0].dtype if norms else torch.float32)
+    return [norm for count, part in zip(counts, parts) for norm in part[: int(count)].unbind()]
 
 
 def to_backend(t: Tensor, group: Group | None) -> Tensor:

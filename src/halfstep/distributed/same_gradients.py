@@ -41,12 +41,9 @@ class SameGradients:
             if p.requires_grad and (mesh := getattr(p, "device_mesh", None)) is not None:
                 meshes.setdefault(mesh, []).append(p)
         for mesh, own in meshes.items():
-            if self._may_look(own[0].device):
+            self._looks += 1
+            if own[0].device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS:
                 _compare(own, mesh, name_of)
-
-    def _may_look(self, device: torch.device) -> bool:
-        self._looks += 1
-        return device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS
 
 
 def _compare(weights: Sequence[Tensor], mesh: Any, name_of: Callable[[Tensor], str]) -> None:

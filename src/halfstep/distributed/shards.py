@@ -53,7 +53,7 @@ def shard(
         ordered: add gradients in the order of ranks. A backend adds those of four ranks or more in an order
             of its own (of two it does not matter); with this weights are those of one process that adds
             up the same micro-batches one after the other, bit for bit. Where a torch optimizer's gradients
-            are clipped, each rank then sends its shards once more, for the norm as one process takes it.
+            are clipped, each is then gathered on every rank, for the norm as one process takes it.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...). The
             `param_dtype` of an `mp_policy` is not for normalisations, which are gathered as they are.
 

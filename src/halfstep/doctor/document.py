@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.formats import FORMATS, Format
-from halfstep.numerics.audit import Audit
+from halfstep.formats import FORMATS
 from halfstep.numerics.fault import Cause, Cure, Fault
-from halfstep.numerics.lint import Finding
+from halfstep.numerics.lint import Audit, Finding
 from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 
@@ -86,7 +85,8 @@ class Document:
             return f"{self.target}: not healthy: {why}"
         fault = self.faults[0]
         cure = fault.best
-        do = f"; {_known(cure)}: {cure.code or cure.text}" if cure is not None else ""
+        word = "" if cure is None else {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
+        do = f"; {word}: {cure.code or cure.text}" if cure is not None else ""
         return f"{self.target}: not healthy: step {fault.step + 1}, {fault.place}: {fault.cause.words}{do}"
 
     @property
@@ -125,10 +125,6 @@ class Document:
         }
 
 
-def _known(cure: Cure) -> str:
-    return {"works": "cure", "untried": "try"}.get(cure.status, cure.status)
-
-
 def _told(fault: Fault) -> str:
     number = f"step {fault.step + 1}" + ("" if fault.rank is None else f", rank {fault.rank}")
     if fault.harmless:
@@ -139,16 +135,13 @@ def _told(fault: Fault) -> str:
     return f"{second}{number}: {fault.story()}{cures}"
 
 
-def _narrowest(seen: Watch) -> Format:
-    """The format with the least range among the activations of a run that no Session decides for."""
-    found = {sample.dtype for s in seen.series.values() if s.kind == "activation" for sample in s.samples}
-    return min((FORMATS[d] for d in found), key=lambda f: f.max, default=FORMATS["fp32"])
-
-
 def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
     """Puts what a watch saw into the document; `skips`: the steps that were skipped."""
     seen.collect()
-    document.format = (seen.format or _narrowest(seen)).name
+    activations = (s for s in seen.series.values() if s.kind == "activation")
+    found = {FORMATS[sample.dtype] for s in activations for sample in s.samples}
+    # Where no session decides, the format with the least range among the activations.
+    document.format = (seen.format or min(found, key=lambda f: f.max, default=FORMATS["fp32"])).name
     document.series = [
         {
             "kind": s.kind,

@@ -1,22 +1,35 @@
 """A cure written into a script: a few lines of it change, as its owner would write them.
 
-The edits do in the text what `numerics.cures.placed` does from outside. A text does not say which operands
-of an op are tensors, nor always which call runs a module, so there may be several ways to write a cure:
-`written` gives each, and whoever asks runs the script with it.
+The edits do in the text what `numerics.cures.put_in_place` does from outside. A text does not say which
+operands of an op are tensors, nor always which call runs a module, so there may be several ways to write a
+cure: `written` gives each, `mended` runs the script with each until its fault is gone, and `planned` makes
+plan rules in the same way.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import difflib
+import io
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from halfstep.doctor.document import Document
 from halfstep.numerics.cures import over
-from halfstep.numerics.fault import Fault, Spec
+from halfstep.numerics.fault import FAILS, UNTRIED, WORKS, Cure, Fault, Spec, alike
+from halfstep.numerics.lint import called
 from halfstep.numerics.uncast import low_ops
 from halfstep.policy.op_names import canonical_op
+from halfstep.policy.ops import Rule
+from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
 
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
@@ -92,7 +105,7 @@ class Script:
 
     def calls(self, *names: str) -> list[ast.Call]:
         """All calls of functions or methods of these names."""
-        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _called(n) in names]
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and called(n) in names]
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement on a line."""
@@ -110,30 +123,28 @@ def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str
         one, other = sorted(rest, key=lambda s: -s[3])  # the lower line first: lines above keep their numbers
         ways = (new for half in written(text, one, fault) for new in written(half, other, fault, code))
     elif kind in _ANYWHERE:
-        ways = _ANYWHERE[kind](text, code, *rest)
+        ways = (_edited(text, change, code, *rest) for change in _ANYWHERE[kind])
     else:
         ways = _of_an_op(text, spec, fault, code)
     told = {text}
     for new in ways:
-        if new not in told and _is_python(new):
+        try:
+            ast.parse(new)
+        except SyntaxError:
+            continue
+        if new not in told:
             told.add(new)
             yield new
 
 
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
+def _edited(text: str, change: Callable[..., None], *given: Any) -> str:
+    script = Script(text)
+    change(script, *given)
+    return script.text()
 
 
 def _on(node: Any, line: int) -> bool:
     return node.lineno <= line <= node.end_lineno
-
-
-def _called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 # An op on a line.
@@ -142,14 +153,15 @@ def _called(call: ast.Call) -> str:
 def _of_an_op(text: str, spec: Spec, fault: Fault, code: str) -> Iterator[str]:
     kind, op, _, line, *amount = spec
     if kind == "full":
-        yield from _by_policy(text, op)
+        yield _edited(text, _by_policy, op)
     if kind == "epsilon":
-        yield from _with_epsilon(text, line, amount[0])
+        yield _edited(text, _with_epsilon, line, amount[0])
         return
     if kind == "logsumexp":
-        yield from _with_logsumexp(text, line, *amount)
+        for keep in ("", ", keepdim=True"):
+            yield _edited(text, _with_logsumexp, keep, line, *amount)
         return
-    text = _unfolded(text, line)
+    text = _edited(text, _unfold, line)
     changes = {"scale": _scaled, "clamp": _clamped, "shift": _shifted}
     change: Callable[..., None] = changes.get(kind, _widened)
     script = Script(text)
@@ -182,13 +194,13 @@ def _sites(script: Script, op: str, line: int, module: str) -> list[list[_Site]]
             if _OPERATORS.get(type(node.op), ("",))[0] == op:
                 named.append((node, [node.left, node.right]))
         elif isinstance(node, ast.Call) and _on(node, line):
-            name, owner = _called(node), getattr(node.func, "value", None)
+            name, owner = called(node), getattr(node.func, "value", None)
             function = owner is None or getattr(owner, "attr", getattr(owner, "id", "")) in _LIBRARIES
             if op in (name.rstrip("_"), canonical_op(name)):
                 named.append((node, [*([] if function or owner is None else [owner]), *node.args]))
             elif node.args:
                 modules.append((node, [*node.args]))
-    modules.sort(key=lambda site: _called(site[0]) != module.rpartition(".")[2])
+    modules.sort(key=lambda site: called(site[0]) != module.rpartition(".")[2])
     single = [[one] for one in named or modules]
     return [*single, named] if len(named) > 1 else single
 
@@ -199,14 +211,12 @@ def _inside_out(node: ast.AST) -> Iterator[ast.AST]:
     yield node
 
 
-def _unfolded(text: str, line: int) -> str:
+def _unfold(script: Script, line: int) -> None:
     """`x *= y` on a line as `x = x * (y)`."""
-    script = Script(text)
     for node in ast.walk(script.tree):
         if isinstance(node, ast.AugAssign) and _on(node, line) and type(node.op) in _OPERATORS:
             target, value = script.of(node.target), script.of(node.value)
             script.swap(node, f"{target} = {target} {_OPERATORS[type(node.op)][1]} ({value})")
-    return script.text()
 
 
 def _then(script: Script, operand: ast.expr, after: str, before: str = "") -> None:
@@ -239,20 +249,17 @@ def _shifted(script: Script, node: Any, operands: list[ast.expr], amount: list[i
         script.swap(operand, f"({x} - {x}.amax({dim}keepdim=True))")
 
 
-def _with_logsumexp(text: str, line: int, last: int, *dims: int) -> Iterator[str]:
+def _with_logsumexp(script: Script, keep: str, line: int, last: int, *dims: int) -> None:
     """torch's function where the logarithm stands, of what the exponential is taken of."""
-    for keep in ("", ", keepdim=True"):
-        script = Script(text)
-        for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
-            if _on(exp, line) and _on(log, last) and dims:
-                of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
-                x = exp.args[0] if of_torch else getattr(exp.func, "value", None)
-                script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
-        yield script.text()
+    for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
+        if _on(exp, line) and _on(log, last) and dims:
+            of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
+            x = exp.args[0] if of_torch else getattr(exp.func, "value", None)
+            script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
 
 
 def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
-    divides = isinstance(node, ast.BinOp) or _called(node).rstrip("_") in ("div", "divide", "true_divide")
+    divides = isinstance(node, ast.BinOp) or called(node).rstrip("_") in ("div", "divide", "true_divide")
     for operand in operands[-1:] if divides else operands[:1]:
         if divides and amount[1:]:  # it may have either sign
             d = script.of(operand)
@@ -262,28 +269,24 @@ def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[f
             _then(script, operand, f".{most}{amount[0]:g})")
 
 
-def _with_epsilon(text: str, line: int, value: float) -> Iterator[str]:
-    script = Script(text)
+def _with_epsilon(script: Script, line: int, value: float) -> None:
     for node in ast.walk(script.tree):
         number = node.value if isinstance(node, ast.Constant) and _on(node, line) else None
         if isinstance(number, float) and 0 < number < value:
             script.swap(node, f"{value:.2g}")
-    yield script.text()
 
 
 # What stands elsewhere in the script.
 
 
-def _by_policy(text: str, op: str) -> Iterator[str]:
+def _by_policy(script: Script, op: str) -> None:
     """A rule for the op where the session or the trainer is made."""
-    script = Script(text)
     for call in script.calls("prepare", "Trainer"):
         given = next((k.value for k in call.keywords if k.arg == "policy"), None)
         if given is None:
             _set_keyword(script, call, "policy", f'"full={op}"')
         else:
             script.around(given, "hs.Policy.parse(", f').with_rules(full=["{op}"])')
-    yield script.text()
 
 
 def _set_keyword(script: Script, call: ast.Call, name: str, value: str) -> None:
@@ -304,62 +307,51 @@ def with_plan(text: str, path: str) -> str:
     return script.text()
 
 
-def with_keywords(text: str, code: str) -> Iterator[str]:
+def _keywords(script: Script, code: str, *_: Any) -> None:
     """The keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
     try:
-        asked = ast.parse(code, mode="eval").body
+        asked: Any = ast.parse(code, mode="eval").body
     except SyntaxError:
         return
-    if not isinstance(asked, ast.Call):
-        return
-    script = Script(text)
-    for call in script.calls(_called(asked)):
+    for call in script.calls(called(asked)) if isinstance(asked, ast.Call) else ():
         for keyword in asked.keywords:
             _set_keyword(script, call, str(keyword.arg), ast.unparse(keyword.value).replace("'", '"'))
-    yield script.text()
 
 
 _BF16 = {"fp16": "bf16", "float16": "bfloat16", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 
 
-def _in_bf16(text: str, code: str) -> Iterator[str]:
+def _in_bf16(script: Script, code: str) -> None:
     """bf16 wherever the script names fp16."""
     if "amp.initialize" in code:
         return  # Apex's levels know fp16 alone
-    script = Script(text)
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Constant) and node.value in _BF16:
             script.swap(node, f'"{_BF16[node.value]}"')
         elif isinstance(node, ast.Attribute) and node.attr in ("float16", "half"):
             script.rename(node, "bfloat16")
-    yield script.text()
-    yield from with_keywords(text, code)
 
 
-def _with_masters(text: str, code: str) -> Iterator[str]:
+def _with_masters(script: Script, code: str) -> None:
     """Level O2, where the session is made or, where there is none, below the optimizer."""
-    if Script(text).calls("prepare", "Trainer"):
-        yield from with_keywords(text, code)
+    if script.calls("prepare", "Trainer"):
+        _keywords(script, code)
         return
-    script = Script(text)
-    dtype = "bf16" if "bfloat16" in text else "fp16"
+    dtype = "bf16" if "bfloat16" in ast.dump(script.tree) else "fp16"
     for made in ast.walk(script.tree):
         if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call):
             continue
-        model = re.match(
-            r"(\w+(?:\.\w+)*)\.parameters\(\)", script.of(made.value.args[0]) if made.value.args else ""
-        )
+        given = script.of(made.value.args[0]) if made.value.args else ""
+        model = re.match(r"(\w+(?:\.\w+)*)\.parameters\(\)", given)
         if model and isinstance(made.targets[0], ast.Name):
             names = f"{model[1]}, {made.targets[0].id}"
             call = f'hs.prepare({names}, level="O2", dtype="{dtype}", loss_scale="none")'
             margin = script.newline + " " * made.col_offset
             script.around(made, "", f"{margin}import halfstep as hs{margin}{call}")
-    yield script.text()
 
 
-def _divided(text: str, code: str, bits: int) -> Iterator[str]:
+def _divided(script: Script, code: str, bits: int) -> None:
     """Each loss, where backward or a loss scale takes it."""
-    script = Script(text)
     scaled = [c for c in script.calls("scale", "scale_loss") if isinstance(c.func, ast.Attribute) and c.args]
     given = scaled or [c for c in script.calls("backward") if c.args]
     losses = [c.args[0] for c in given] or [
@@ -367,12 +359,10 @@ def _divided(text: str, code: str, bits: int) -> Iterator[str]:
     ]
     for loss in losses:
         _then(script, loss, f" / {2**bits})", "(")
-    yield script.text()
 
 
-def _with_scale(text: str, code: str, bits: int) -> Iterator[str]:
-    """The loss scale where its number stands, else as the cure's code says."""
-    script = Script(text)
+def _with_scale(script: Script, code: str, bits: int) -> None:
+    """The loss scale where its number stands."""
     found = [
         keyword.value
         for call in ast.walk(script.tree)
@@ -387,15 +377,16 @@ def _with_scale(text: str, code: str, bits: int) -> Iterator[str]:
             script.swap(node, repr(node.value * 2.0**bits))
         elif not isinstance(node, ast.Constant):
             _then(script, node, f" * {2.0**bits!r}")
-    yield script.text()
-    yield from with_keywords(text, code)
 
 
-def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
+def _no_faster(script: Script, code: str, *most: float) -> None:
     """Before each step the learning rates that were usual, where they are out of proportion to them."""
-    script = Script(text)
-    made = [n for n in ast.walk(script.tree) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-    optimizers = [script.of(n.targets[0]) for n in made if _makes_updates(n.value)]
+    optimizers = [
+        script.of(n.targets[0])
+        for n in ast.walk(script.tree)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
+        if n.value.args and "parameters" in ast.dump(n.value.args[0])
+    ]
     for call in script.calls("step"):
         owner = script.of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         name = owner if owner in optimizers or not optimizers else optimizers[0]
@@ -408,39 +399,175 @@ def _no_faster(text: str, code: str, *most: float) -> Iterator[str]:
                 f"for group, most in zip({name}.param_groups, {most!r}):",
                 '    group["lr"] = most if group["lr"] > 30 * most else group["lr"]',
             )
-    yield script.text()
 
 
-def _cleared(text: str, code: str, line: int) -> Iterator[str]:
+def _cleared(script: Script, code: str, line: int) -> None:
     """Clears the optimizer that steps on this line before the backward passes of that step, else after it."""
-    script = Script(text)
     step, call = script.statement(line), next((c for c in script.calls("step") if _on(c, line)), None)
     if step is None or call is None or not isinstance(call.func, ast.Attribute):
         return
     clear = f"{script.of(call.args[0] if call.args else call.func.value)}.zero_grad()"
     bodies = (getattr(node, name, None) for node in ast.walk(script.tree) for name in ("body", "orelse"))
     block = next(body for body in bodies if isinstance(body, list) and step in body)
-    before = [s for s in block[: block.index(step)] if any(_is_backward(node) for node in ast.walk(s))]
+    backward = script.calls("backward")
+    before = [s for s in block[: block.index(step)] if any(node in backward for node in ast.walk(s))]
     if before:
         script.above(before[-1], clear)
     else:
         script.around(step, "", f"{script.newline}{' ' * step.col_offset}{clear}")
-    yield script.text()
 
 
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and _called(node) == "backward"
-
-
-def _makes_updates(call: Any) -> bool:
-    return bool(call.args) and "parameters" in ast.dump(call.args[0])
-
-
-_ANYWHERE: dict[str, Callable[..., Iterator[str]]] = {
-    "bf16": _in_bf16,
-    "masters": _with_masters,
-    "loss": _divided,
-    "loss_scale": _with_scale,
-    "rate": _no_faster,
-    "clear": _cleared,
+#: The ways in which cures that change no single op are written.
+_ANYWHERE: dict[str, tuple[Callable[..., None], ...]] = {
+    "bf16": (_in_bf16, _keywords),
+    "masters": (_with_masters,),
+    "loss": (_divided,),
+    "loss_scale": (_with_scale, _keywords),
+    "rate": (_no_faster,),
+    "clear": (_cleared,),
 }
+
+
+# Which way holds, and plans.
+
+Attempt = Callable[[str], Document | None]
+"""Examines another text of the script; None where it does not run as far as the script itself."""
+
+#: Faults, one behind the other, that are mended in one script's text, and by one plan.
+_MENDED, _PLANNED = 3, 8
+
+
+def mended(text: str, document: Document, attempt: Attempt) -> str:
+    """The script with its first fault cured, and then with what is the first one."""
+    found = document
+    for _ in range(_MENDED):
+        better = _first_that_holds(text, found, attempt) if found.faults else None
+        if better is None:
+            break
+        text, found = better
+    if found.faults:
+        document.notes.append(_unwritten(found.faults[0]))
+    return text
+
+
+def _first_that_holds(text: str, document: Document, attempt: Attempt) -> tuple[str, Document] | None:
+    """The script with a cure of its first fault of which that is gone, and what is found in it then.
+
+    The first with which nothing is left to do; else with which every loss is finite; else the first.
+    """
+    fault, holding = document.faults[0], list[tuple[bool, bool, str, Document]]()
+    for cure in sorted((c for c in fault.cures if c.status != FAILS and c.specs), key=_untried):
+        if holding and _untried(cure):
+            break
+        for new in written(text, cure.specs[0], fault, cure.code):
+            found = attempt(new)
+            if found is not None and is_gone(fault, found):
+                holding.append((bool(found.faults), not all(map(math.isfinite, found.losses)), new, found))
+                if _untried(cure):
+                    cure.settle(cure.specs[0], found.steps)
+                break
+        if holding and not holding[-1][0]:
+            break
+    best = min(holding, key=lambda held: held[:2], default=None)
+    return None if best is None else best[2:]
+
+
+def _untried(cure: Cure) -> bool:
+    return cure.status == UNTRIED
+
+
+def is_gone(fault: Fault, found: Document) -> bool:
+    """Whether nothing is left of a fault: another op's, at a later step, is another."""
+    return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in found.bad)
+
+
+def _unwritten(fault: Fault) -> str:
+    """Why a fault has no diff."""
+    number = f"no diff for step {fault.step + 1}"
+    cure = next((c for c in fault.cures if c.status == WORKS), None)
+    if not any(c.specs for c in fault.cures):
+        return f"{number} ({fault.cause.kind}): what cures it, above, is to be written by hand"
+    if cure is None:
+        return f"{number}: no change was seen to cure it ({fault.cause.kind}); what to look at stands above"
+    return f"{number}: the cure could not be written into the script, write it by hand: {cure.text}"
+
+
+def as_diff(path: Path, old: str, new: str) -> str:
+    """What makes one text of a file the other, as `diff -u` writes it."""
+    name = str(path)
+    before, after = (list(io.StringIO(text, newline="\n")) for text in (old, new))
+    lines = difflib.unified_diff(before, after, name, name)
+    ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join(ended)
+
+
+def planned(text: str, document: Document, attempt: Attempt) -> str:
+    """A plan, as TOML, of the faults that one cures, also those that show behind them; the notes say of the
+    others why it does not."""
+    plan, found, seen = Plan(), document, list[Fault]()
+    while len(seen) < _PLANNED:
+        fault = next((f for f in found.faults if not any(f.same_as(other) for other in seen)), None)
+        if fault is None:
+            break
+        seen.append(fault)
+        rules = list(_rules_of(fault))
+        for rule in rules:
+            larger = _with_rule(plan, rule)
+            better = _under(larger, text, attempt)
+            if better is not None and is_gone(fault, better):
+                plan, found = larger, better
+                break
+        else:
+            document.notes.append(_unplanned(fault, rules))
+    return plan.to_toml() if plan else ""
+
+
+def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
+    """Why a fault has no rule."""
+    number = f"no plan rule for step {fault.step + 1}"
+    if not rules:
+        kind = fault.cause.kind
+        return f"{number} ({kind}): a plan says in which precision the ops of a module run"
+    return f"{number}: {rules[-1].pattern} in fp32 alone does not cure it, or no hs.prepare reads one"
+
+
+def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
+    """The plan with one more rule, or with what that sets in the rule for the same modules."""
+    rules = {known.pattern: known for known in plan.rules}
+    known = rules.get(rule.pattern)
+    if known is not None:
+        given = {"dtype": rule.dtype or known.dtype, "rule": rule.rule or known.rule}
+        rule = dataclasses.replace(known, ops={**known.ops, **rule.ops}, **given)
+    return Plan(tuple({**rules, rule.pattern: rule}.values()))
+
+
+def _rules_of(fault: Fault) -> Iterator[PlanRule]:
+    """The rules that may cure a fault, the narrowest first: its op in its module, what it reads as well, its
+    module; for weights that 16 bits cannot hold, these in fp32, with their ops as they are."""
+    kind, reason = fault.cause.kind, f"step {fault.step + 1}, {fault.where}: {fault.cause.words}"
+    if fault.phase in ("prepare", "optimizer") and kind in ("range", "precision", "rounding"):
+        pattern = fault.module if fault.phase == "prepare" else "**"
+        yield PlanRule(pattern or "**", dtype=torch.float32, reason=f"{fault.where}: {fault.cause.words}")
+        return
+    scaled = any(c.kind == "loss_scale" and c.status == WORKS for c in fault.cures)
+    if kind not in ("range", "precision") or not fault.module_class or scaled or not fault.aten:
+        return
+    wide = [c for c in fault.cures if c.kind == "full" and c.specs]
+    works = next((c for c in wide if c.status != FAILS), None)
+    if works is not None:
+        why = f"{reason}; {works.verdict}"
+        yield PlanRule(fault.module or "**", ops={works.specs[0][1]: Rule.FULL}, reason=why)
+    ops = {c.specs[0][1]: Rule.FULL for c in wide}
+    if len(ops) > (works is not None):
+        yield PlanRule(fault.module or "**", ops=ops, reason=reason)
+    if fault.module:
+        yield PlanRule(fault.module, dtype=torch.float32, rule=Rule.FULL, reason=reason)
+
+
+def _under(plan: Plan, text: str, attempt: Attempt) -> Document | None:
+    """What is found in the script that is prepared with this plan; None where nothing in it reads one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
+        path.write_text(plan.to_toml(), encoding="utf-8")
+        new = with_plan(text, str(path))
+        return None if new == text else attempt(new)

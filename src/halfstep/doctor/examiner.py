@@ -9,10 +9,12 @@ the moment at which that step begins. `Roster` knows who takes part.
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,31 +25,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep import formats
 from halfstep.doctor.document import STEPS
 from halfstep.doctor.ledger import (
-    Conversions,
     Ledger,
     Note,
-    RunNotes,
     all_faults,
     knobs_of,
     length,
     read_amaxes,
-    update_length,
 )
-from halfstep.doctor.process import Copies, Enough, Order, answer
+from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
 from halfstep.names import fqn
-from halfstep.numerics.audit import Audit, audit
 from halfstep.numerics.cures import (
+    FP16,
     LOOPS,
-    Terms,
     bf16_regions,
-    lowest_scale,
-    placed,
+    put_in_place,
+    scale_falls,
     terms_of,
     with_attributes,
 )
-from halfstep.numerics.fault import Again, Inquiry, Seen, Spec, Suspect
-from halfstep.numerics.lint import LintProbe
-from halfstep.numerics.snapshot import StepParticipants, prefixed
+from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.lint import Audit, LintProbe, audit
+from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
@@ -61,7 +59,7 @@ class ApexScale:
     door = "apex"
 
     def __init__(self, amp: Any) -> None:
-        self._amp = amp
+        self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
 
     def is_enabled(self) -> bool:
         """Always, once amp.initialize has run."""
@@ -69,25 +67,13 @@ class ApexScale:
 
     def get_scale(self) -> float:
         """The present scale."""
-        return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale."""
-        return loss * self.get_scale()
+        return float(self.state_dict()["loss_scaler0"]["loss_scale"])
 
     def update(self, new_scale: float) -> None:
         """Go on with another scale."""
-        state = self._amp.state_dict()
+        state = self.state_dict()
         state["loss_scaler0"]["loss_scale"] = new_scale
-        self._amp.load_state_dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What amp.state_dict() holds."""
-        return self._amp.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
-        self._amp.load_state_dict(state)
+        self.load_state_dict(state)
 
 
 def scale_of_a_door() -> ApexScale | None:
@@ -97,92 +83,67 @@ def scale_of_a_door() -> ApexScale | None:
 
 
 class Roster:
-    """The models, optimizers, session and scaler of a script, as they turn up.
-
-    `helpers`: modules with buffers and no parameters, as criteria are. `schedules`: of learning rates.
-    """
+    """What takes part in the steps of a script, as it turns up."""
 
     def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.helpers: list[nn.Module] = []
-        self.schedules: list[Any] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.session: Any = None
-        self.scaler: Any = None
+        self._parts = StepParticipants(None)
+        self.things: list[Any] = []
         self._met = set[nn.Module]()
         self._names: dict[int, str] = {}
         self._born_ill: frozenset[str] = frozenset()
-        self._loop: str | None = None
-
-    def meet(self, module: nn.Module) -> None:
-        """A module is called: if it has weights and belongs to no known model, it is one."""
-        if module in self._met:
-            return
-        known = any(module is m for root in (*self.models, *self.helpers) for m in root.modules())
-        self._met.add(module)
-        if known:
-            return
-        if next(module.parameters(), None) is not None:
-            inside = {id(m) for m in module.modules()}
-            self.models = [m for m in self.models if id(m) not in inside] + [module]
-            named = self.named()
-            with disable_current_modes():
-                self._born_ill |= self._ill(dict(zip(named, read_amaxes(list(named.values())))))
-        elif next(module.buffers(), None) is not None:
-            self.helpers.append(module)
-        if self._loop is None:
-            self._loop = running_loop(LOOPS)
-
-    def _ill(self, weights: Mapping[str, float]) -> frozenset[str]:
-        """Names of what is not finite: of parameters, whose largest magnitudes are given, and of buffers."""
-        buffers = self.buffers()
-        found = {**weights, **dict(zip(buffers, read_amaxes(list(buffers.values()))))}
-        return frozenset(name for name, amax in found.items() if not math.isfinite(amax))
-
-    def fell_ill(self, weights: Mapping[str, float]) -> bool:
-        """Whether a parameter or buffer is not finite that was when its model was first called."""
-        return not self._ill(weights) <= self._born_ill
-
-    def add(self, optimizer: Any) -> None:
-        """An optimizer is made or stepped."""
-        if isinstance(optimizer, torch.optim.Optimizer) and all(optimizer is not o for o in self.optimizers):
-            self.optimizers.append(optimizer)
-
-    def parts(self) -> StepParticipants:
-        """All of them, as the tape and the cures take them."""
-        self._find_scale()
-        others = [x for x in (self.session, self.scaler) if x is not None]
-        parts = StepParticipants(None, [*self.models, *self.helpers, *self.optimizers, *others])
-        parts.loop = self._loop or ""
-        return parts
 
     @property
-    def terms(self) -> Terms:
-        """How this script would write a cure down."""
-        return terms_of(self.parts(), in_region=self.scaler is not None)
+    def parts(self) -> StepParticipants:
+        """All of it, as the tape and the cures take it."""
+        if self._parts.session is None and self._parts.scaler is None:
+            self.add(scale_of_a_door())
+        return self._parts
 
-    def schedule_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """The classes of what sets an optimizer's learning rates."""
-        mine = (s for s in self.schedules if getattr(s, "optimizer", None) is optimizer)
-        return ", ".join(dict.fromkeys(type(s).__name__ for s in mine))
+    def add(self, thing: Any) -> None:
+        """A model, an optimizer or what else keeps state is made or used; of scalers the last one counts."""
+        if thing is not None and all(thing is not one for one in self.things):
+            first = is_session(thing) or hasattr(thing, "get_scale")
+            self.things.insert(0 if first else len(self.things), thing)
+            loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
+            self._parts.loop = loop or running_loop(LOOPS)
 
-    def _find_scale(self) -> None:
-        if self.session is None and self.scaler is None:
-            self.scaler = scale_of_a_door()
+    def meet(self, module: nn.Module) -> None:
+        """A module is called: with weights, or buffers as a criterion has, it is a model or part of one."""
+        if module in self._met:
+            return
+        self._met.add(module)
+        known = (m for root in self.things if isinstance(root, nn.Module) for m in root.modules())
+        if all(module is not m for m in known) and (*module.parameters(), *module.buffers()):
+            inside = {*module.modules()}
+            self.things = [t for t in self.things if not (isinstance(t, nn.Module) and t in inside)]
+            self.add(module)
+            with disable_current_modes():
+                self._born_ill |= self._ill()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those with weights."""
+        return [m for m in self._parts.models if next(m.parameters(), None) is not None]
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether it is called by the script itself and has weights."""
+        return any(module is t for t in self.things) and next(module.parameters(), None) is not None
+
+    def _ill(self) -> frozenset[str]:
+        """Names of the parameters and buffers that are not finite."""
+        values = {
+            n: t for kind, n, t in self._parts.named_values() if kind != "state" and t.is_floating_point()
+        }
+        found = zip(values, read_amaxes(list(values.values())))
+        return frozenset(name for name, amax in found if not math.isfinite(amax))
+
+    def fell_ill(self) -> bool:
+        """Whether a parameter or buffer is not finite that was when its model was first called."""
+        return not self._ill() <= self._born_ill
 
     def scale(self) -> float:
         """The present loss scale."""
-        self._find_scale()
-        if self.session is not None:
-            return float(self.session.loss_scale.value)
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def named(self) -> dict[str, Tensor]:
-        """Parameters by name, those of the first model without a prefix."""
-        found: dict[str, Tensor] = {}
-        for prefix, model in prefixed(self.models):
-            found |= {prefix + fqn(n): p for n, p in model.named_parameters() if p.is_floating_point()}
-        return found
+        return float(scale_of(self.parts.session, self.parts.scaler))
 
     def name_of(self, thing: nn.Module | Tensor) -> str:
         """Path of a module (with its class) or parameter; the class of what is in no known model."""
@@ -198,39 +159,11 @@ class Roster:
     @property
     def by_hand(self) -> bool:
         """Whether nothing is known that would make the updates."""
-        return not self.optimizers and self.session is None and self.scaler is None
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers of all models, by a name that no parameter has."""
-        return {
-            f"buffer {number}.{name}": b
-            for number, model in enumerate(self.models)
-            for name, b in model.named_buffers()
-            if b.is_floating_point()
-        }
+        parts = self.parts
+        return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
-#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
-FP16 = torch.float16
-
-
-def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Callable[[], bool] | None:
-    """Apply the dose of a cure from here on; None where it cannot be from outside.
-
-    What is returned says, later, whether the cure has met what it is to change.
-    """
-    if spec[0] == "masters":
-        return (lambda: True) if _masters(parts) else None
-    cure = placed(spec, parts)
-    if cure is None:
-        return None
-    if spec[0] == "bf16":
-        ask_for_bf16(stack)
-    stack.enter_context(cure)
-    return lambda: getattr(cure, "met", True)
-
-
-def _masters(parts: StepParticipants) -> bool:
+def _prepared_with_masters(parts: StepParticipants) -> bool:
     """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
@@ -256,14 +189,6 @@ def ask_for_bf16(stack: ExitStack) -> None:
     stack.enter_context(bf16_regions())
 
 
-def _larger(a: float, b: float) -> float:
-    """The larger magnitude; what is not finite counts as largest."""
-    return a if not math.isfinite(a) or a > b else b
-
-
-_TO_THE_END = sys.maxsize
-
-
 class Examiner:
     """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
 
@@ -271,18 +196,16 @@ class Examiner:
         self.order = order
         self.roster = Roster()
         self.ledger = Ledger()
-        self.conversions = Conversions()
         self.seen: Watch | None = None
         self.asked = order.again
         self.again: Again | None = None  # once it is reached
         self.showed = Seen()
-        self.suspects: list[Suspect] = []
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.halves = False
         self.ended_by = "script"
         self.audit = Audit()
-        self._steps = order.steps or _TO_THE_END
+        self._steps = order.steps or sys.maxsize
         self._lint = LintProbe()
         self._copied = 0.0
         """When this process became a copy; 0 in the run itself."""
@@ -305,24 +228,16 @@ class Examiner:
         again = self.asked
         if again is not None:
             whole = again.from_start and self.ledger.now.number >= self._steps
-            late = self._copied and time.monotonic() - self._copied > again.seconds / 3
+            late = self._copied and time.monotonic() - self._copied > SECONDS / 3
             return self.done > again.at + again.more or whole or bool(late)
         return self.ledger.now.number >= self._steps
 
     # What the hooks report.
 
     def on_made(self, thing: Any) -> None:
-        """An optimizer, a scaler or a session was made."""
-        if isinstance(thing, LRScheduler):
-            self.roster.schedules.append(thing)
-            return
-        if hasattr(thing, "get_scale"):
-            self.roster.scaler = thing
-        elif isinstance(thing, torch.optim.Optimizer):
-            self.roster.add(thing)
-        else:
-            self.roster.session = thing
-        if self.done == 0:
+        """An optimizer, a schedule, a scaler or a session was made."""
+        self.roster.add(thing)
+        if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.hold()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
@@ -331,33 +246,30 @@ class Examiner:
             self.roster.meet(module)
         if not self._signed:
             self._signed = True
-            if self.done == 0 or _loads_with_workers():
+            if self.done == 0 or multiprocessing.active_children():
                 self._copies.hold()
                 self._go_on()
 
     def _begin(self) -> None:
         """The next step begins; with workers that load its batch, it does where it shows itself."""
         self._signed = False
-        if not _loads_with_workers():
+        if not multiprocessing.active_children():
             self._copies.hold(freely=False)
             self._go_on()
         self._watch()
 
     def _watch(self) -> None:
         """Begins to watch the model: at the first backward, when all that takes part is there, as a rule."""
-        roster = self.roster
+        parts, models = self.roster.parts, self.roster.models
         if self.seen is not None and self.done == 24 * self.seen.every:
             self.seen.every *= 2  # of a long run fewer steps are enough
-        if self.seen is None and self._watches() and roster.models:
-            what = roster.session if roster.session is not None else roster.optimizers
+        wanted = self.asked is None or self.asked.from_start  # the notes of the whole run, not of some steps
+        if self.seen is None and wanted and models:
+            what = parts.session if parts.session is not None else parts.optimizers
             every = max(1, self.order.steps // 12)
-            self.seen = watch(roster.models[0], what, every=every, scaler=roster.scaler)
+            self.seen = watch(models[0], what, every=every, scaler=parts.scaler)
             self.seen.step = self.done
-            self.audit = audit(roster.models, roster.optimizers)
-
-    def _watches(self) -> bool:
-        """Whether the notes of the whole run are wanted, not those of some steps of it."""
-        return self.asked is None or self.asked.from_start
+            self.audit = audit(models, parts.optimizers)
 
     def _go_on(self) -> None:
         """Where this step is one to run again: put the cure in place, and arm the tape."""
@@ -367,8 +279,8 @@ class Examiner:
             if self.done >= first:
                 self._reach(again)
         if self.again is not None and self.again.taped == self.done and self.taping is None:
-            self._lint = LintProbe(self.roster.session)
-            self.taping = Taping(self.roster.parts(), observers=[self._lint.look])
+            self._lint = LintProbe(self.roster.parts.session)
+            self.taping = Taping(self.roster.parts, observers=[self._lint.look])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """What a model is called with."""
@@ -397,10 +309,11 @@ class Examiner:
     def on_output(self, module: nn.Module, amax: float) -> None:
         """A module without submodules gave a result."""
         name = self.roster.name_of(module)
-        outputs = self.ledger.now.outputs
-        outputs[name] = _larger(amax, outputs.get(name, 0.0))
-        if amax == 0.0 or not math.isfinite(amax):
-            self.ledger.now.silent = self.ledger.now.silent or name
+        now, finite = self.ledger.now, math.isfinite(amax)
+        if not finite or amax >= now.outputs.get(name, 0.0):
+            now.outputs[name] = amax
+        if amax == 0.0 or not finite:
+            now.silent = now.silent or name
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update."""
@@ -409,7 +322,9 @@ class Examiner:
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
-        now.schedule, now.knobs = self.roster.schedule_of(optimizer), knobs_of(optimizer)
+        schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
+        now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
+        now.knobs = knobs_of(optimizer)
         updated = [p for g in optimizer.param_groups for p in g["params"]]
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
         now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
@@ -449,7 +364,8 @@ class Examiner:
         self._stale -= {*after}
         self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
         now.flushed = now.flushed or self._flushed(optimizer, after)
-        now.update += update_length(self._before, after)
+        pairs = zip(self._before, after)
+        now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
         self._before = []
 
@@ -474,9 +390,7 @@ class Examiner:
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
-        named = self.roster.named()
-        weights = dict(zip(named, read_amaxes(list(named.values()))))
-        if self.roster.fell_ill(weights):
+        if self.roster.fell_ill():
             self.ledger.blame("parameter")
             now.spoiled = True
         if skipped or not finite:
@@ -484,7 +398,7 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.spoiled:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.seen is not None and self.roster.session is None:
+        if skipped and self.seen is not None and self.roster.parts.session is None:
             self.seen.note_skip()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
@@ -497,15 +411,11 @@ class Examiner:
         if self.asked is not None:
             return
         before = self.ledger.notes[index - 1] if index else Note(0)
-        run = self.ledger.bad_run()
+        run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.ill <= before.ill or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what was spoiled stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
-            self._suspect(Suspect(index, note.number, note.bad, note.spoiled))
-
-    def _suspect(self, suspect: Suspect) -> None:
-        if not self.inquiry.look(suspect):
-            self.suspects.append(suspect)
+            self.inquiry.look(Suspect(index, note.number, note.bad, note.spoiled))
 
     def leave(self) -> None:
         """The last step is done. A copy ends here, without what the script would still do."""
@@ -531,26 +441,27 @@ class Examiner:
         ill = (index for index in bad if not (showed.settles and self.ledger.only_skipped(index)))
         showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
         if again.from_start:
-            showed.faults = all_faults(self.notes(), showed.faults)
+            showed.faults = all_faults(self.noted(), showed.faults)
         self._answer()
 
     def _answer(self) -> None:
         if self._copied:
             answer(self.showed)
 
-    def notes(self) -> RunNotes:
-        """What was noted of the run."""
+    def noted(self) -> Ledger:
+        """The notes, with all that belongs to them."""
         if self.seen is not None:
             self.seen.collect()
-        lost = [] if self.seen is None else list(self.seen.lost)
-        return RunNotes(self.ledger, self.conversions.flushes, lost, self.roster.terms)
+            self.ledger.lost = [*self.seen.lost]
+        self.ledger.terms = terms_of(self.roster.parts, in_region=self.roster.parts.scaler is not None)
+        return self.ledger
 
     def _applied(self, again: Again) -> bool:
         """Whether the cure that is tried was put in place, and met what it is to change."""
         if again.cure is None:
             return True
         if again.cure[0] == "bf16":
-            if self.halves or FP16 in {p.dtype for p in self.roster.named().values()}:
+            if self.halves or FP16 in {p.dtype for p in self.roster.parts.parameters()}:
                 return False
             if again.from_start:
                 return True  # asked for before the script began
@@ -570,15 +481,21 @@ class Examiner:
         if self.seen is not None and not again.from_start:
             self.seen.close()
             self.seen = None
-        parts = self.roster.parts()
-        self.showed.falls = lowest_scale(parts) is not None
-        if again.cure is not None and not (again.from_start and again.cure[0] == "bf16"):
+        parts = self.roster.parts
+        self.showed.falls = scale_falls(parts)
+        if again.cure is None or (again.from_start and again.cure[0] == "bf16"):
+            return
+        self.halves = False
+        if again.cure[0] == "masters":
+            self._took_effect = (lambda: True) if _prepared_with_masters(parts) else None
+        else:
             self._took_effect = put_in_place(again.cure, parts, self.around)
-            self.halves = False
-            if self._took_effect is None:
-                self.showed.applied = False
-                self._answer()
-                raise Enough
+        if self._took_effect is None:
+            self.showed.applied = False
+            self._answer()
+            raise Enough
+        if again.cure[0] == "bf16":
+            ask_for_bf16(self.around)
 
     # The tape.
 
@@ -586,7 +503,7 @@ class Examiner:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace = taping.end(self.roster.parts(), error)
+        trace = taping.end(self.roster.parts, error)
         self.showed.counts = trace.rows()
         self.showed.lint = list(dict.fromkeys(self._lint.found()))
         if trace.bad is not None:
@@ -601,7 +518,7 @@ class Examiner:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
         elif self.asked is None:
-            self._suspect(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
+            self.inquiry.look(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
 
     def ended(self) -> None:
         """The script is over."""
@@ -615,9 +532,3 @@ class Examiner:
         self._copies.close()
         if self.seen is not None:
             self.seen.close()
-
-
-def _loads_with_workers() -> bool:
-    import multiprocessing
-
-    return bool(multiprocessing.active_children())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
-from halfstep.doctor.examiner import FP16, Examiner, ask_for_bf16
+from halfstep.doctor.examiner import Examiner, ask_for_bf16
+from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
+from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import Seen
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names
@@ -80,105 +81,80 @@ class Hooks:
         self._examiner.roster.add(self._stepped)
         self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
 
-    def _announced(self, create: Callable[..., None]) -> Callable[..., None]:
-        def created(thing: Any, *args: Any, **kwargs: Any) -> None:
-            create(thing, *args, **kwargs)
-            self._examiner.on_made(thing)
+    def _announced(self, create: Callable[..., None], thing: Any, /, *args: Any, **kwargs: Any) -> None:
+        create(thing, *args, **kwargs)
+        self._examiner.on_made(thing)
 
-        return created
+    def _cleared(self, clear: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+        clear(owner, *args, **kwargs)
+        self._examiner.on_cleared(owner)
 
-    def _cleared(self, clear: Callable[..., None]) -> Callable[..., None]:
-        def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
-            clear(owner, *args, **kwargs)
-            self._examiner.on_cleared(owner)
-
-        return cleared
-
-    def _entered(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        def entered(region: Any) -> Any:
-            self._on_region(region)
-            return enter(region)
-
-        return entered
+    def _entered(self, enter: Callable[..., Any], region: Any) -> Any:
+        self._on_region(region)
+        return enter(region)
 
     def _on_region(self, opened: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
             self._examiner.on_sign()
 
-    def _noted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if loss.numel() == 1:
-                with disable_current_modes():
-                    self._examiner.on_loss(loss)
-            inner, self._backward = self._backward, True  # a tape calls it once more
-            try:
-                backward(loss, *args, **kwargs)
-            finally:
-                self._backward = inner
-            self._by_hand = self._examiner.roster.by_hand
-            if self._within is not None and not inner:
-                stepped, self._within = self._within, None
-                self._examiner.on_step(stepped, skipped=False, finite=True)
-
-        return noted
-
-    def _graded(self, grad: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients of many tensors at once, where no optimizer is: those of a step made by hand."""
-
-        def graded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            found = grad(outputs, inputs, *args, **kwargs)
-            learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
-            if (
-                learning
-                and self._examiner.roster.by_hand
-                and not (_in_backward() or kwargs.get("create_graph"))
-            ):
-                with disable_current_modes():
-                    if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                        self._examiner.on_loss(outputs)
-                    self._examiner.on_found(list(found))
-                self._by_hand = True
-            return found
-
-        return graded
-
-    def _end_by_hand(self) -> None:
-        """A forward after a backward, where no optimizer is: the step before it was made by hand."""
-        self._by_hand = False
-        with disable_current_modes():
-            self._examiner.on_gradients(list(self._examiner.roster.named().values()))
-        self._examiner.on_step(self, skipped=False, finite=True)
-
-    def _bracketed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
-
-        def bracketed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            self._updated = False
+    def _noted(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.numel() == 1:
             with disable_current_modes():
-                self._examiner.on_stepping(optimizer)
-            try:
-                result = step(scaler, optimizer, *args, **kwargs)
-            finally:
-                self._depth -= 1
-            if self._depth == 0:
-                self._examiner.roster.add(optimizer)
-                self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
-            return result
+                self._examiner.on_loss(loss)
+        inner, self._backward = self._backward, True  # a tape calls it once more
+        try:
+            backward(loss, *args, **kwargs)
+        finally:
+            self._backward = inner
+        self._by_hand = self._examiner.roster.by_hand
+        if self._within is not None and not inner:
+            stepped, self._within = self._within, None
+            self._examiner.on_step(stepped, skipped=False, finite=True)
 
-        return bracketed
+    def _graded(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gradients of many tensors at once, where no optimizer is: those of a step made by hand."""
+        found = grad(outputs, inputs, *args, **kwargs)
+        learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
+        inner = _in_backward() or kwargs.get("create_graph")
+        if learning and not inner and self._examiner.roster.by_hand:
+            with disable_current_modes():
+                if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                    self._examiner.on_loss(outputs)
+                self._examiner.on_found(list(found))
+            self._by_hand = True
+        return found
+
+    def _bracketed(
+        self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
+        self._depth += 1
+        self._updated = False
+        with disable_current_modes():
+            self._examiner.on_stepping(optimizer)
+        try:
+            result = step(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._examiner.roster.add(optimizer)
+            self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
+        return result
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
             return
         before = self._examiner.taping
-        if self._by_hand:
-            self._end_by_hand()
+        if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
+            self._by_hand = False
+            with disable_current_modes():
+                self._examiner.on_gradients(self._examiner.roster.parts.parameters())
+            self._examiner.on_step(self, skipped=False, finite=True)
         self._examiner.on_sign(module)
         taping = self._examiner.taping
         if taping is not None and taping is not before:
             taping.tape.enter_module(module)
-        if self._root is None and any(module is m for m in self._examiner.roster.models):
+        if self._root is None and self._examiner.roster.is_root(module):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
             with disable_current_modes():
@@ -220,6 +196,10 @@ def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tens
     return dict(zip(arguments, tensors))
 
 
+def _uncompiled(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compile(*args, **{**kwargs, "disable": True})
+
+
 def _in_backward() -> bool:
     return graph_task() != -1
 
@@ -232,12 +212,12 @@ def run_order(order: Order) -> Found | Seen | None:
     seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
-        examiner.conversions.install(stack)
+        note_conversions(stack, examiner.ledger.flushes)
         again = order.again
         if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
-        replace(stack, torch, "compile", lambda compile: partial(compile, disable=True))  # it hides the ops
+        replace(stack, torch, "compile", _uncompiled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args, order.text)
         if isinstance(error, KeyboardInterrupt):
@@ -257,7 +237,7 @@ def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
     document.audit = examiner.audit
     if examiner.seen is not None:
         add_watched(document, examiner.seen, ledger.skips)
-        numbers = ledger.numbers
+        numbers = dict(enumerate(note.number for note in ledger.notes))
         for row in document.history:  # the watch counts the steps of all optimizers
-            row["step"] = numbers[row["step"]] if row["step"] < len(numbers) else row["step"]
-    return Found(document, examiner.notes(), examiner.inquiry.seen, examiner.suspects)
+            row["step"] = numbers.get(row["step"], row["step"])
+    return Found(document, examiner.noted(), examiner.inquiry.seen, examiner.inquiry.unseen)

@@ -9,13 +9,14 @@ fault, and the op at which they left it only what came of it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import statistics
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,11 @@ from halfstep.convert import conversion
 from halfstep.formats import format_of
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.names import fqn
+from halfstep.numerics.cures import PLAIN, with_attributes
 from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.tape import OpLocation, look
-
-if TYPE_CHECKING:
-    from halfstep.numerics.cures import Terms
-    from halfstep.numerics.watch import LostUpdates
-
+from halfstep.numerics.watch import LostUpdates
 
 #: An update that is so many times the largest one before it is no training step ...
 SPIKE = 1e3
@@ -111,27 +109,22 @@ def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def update_length(before: Sequence[Tensor], after: Iterable[Tensor]) -> float:
-    """The Euclidean length of an update."""
-    total = 0.0
-    for old, new in zip(before, after):
-        if old.is_floating_point() and old.shape == new.shape:
-            total += float(torch.linalg.vector_norm((new.detach() - old).float())) ** 2
-    return math.sqrt(total) if math.isfinite(total) else math.inf
-
-
-@torch.no_grad()
-def length(tensors: Sequence[Tensor]) -> float:
-    """The Euclidean length of all of these together."""
-    kept = [t for t in tensors if t.is_floating_point() and t.layout == torch.strided]
-    return float(torch.stack([torch.linalg.vector_norm(t.float()) for t in kept]).norm()) if kept else 0.0
+def length(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean length of all of these together; inf where it is not finite."""
+    kept = (t for t in tensors if t.is_floating_point() and t.layout == torch.strided)
+    norms = [torch.linalg.vector_norm(t.float()).double() for t in kept]
+    total = float(torch.stack(norms).norm()) if norms else 0.0
+    return total if math.isfinite(total) else math.inf
 
 
 class Ledger:
-    """The notes of a run, by step."""
+    """The notes of a run, by step; what conversions flushed and rounding swallowed; the script's words."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
+        self.flushes: list[Flush] = []
+        self.lost: Sequence[LostUpdates] = ()
+        self.terms = PLAIN
         self.now = Note(0)
         self._iteration = 0
         self._round: set[int] = set()
@@ -161,16 +154,11 @@ class Ledger:
     @property
     def iterations(self) -> int:
         """How many iterations the steps made: optimizers that take turns share one."""
-        return len(set(self.numbers))
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The iteration of each step."""
-        return tuple(note.number for note in self.notes)
+        return len({note.number for note in self.notes})
 
     def index_of(self, number: int) -> int:
         """The index of the last step of an iteration."""
-        return max((i for i, own in enumerate(self.numbers) if own == number), default=number)
+        return max((i for i, note in enumerate(self.notes) if note.number == number), default=number)
 
     @property
     def skips(self) -> list[int]:
@@ -221,13 +209,9 @@ class Ledger:
                 count += 1
         return count
 
-    def bad_run(self) -> int:
-        """How many steps up to now were bad without a good one between them."""
-        return sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.notes)))
-
     def until(self, stop: int | None) -> Ledger:
         """The notes before the one with this index, and that one; all with None."""
-        part = Ledger()
+        part = copy.copy(self)
         part.notes = self.notes if stop is None else self.notes[: stop + 1]
         return part
 
@@ -334,41 +318,25 @@ class Flush:
     location: OpLocation
 
 
-class Conversions:
-    """Notes what `.half()`, `.to(dtype)` and our own conversions flush, while it listens."""
-
-    def __init__(self) -> None:
-        self.flushes: list[Flush] = []
-        self._inside = False
-
-    def install(self, stack: ExitStack) -> None:
-        """Listens until `stack` closes."""
-        conversion.around.append(self._watched)
-        stack.callback(conversion.around.remove, self._watched)
-        torchs: Any = nn.Module
-        apply = torchs._apply
-
-        def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with self._watched(module):
-                return apply(module, *args, **kwargs)
-
-        stack.callback(setattr, torchs, "_apply", apply)
-        torchs._apply = applied
+def note_conversions(stack: ExitStack, flushes: list[Flush]) -> None:
+    """Notes what `.half()`, `.to(dtype)` and our own conversions flush until the stack closes."""
+    torchs: Any = nn.Module
+    apply, inside = torchs._apply, False
 
     @contextmanager
-    def _watched(self, model: nn.Module) -> Generator[None]:
+    def watched(model: nn.Module) -> Generator[None]:
         """Compares the parameters after what happens within to those before; the outermost alone."""
-        if self._inside:
+        nonlocal inside
+        if inside:
             yield
             return
-        self._inside = True
-        before = {
-            n: p.detach() for n, p in model.named_parameters() if p.is_floating_point() and not p.is_meta
-        }
+        inside = True
+        floats = (pair for pair in model.named_parameters() if pair[1].is_floating_point())
+        before = {name: p.detach() for name, p in floats if not p.is_meta}
         try:
             yield
         finally:
-            self._inside = False
+            inside = False
         _, file, line = look()
         modules = dict(model.named_modules())
         for name, new in model.named_parameters():
@@ -376,7 +344,15 @@ class Conversions:
             if found is not None:
                 owner = name.rpartition(".")[0]
                 kind = type(modules[owner]).__name__ if owner in modules else ""
-                self.flushes.append(Flush(fqn(name), *found, OpLocation(fqn(owner), kind, None, file, line)))
+                flushes.append(Flush(fqn(name), *found, OpLocation(fqn(owner), kind, None, file, line)))
+
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with watched(module):
+            return apply(module, *args, **kwargs)
+
+    conversion.around.append(watched)
+    stack.callback(conversion.around.remove, watched)
+    stack.enter_context(with_attributes(torchs, _apply=applied))
 
 
 def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | None:
@@ -400,44 +376,32 @@ def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | Non
 _ALL_LOST = 0.9
 
 
-def _fault(
-    step: int, phase: str, cause: Cause, cures: list[Cure], where: tuple[str, int], op: str = ""
-) -> Fault:
-    return Fault(phase, op, OpLocation("", "", None, *where), cause, cures, step, taped=False)
+def _fault(note: Note, cause: Cause, cures: list[Cure]) -> Fault:
+    location = OpLocation("", "", None, *note.where)
+    return Fault("optimizer", "", location, cause, cures, note.number, taped=False)
 
 
-@dataclass(frozen=True)
-class RunNotes:
-    """What was noted of a run: its steps, what conversions flushed, updates lost to rounding, its words."""
-
-    ledger: Ledger
-    flushes: Sequence[Flush]
-    lost: Sequence[LostUpdates]
-    terms: Terms
-
-
-def all_faults(seen: RunNotes, traced: Sequence[Fault]) -> list[Fault]:
+def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     """What the tape showed and what the notes tell, the gravest first.
 
     What lies behind another comes last, and before it what a lower loss scale heals; else the earliest leads.
     """
-    sound = seen.ledger.broken() is None
-    found = [*traced, *quiet_faults(seen)] if sound else with_roots(seen, traced)
+    sound = ledger.broken() is None
+    found = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
     return sorted(found, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
 
 
-def quiet_faults(seen: RunNotes) -> list[Fault]:
+def quiet_faults(ledger: Ledger) -> list[Fault]:
     """What the notes of a run without lasting damage tell, the earliest first."""
-    ledger = seen.ledger
-    found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
-    spike = ledger.spike()
+    found = _flushed(ledger)
+    spike, grown = ledger.spike(), ledger.diverged()
     if spike is not None:
-        found.append(_spike(ledger, spike, seen.terms))
-    shares = [note.share for note in seen.lost]
-    if len(shares) >= 2 and statistics.median(shares) >= _ALL_LOST:
-        found.append(_lost(ledger, seen.lost, statistics.median(shares), seen.terms))
+        found.append(_spike(ledger, spike))
+    shares = [note.share for note in ledger.lost]
+    share = statistics.median(shares) if len(shares) >= 2 else 0.0
+    if share >= _ALL_LOST:
+        found.append(_lost(ledger, share))
     found += [*_uncleared(ledger), *_without_moments(ledger)]
-    grown = ledger.diverged()
     if ledger.too_long():
         found.append(_shot(ledger))
     elif grown is not None and spike is None and not any(note.bad for note in ledger.notes):
@@ -453,7 +417,7 @@ def _uncleared(ledger: Ledger) -> list[Fault]:
     text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
     text_, code = "clear the gradients before each backward", "optimizer.zero_grad()"
     cures = [Cure("clear", text_, code, specs=[("clear", stale[0].where[1])])]
-    return [_fault(stale[0].number, "optimizer", Cause("accumulation", text), cures, stale[0].where)]
+    return [_fault(stale[0], Cause("accumulation", text), cures)]
 
 
 def _without_moments(ledger: Ledger) -> list[Fault]:
@@ -463,7 +427,7 @@ def _without_moments(ledger: Ledger) -> list[Fault]:
         return []
     text = f"precision: {note.flushed}: the update divides by epsilon alone"
     cures = [Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')]
-    return [_fault(note.number, "optimizer", Cause("precision", text), cures, note.where)]
+    return [_fault(note, Cause("precision", text), cures)]
 
 
 def _shot(ledger: Ledger) -> Fault:
@@ -475,50 +439,52 @@ def _shot(ledger: Ledger) -> Fault:
         f"the learning rate{at} is too large for them"
     )
     cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 100:g}" if rate else "")
-    return _fault(note.number, "optimizer", Cause("learning rate", text), [cure], note.where)
+    return _fault(note, Cause("learning rate", text), [cure])
 
 
-def with_roots(seen: RunNotes, faults: Sequence[Fault]) -> list[Fault]:
+def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
     """The faults of a run with lasting damage; what an update or a growing loss led to is told with that."""
-    ledger = seen.ledger.until(seen.ledger.broken())
-    found = [_flushed(list(seen.flushes), seen.terms)] if seen.flushes else []
-    found += _uncleared(ledger)
-    root = _root(ledger, faults, seen.terms)
-    if root is None:
-        return [*found, *faults]
-    came_of_it = [f for f in faults if f.step >= root.step and f.cause.kind not in ("data", "learning rate")]
-    if not came_of_it:
+    ledger = ledger.until(ledger.broken())
+    found = [*_flushed(ledger), *_uncleared(ledger)]
+    root = _root(ledger, faults)
+    after = root.step if root is not None else math.inf
+    came_of_it = [f for f in faults if f.step >= after and f.cause.kind not in ("data", "learning rate")]
+    if root is None or not came_of_it:
         return [*found, *faults]
     root.led_to = came_of_it[0]
     return [*found, root, *(f for f in faults if all(f is not one for one in came_of_it))]
 
 
-def _root(ledger: Ledger, faults: Sequence[Fault], terms: Terms) -> Fault | None:
+def _root(ledger: Ledger, faults: Sequence[Fault]) -> Fault | None:
     """The step that sent a run out of range, by its update or from which on its loss grew."""
     out_of_range = any(f.cause.kind == "range" and not f.cause.weight for f in faults)
     if ledger.too_long():
         return _shot(ledger)
     spike, grown = ledger.spike(), ledger.diverged()
     if spike is not None and (grown is None or spike <= grown[0]):
-        root = _spike(ledger, spike, terms)
+        root = _spike(ledger, spike)
         telling = root.cause.kind == "learning rate" or (out_of_range and not ledger.notes[spike].bad)
         return root if telling else None
     return _diverged(ledger, *grown) if grown is not None and out_of_range else None
 
 
-def _flushed(flushes: list[Flush], terms: Terms) -> Fault:
+def _flushed(ledger: Ledger) -> list[Fault]:
+    """What a conversion took out of a parameter, the worst."""
+    flushes = ledger.flushes
+    if not flushes:
+        return []
     worst = max(flushes, key=lambda f: (f.cause.kind == "range", f.lost))
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
     cause = replace(worst.cause, text=worst.cause.text + more)
     cures = [
-        Cure("bf16", "use bf16: it has the range of fp32", terms.bf16, specs=[("bf16",)]),
+        Cure("bf16", "use bf16: it has the range of fp32", ledger.terms.bf16, specs=[("bf16",)]),
         Cure("advice", f"store {worst.name} times a power of two, and divide where it is used"),
     ]
-    return Fault("prepare", "cast", worst.location, cause, cures, taped=False)
+    return [Fault("prepare", "cast", worst.location, cause, cures, taped=False)]
 
 
-def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
-    note = ledger.notes[index]
+def _spike(ledger: Ledger, index: int) -> Fault:
+    note, clip = ledger.notes[index], Cure("advice", "clip the gradients", ledger.terms.clip)
     before = [n for n in ledger.notes[:index] if n.taken and n.update > 0 and not n.bad]
     times = note.update / max(n.update for n in before)
     tail = f"the update is {times:.3g} times the largest before it"
@@ -534,15 +500,14 @@ def _spike(ledger: Ledger, index: int, terms: Terms) -> Fault:
             text = f"data: {what}, and {tail}"
             cures = [
                 Cure("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)"),
-                Cure("advice", "clip the gradients", terms.clip),
+                clip,
             ]
-            return _fault(note.number, "optimizer", Cause("data", text), cures, note.where)
+            return _fault(note, Cause("data", text), cures)
     usually = statistics.median(n.gradient for n in before)
     if note.gradient <= usually:
         return _small_divisor(note, tail, usually)
     cause = Cause("divergence", f"divergence: {tail}; the gradients reach {note.gradient:.3g}")
-    cures = [Cure("advice", "clip the gradients", terms.clip)]
-    return _fault(note.number, "optimizer", cause, cures, note.where)
+    return _fault(note, cause, [clip])
 
 
 def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], tail: str) -> Fault:
@@ -559,7 +524,7 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
     cures = [
         Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)]),
     ]
-    return _fault(note.number, "optimizer", cause, cures, note.where)
+    return _fault(note, cause, cures)
 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
@@ -575,21 +540,21 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     if len(betas) > 1 and betas[1] < 0.9:
         words = "let the second moment remember more steps"
         cure = Cure("advice", words, f"betas=({betas[0]:g}, 0.999)")
-    return _fault(note.number, "optimizer", Cause("divergence", text), [cure], note.where)
+    return _fault(note, Cause("divergence", text), [cure])
 
 
-def _lost(ledger: Ledger, lost: Sequence[LostUpdates], share: float, terms: Terms) -> Fault:
-    first = next(note for note in lost if note.share >= _ALL_LOST)
+def _lost(ledger: Ledger, share: float) -> Fault:
+    first = next(note for note in ledger.lost if note.share >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
     text = (
         f"rounding: {share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
         f"the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
-    cures = [Cure("masters", words, terms.masters, specs=[("masters",)])]
+    cures = [Cure("masters", words, ledger.terms.masters, specs=[("masters",)])]
     if first.dtype == "fp32":
         cures = [Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")]
-    return _fault(note.number, "optimizer", Cause("rounding", text), cures, note.where)
+    return _fault(note, Cause("rounding", text), cures)
 
 
 #: Weights that grew so many times are what a loss grew by.
@@ -612,4 +577,4 @@ def _diverged(ledger: Ledger, index: int, first: float, last: float) -> Fault:
         at = f" of {rate:g}" if rate else ""
         text = f"{tail}: the learning rate{at} is too large"
         cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 10:g}" if rate else "")
-    return _fault(note.number, "optimizer", Cause("divergence", text), [cure], note.where)
+    return _fault(note, Cause("divergence", text), [cure])

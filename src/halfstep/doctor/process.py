@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -34,7 +34,7 @@ import numpy
 import torch
 
 from halfstep.doctor.document import Document
-from halfstep.doctor.ledger import Ledger, RunNotes
+from halfstep.doctor.ledger import Ledger
 from halfstep.numerics.fault import Again, Seen, Suspect
 from halfstep.numerics.tape import is_users
 
@@ -63,17 +63,12 @@ class Order:
 @dataclass
 class Found:
     """What a run found: a document without faults, the notes of the run, what its copies showed (`seen`), and
-    the steps that could not be looked at."""
+    the steps that could not be looked at (`unseen`)."""
 
     document: Document
-    notes: RunNotes
+    ledger: Ledger
     seen: Seen = field(default_factory=Seen)
-    suspects: list[Suspect] = field(default_factory=list[Suspect])
-
-    @property
-    def ledger(self) -> Ledger:
-        """The notes by step."""
-        return self.notes.ledger
+    unseen: list[Suspect] = field(default_factory=list[Suspect])
 
     @property
     def first_bad(self) -> int | None:
@@ -81,6 +76,8 @@ class Found:
         return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)
 
 
+#: After so many seconds a copy is ended; after a third of them it begins no step.
+SECONDS = 30
 #: After so many seconds steps are held so many apart (every page that is written to while a copy waits is
 #: copied), and holding one takes no more than this share of a run. A copy goes on to the step that is wanted.
 _EACH, _APART, _SHARE = 2.0, 0.5, 0.15
@@ -140,7 +137,7 @@ class Copies:
             return None
         try:
             self._held[1].send_bytes(pickle.dumps(again))
-            return _received(self._held[1], again.seconds + 5)
+            return _received(self._held[1], SECONDS + 5)
         except (EOFError, OSError):
             return None
 
@@ -191,7 +188,7 @@ def _wait_for_orders(end: Connection) -> Again:
     except BaseException:
         os._exit(1)
     _answers[:] = [end]
-    signal.alarm(math.ceil(order.seconds))  # the default action ends a copy that hangs
+    signal.alarm(SECONDS)  # the default action ends a copy that hangs
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     torch.set_num_threads(1)  # the threads of the run are not in its copies
@@ -208,11 +205,15 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def replace(stack: contextlib.ExitStack, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put `around(function)` in the place of a function or method until the stack closes."""
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Calls of a function or method become `instead(function, *arguments)` until the stack closes."""
     function = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return instead(function, *args, **kwargs)
+
     stack.callback(setattr, owner, name, function)
-    setattr(owner, name, around(function))
+    setattr(owner, name, called)
 
 
 class Enough(BaseException):
@@ -300,25 +301,30 @@ def run_in_process(
         with (folder / "said").open("wb") as errors:
             child: Any
             if forked:
-                child = _Copy(name, errors.fileno(), ours, theirs)
+                given = name, errors.fileno(), ours, theirs
+                child = multiprocessing.get_context("fork").Process(target=_in_copy, args=given)
+                child.start()
+                join = child.join
             else:
                 own: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
                 child = subprocess.Popen(
                     [sys.executable, "-c", _START, name, *([str(theirs)] if posix else [])],
                     stdout=subprocess.DEVNULL, stderr=errors, env=environment, **own,
                 )  # fmt: skip
+                join = child.wait
             try:
-                (_Copy.wait if forked else wait)(child)
+                join() if forked else wait(child)
             except KeyboardInterrupt:
                 if not patient:
                     raise
                 interrupted = True
-                if posix:
-                    child.send_signal(signal.SIGINT)
-                child.wait()
+                with contextlib.suppress(ProcessLookupError):  # it has ended by now
+                    if posix:
+                        os.kill(child.pid, signal.SIGINT)
+                join()
             finally:
                 child.kill()
-                child.wait()
+                join()
                 os.close(ours)
                 os.close(theirs)
         result = folder / "found"
@@ -327,35 +333,6 @@ def run_in_process(
     if interrupted:
         raise KeyboardInterrupt if found is None else Interrupted(found, said)
     return found, said
-
-
-class _Copy:
-    """A copy of this process that does what lies in a folder, with the methods of a Popen."""
-
-    def __init__(self, folder: str, errors: int, ours: int, theirs: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._process = os.fork()
-        self._over = False
-        if self._process == 0:
-            os.setsid()
-            os.close(ours)
-            _run_here(folder, errors, str(theirs))
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        if not self._over:
-            os.waitpid(self._process, 0)
-            self._over = True
-
-    def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
-        if not self._over:
-            os.kill(self._process, number)
-
-    def kill(self) -> None:
-        """End it now."""
-        self.send_signal(signal.SIGKILL)
 
 
 def _end_with(pipe: int) -> None:
@@ -370,20 +347,14 @@ def _end_with(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _run_here(folder: str, errors: int, pipe: str) -> None:
-    """In the copy: do what lies in the folder, and end without what this process would do."""
-    code = 1
+def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
+    """In a copy of the first process: do what lies in the folder, and at the end what that alone asks for."""
+    os.setsid()
+    os.close(ours)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(errors, 2)
+    atexit._clear()
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(errors, 2)
-        atexit._clear()  # what the first process does at its end is not for its copy
-        carry_out(folder, pipe)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
+        carry_out(folder, str(theirs))
     finally:
-        try:
-            atexit._run_exitfuncs()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+        atexit._run_exitfuncs()

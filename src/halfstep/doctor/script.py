@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
+from halfstep.doctor.edit import as_diff, mended, planned
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside
-from halfstep.doctor.mend import as_diff, mended, planned
 from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
@@ -59,16 +59,6 @@ def from_all(found: Found | str) -> list[Found]:
         first = min(wrong, key=lambda number: (_is_left_alone(wrong[number]), number))
         raise ConfigError(_by_rank(first, wrong[first]))
     return [one for one in everyone if isinstance(one, Found)]
-
-
-def suspects(everyone: Sequence[Found]) -> list[Suspect]:
-    """The steps that a rank would have looked at, in their order."""
-    found: dict[int, Suspect] = {}
-    for one in sorted(
-        (s for found in everyone for s in found.suspects), key=lambda s: (bool(s.bad), s.spoiled)
-    ):
-        found[one.index] = one
-    return [found[index] for index in sorted(found)]
 
 
 def seen_by_all(seen: Seen | None) -> Seen | None:
@@ -192,18 +182,13 @@ def examine_script(
         document.plan = planned(text, document, attempt) if plan else ""
     except KeyboardInterrupt:
         document.ended_by = INTERRUPT
-    if (diff or plan) and (document.ended_by == INTERRUPT or not document.faults):
-        document.notes.append(_nothing_to_write(document))
+    if (diff or plan) and document.ended_by == INTERRUPT:
+        text = "was interrupted before it had written the cures; --steps takes fewer steps"
+        document.notes.append(f"the doctor {text}")
+    elif (diff or plan) and not document.faults:
+        lint = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
+        document.notes.append(f"the doctor {lint if document.lint else 'found nothing to cure'}")
     return document
-
-
-def _nothing_to_write(document: Document) -> str:
-    what = "found nothing to cure"
-    if document.ended_by == INTERRUPT:
-        what = "was interrupted before it had written the cures; --steps takes fewer steps"
-    elif document.lint:
-        what = "wrote no cure: what lint found stands with its cure above, and no step went wrong of it"
-    return f"the doctor {what}"
 
 
 def _tried(order: Order, document: Document, text: str) -> Document | None:
@@ -224,8 +209,10 @@ def _examined(order: Order, label: str) -> Document:
     anew = Anew(order)
     anew.interrupted = any(one.document.ended_by == INTERRUPT for one in everyone)
     inquiry = Inquiry(anew, order.steps or len(own.ledger.notes), own.seen)
-    for suspect in suspects(everyone):
-        inquiry.look(suspect)
+    unseen = sorted((s for one in everyone for s in one.unseen), key=lambda s: (bool(s.bad), s.spoiled))
+    by_index = {suspect.index: suspect for suspect in unseen}  # the gravest of each step
+    for index in sorted(by_index):
+        inquiry.look(by_index[index])
     count = len(own.ledger.notes)
     bad = [one.first_bad for one in everyone if one.first_bad is not None]
     if not (inquiry.seen.counts or bad) and count:
@@ -273,7 +260,7 @@ class Anew:
 def _composed(found: Found, traced: Sequence[Fault]) -> Document:
     """The document of a run with its faults: what the tape showed of it and what its notes tell."""
     document, ledger = found.document, found.ledger
-    document.bad = all_faults(found.notes, traced)
+    document.bad = all_faults(ledger, traced)
     for fault in document.bad:
         _say_outlier(fault, ledger)
     until = document.bad[0].step if document.bad else None

@@ -41,8 +41,7 @@ def examine(
         ConfigError: `step` is not a function, or a batch is not a tuple.
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
-    from halfstep.numerics.audit import Audit, audit
-    from halfstep.numerics.lint import LintProbe, findings_at_rest
+    from halfstep.numerics.lint import Audit, LintProbe, audit, findings_at_rest
     from halfstep.numerics.trace import trace_step
 
     if not callable(step):

@@ -149,8 +149,9 @@ class Outcome:
         """Copy the values to the host (once, in one transfer) and return them."""
         if self._record is None:
             self.start_copy()
-            values, tensors = dict(self._values), self._tensors()
+            values = dict(self._values)
             if self._copy is not None:
+                tensors = self._tensors()
                 parts = self._copy.wait().split([t.element_size() for t in tensors.values()])
                 values |= {n: part.view(t.dtype).item() for (n, t), part in zip(tensors.items(), parts)}
             host = {name: None if v is None else float(v) for name, v in values.items()}

@@ -9,8 +9,7 @@ there: suspected when most of a 16-bit result is zero, convicted when its re-run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.tape import Node, Tape, is_finite, key_of, tensors_in, written_by
+from halfstep.numerics.tape import Node, is_finite, key_of, tensors_in, written_by
 from halfstep.torch_private import tree_flatten, tree_unflatten
 
 _DEPTH = 48
@@ -95,18 +94,18 @@ def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
 
 
 class _WiderResults:
-    """Results of past ops recomputed in a wider dtype, as deep as the tape remembers."""
+    """Results of past ops recomputed in fp32, as deep as the tape remembers."""
 
-    def __init__(self, dtype: torch.dtype, originals: Mapping[Any, Tensor]) -> None:
-        self._dtype, self._originals = dtype, originals
-        self._nodes: dict[int, Node] = {}
-        self._done: dict[int, list[Tensor] | None] = {}
+    def __init__(self, originals: Mapping[Any, Tensor]) -> None:
+        self._originals = originals
+        self._done: dict[int, tuple[Node, list[Tensor] | None]] = {}
 
-    def results(self, node: Node, depth: int = 0) -> list[Tensor] | None:
+    def of(self, node: Node, depth: int = 0) -> list[Tensor] | None:
+        """The results of an op; None where it cannot be run again so."""
         if node.index not in self._done:
-            self._done[node.index] = None
-            self._done[node.index] = self._compute(node, depth)
-        return self._done[node.index]
+            self._done[node.index] = node, None
+            self._done[node.index] = node, self._compute(node, depth)
+        return self._done[node.index][1]
 
     def _compute(self, node: Node, depth: int) -> list[Tensor] | None:
         random = torch.Tag.nondeterministic_seeded in node.func.tags
@@ -114,12 +113,10 @@ class _WiderResults:
             return None
         leaves, spec = tree_flatten((node.args, node.kwargs or {}))
         parents = iter(node.parents)
-        wide: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                wide.append(self._value(leaf, next(parents, None), depth))
-            else:
-                wide.append(_wider(leaf, self._dtype))
+        wide = [
+            self._value(x, next(parents, None), depth) if isinstance(x, Tensor) else _wider(x, torch.float32)
+            for x in leaves
+        ]
         args, kwargs = tree_unflatten(wide, spec)
         try:
             return _call(node.func, args, kwargs)
@@ -128,46 +125,24 @@ class _WiderResults:
 
     def _value(self, leaf: Tensor, parent: tuple[Node, int] | None, depth: int) -> Tensor:
         if parent is None:
-            return _wider(self._originals.get(key_of(leaf), leaf), self._dtype)
-        if leaf.is_floating_point():
-            results = self.results(parent[0], depth + 1)
-            if results is not None and results[parent[1]].shape == leaf.shape:
-                return results[parent[1]].clone()
-        return _wider(leaf, self._dtype)
+            return _wider(self._originals.get(key_of(leaf), leaf), torch.float32)
+        results = self.of(parent[0], depth + 1) if leaf.is_floating_point() else None
+        if results is not None and results[parent[1]].shape == leaf.shape:
+            return results[parent[1]].clone()
+        return _wider(leaf, torch.float32)
 
-    def first_flush(self) -> Node | None:
-        """The earliest op whose stored result has zeros where the wider one has none."""
-        for index in sorted(self._done):
-            results, node = self._done[index], self._nodes.get(index)
-            if results is None or node is None or node.func.is_view:
-                continue
-            for low, wide in zip(node.outs, results):
+    def at_fault(self) -> Node | None:
+        """An op on the way whose epsilon its format rounds to zero, else the earliest one whose stored result
+        has zeros where the wider one has none."""
+        on_the_way = [self._done[index] for index in sorted(self._done)]
+        for node, _ in on_the_way:
+            if not node.dropped and _lost_scalar(node):
+                return node
+        for node, results in on_the_way:
+            for low, wide in zip(node.outs, results or () if not node.func.is_view else ()):
                 if low.is_floating_point() and low.shape == wide.shape and ((low == 0) & (wide != 0)).any():
                     return node
         return None
-
-    def zero_scalar(self) -> Node | None:
-        """An op on the way whose epsilon its format rounds to zero."""
-        return next((node for node in self._nodes.values() if not node.dropped and _lost_scalar(node)), None)
-
-    def watch(self, node: Node) -> None:
-        """Collects the nodes behind `node`, for `first_flush`."""
-        todo = [(node, 0)]
-        while todo:
-            one, depth = todo.pop()
-            if one.index in self._nodes or depth > _DEPTH:
-                continue
-            self._nodes[one.index] = one
-            todo += [(p[0], depth + 1) for p in one.parents if p is not None]
-
-
-def _bad_dtype(node: Node) -> torch.dtype:
-    wrong = [t for t in node.outs if t.is_floating_point() and not is_finite(t)]
-    return wrong[0].dtype if wrong else torch.float32
-
-
-def _largest_of(tensors: list[Tensor]) -> float:
-    return max((float(amax(t)) for t in tensors if t.is_floating_point()), default=0.0)
 
 
 def _all_finite(tensors: list[Tensor] | None) -> bool:
@@ -179,8 +154,8 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
 
     `originals`: values that the step later overwrote, as the tape kept them.
     """
-    dtype = _bad_dtype(node)
-    fmt = format_of(dtype)
+    wrong = [t.dtype for t in node.outs if t.is_floating_point() and not is_finite(t)]
+    fmt = format_of(wrong[0] if wrong else torch.float32)
     same = rerun(node, None)
     if same is None:
         return Cause("unknown", f"{node.op} could not be run again on its own"), node
@@ -188,34 +163,24 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
         text = f"{node.op} on the same inputs is finite when run again: nondeterminism, memory written by "
         return Cause("machine", f"{text}another kernel, or faulty hardware"), node
     for wide in (torch.float32, torch.float64):
-        if format_of(wide).bits <= fmt.bits:
-            continue
-        results = rerun(node, wide)
-        if _all_finite(results):
-            assert results is not None
-            return _range_or_precision(node, fmt, wide, _largest_of(results)), node
+        results = rerun(node, wide) if format_of(wide).bits > fmt.bits else None
+        if results is not None and _all_finite(results):
+            reached = max((float(amax(t)) for t in results if t.is_floating_point()), default=0.0)
+            return _range_or_precision(node, fmt, wide, reached), node
     return _earlier(node, fmt, originals)
 
 
 def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: float) -> Cause:
-    if reached > fmt.max:
-        text = (
-            f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} "
-            f"({_beyond(reached / fmt.max)}); finite in {dtype_name(wide)}"
-        )
-        return Cause("range", text, reached / fmt.max, fmt.name)
+    times = reached / fmt.max
+    if times > 1:
+        beyond = f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
+        text = f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} ({beyond})"
+        return Cause("range", f"{text}; finite in {dtype_name(wide)}", times, fmt.name)
     lost = _lost_scalar(node)
     if lost is not None:
         return Cause("precision", f"precision: {_lost_in_words(*lost)}", None, fmt.name, scalar=lost[0])
-    text = (
-        f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}, but an intermediate "
-        f"value leaves {fmt}"
-    )
-    return Cause("range", text, None, fmt.name)
-
-
-def _beyond(times: float) -> str:
-    return f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
+    text = f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}"
+    return Cause("range", f"{text}, but an intermediate value leaves {fmt}", None, fmt.name)
 
 
 def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
@@ -235,21 +200,20 @@ def _lost_in_words(scalar: float, dtype: torch.dtype) -> str:
 
 def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
     """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
-    wider_results = _WiderResults(torch.float32, originals)
-    results = wider_results.results(node)
-    if _all_finite(results):
-        wider_results.watch(node)
-        culprit = wider_results.zero_scalar() or wider_results.first_flush()
-        low = next((t.dtype for t in node.tensors() if t.is_floating_point()), torch.float32)
-        name = culprit and next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
-        if culprit is not None:
-            lost = _lost_scalar(culprit)
-            why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
-            text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
-            return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
-        text = f"precision: rounding to {dtype_name(low)} before it; finite when computed in fp32"
-        return Cause("precision", text, None, dtype_name(low)), node
-    return Cause("mathematics", f"mathematics: {_words(node)}", None, fmt.name), node
+    wider_results = _WiderResults(originals)
+    if not _all_finite(wider_results.of(node)):
+        words, advice = _mistake(node)
+        return Cause("mathematics", f"mathematics: {words}", None, fmt.name, advice=advice), node
+    culprit = wider_results.at_fault()
+    if culprit is None:
+        low = next((dtype_name(t.dtype) for t in node.tensors() if t.is_floating_point()), "fp32")
+        text = f"precision: rounding to {low} before it; finite when computed in fp32"
+        return Cause("precision", text, None, low), node
+    lost = _lost_scalar(culprit)
+    name = next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
+    why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
+    text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
+    return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
 
 
 def _some(what: str, mask: Tensor) -> str:
@@ -276,37 +240,6 @@ def ill_row(t: Tensor) -> str:
     return f", all in row {int(rows[0])}" if rows.numel() == 1 else ""
 
 
-def _norm_words(node: Node, base: str) -> str:
-    """What a normalisation divided by, where that was no number to divide by."""
-    if base.endswith("_backward"):
-        return ""
-    if "batch_norm" in base and len(node.args) > 4 and isinstance(node.args[4], Tensor):
-        low = node.args[4] + next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0) <= 0
-        return (
-            f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
-            if low.any()
-            else ""
-        )
-    if base in ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "rms_norm"):
-        return f"{node.op} of a row without spread, with an epsilon of 0"
-    return ""
-
-
-_SPREADS = ("std", "var", "std_mean", "var_mean")
-
-
-def _too_few(node: Node, base: str, first: Tensor) -> str:
-    """What a reduction has too few terms for."""
-    if base in _SPREADS and node.outs[0].numel():
-        terms = first.numel() // node.outs[0].numel()
-        return f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread" if terms < 2 else ""
-    if base.startswith("nll_loss") and base.endswith("_forward"):
-        labels = next(t for t in node.tensors() if not t.is_floating_point())
-        if bool((labels == node.args[4]).all()):
-            return f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
-    return ""
-
-
 def out_of_domain(node: Node) -> str:
     """What a power is taken of that has none, in words; empty where it is only too large."""
     base, exponent = (torch.as_tensor(x) for x in node.args[:2])
@@ -320,87 +253,102 @@ def out_of_domain(node: Node) -> str:
     return ""
 
 
-def _too_large_a_power(node: Node) -> str:
-    base, exponent = node.args[:2]
-    of = f"{base:.3g} to the power" if not isinstance(base, Tensor) else "pow"
-    largest = float(amax(exponent if not isinstance(base, Tensor) else base))
-    return f"{of} of values up to {largest:.3g} is infinite in every format"
+#: Ops with an edge of their domain: what is beyond it, and the words for that.
+_EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "log": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log2": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log10": (lambda x: x <= 0, "logarithm", "values that are not positive"),
+    "log1p": (lambda x: x <= -1, "log1p", "values at or below -1"),
+    "sqrt": (lambda x: x < 0, "square root", "negative values"),
+    "rsqrt": (lambda x: x == 0, "rsqrt", "values that are zero"),
+    "reciprocal": (lambda x: x == 0, "reciprocal", "values that are zero"),
+}
 
 
-def _words(node: Node) -> str:
-    """The illegal operation in words, by kernel name."""
-    base = node.base.removesuffix("_").removeprefix("_foreach_")
-    tensors = [t for t in node.tensors() if t.is_floating_point()]
-    name = node.location.node
+def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
+    """The operation that has no value, in words, by its kernel; what to do about it, and the code, where that
+    is not to keep an argument from the edge of its domain."""
+    base, name = node.base.removesuffix("_").removeprefix("_foreach_"), node.location.node
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
+    floats = [t for t in node.tensors() if t.is_floating_point()]
+    first = floats[0] if floats else torch.zeros(())
+    if any(t.numel() == 0 for t in floats):
+        text, code = "leave this term out where there is nothing to take it of", "x.sum() / max(x.numel(), 1)"
+        return f"{node.op} of an empty tensor{backward}", (text, code)
     if base in ("div", "true_divide", "addcdiv"):
-        divisor = tensors[-1] if len(tensors) > 1 else None
-        if divisor is None:
-            return f"division by zero{backward}"
-        zeros = _some("divisors are 0", divisor == 0) if divisor.numel() > 1 else "the divisor is 0"
-        return f"division by zero{backward} ({zeros})"
-    if any(t.numel() == 0 for t in tensors):
-        return f"{node.op} of an empty tensor{backward}"
-    first = tensors[0] if tensors else torch.zeros(())
-    norm = _norm_words(node, base)
-    if norm:
-        return norm
-    few = _too_few(node, base, first)
-    if few:
-        return few
-    if "ctc_loss" in base:
-        return "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
-    if base in ("log", "log2", "log10"):
-        return f"logarithm of {_some('values that are not positive', first <= 0)}{backward}"
-    if base == "log1p":
-        return f"log1p of {_some('values at or below -1', first <= -1)}{backward}"
-    if base == "sqrt":
-        return f"square root of {_some('negative values', first < 0)}{backward}"
-    if base in ("rsqrt", "reciprocal"):
-        return f"{base} of {_some('values that are zero', first == 0)}{backward}"
-    if base == "pow":
-        return f"{out_of_domain(node) or _too_large_a_power(node)}{backward}"
-    if "softmax" in base:
-        return "softmax over a row in which every term is -inf"
+        if len(floats) < 2:
+            advice = "keep the number that is divided by from becoming 0", "max(d, 1e-4)"
+            return f"division by zero{backward}", None if node.phase == "backward" else advice
+        zeros = _some("divisors are 0", floats[-1] == 0) if floats[-1].numel() > 1 else "the divisor is 0"
+        return f"division by zero{backward} ({zeros})", None
+    if base in _EDGES:
+        beyond, what, of = _EDGES[base]
+        return f"{what} of {_some(of, beyond(first))}{backward}", None
     if base == "exp":
-        return f"exp of values up to {float(first.max()):.3g} is infinite in every format"
-    return f"{node.op}{backward} is not finite in fp64 either on the same inputs"
+        return f"exp of values up to {float(first.max()):.3g} is infinite in every format", None
+    if base == "pow":
+        of, exponent = node.args[:2]
+        what, largest = ("pow", of) if isinstance(of, Tensor) else (f"{of:.3g} to the power", exponent)
+        words = f"{what} of values up to {float(amax(largest)):.3g} is infinite in every format"
+        return f"{out_of_domain(node) or words}{backward}", None
+    words, advice = _of_rows(node, base, first)
+    return words or f"{node.op}{backward} is not finite in fp64 either on the same inputs", advice
+
+
+def _of_rows(node: Node, base: str, first: Tensor) -> tuple[str, tuple[str, str] | None]:
+    """The same for what takes rows together, which may have too few terms or no spread."""
+    words = ""
+    if "softmax" in base:
+        text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
+        return "softmax over a row in which every term is -inf", (text, "")
+    if base in ("std", "var", "std_mean", "var_mean"):
+        terms = first.numel() // max(1, node.outs[0].numel())
+        if terms < 2:
+            words = f"{node.op} of {terms} value{'s' * (terms != 1)}, which have no spread"
+        text = "leave the spread out where there is one value, or divide by their number"
+        return words, (text, f"x.{base}(dim, correction=0)")
+    if base.startswith("nll_loss") and node.phase != "backward":
+        labels = next(t for t in node.tensors() if not t.is_floating_point())
+        if bool((labels == node.args[4]).all()):
+            words = f"{node.op} is a mean over no label: all {labels.numel()} are ignored ({node.args[4]})"
+        text = "leave out batches without a label, or divide a sum by their number"
+        return words, (text, 'cross_entropy(..., reduction="sum") / max(n, 1)')
+    if "ctc_loss" in base:
+        words = (
+            "ctc_loss finds no way to fit a target into its input: the target is too long for it, or empty"
+        )
+        text = "leave out pairs whose target does not fit into the input"
+        return words, (text, "nn.CTCLoss(zero_infinity=True)")
+    if "batch_norm" in base and not base.endswith("_backward"):
+        if len(node.args) > 4 and isinstance(node.args[4], Tensor):
+            eps = next((x for x in node.args[5:] if isinstance(x, float) and x < 0.01), 0.0)
+            low = node.args[4] + eps <= 0
+            if low.any():
+                words = f"{node.op} by running_var, of which {_some('variances are not positive', low)}"
+        text = "look at how running_var, a variance, was made, loaded or averaged"
+        return words, (text, "running_var.clamp_(min=0)")
+    if base.endswith(("layer_norm", "group_norm", "rms_norm")):
+        text = "give the normalisation a variance to divide by"
+        return f"{node.op} of a row without spread, with an epsilon of 0", (text, "eps=1e-5")
+    return words, None
 
 
 _MOSTLY = 0.5
 
 
-@dataclass(frozen=True)
-class Flushed:
-    """An op that flushed `share` of its nonzero results to zero, and the gradients that are zero since.
+class UnderflowProbe:
+    """Looks at each op's results while the tape runs.
 
-    `missing_bits`: by how many powers of two its largest result lies below the format's smallest value.
+    `worst`: the first op that flushed most of its nonzero results to zero; their share, their format, and by
+    how many powers of two the largest of them lies below that format's smallest value.
     """
 
-    node: Node
-    share: float
-    format: str
-    missing_bits: int
-    lost: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """What happened, in words."""
-        return (
-            f"underflow: {self.share:.0%} of the nonzero results of {self.node.op} are zero in "
-            f"{self.format}; {len(self.lost)} parameter gradients vanish"
-        )
-
-
-class UnderflowProbe:
-    """Looks at each op's results while the tape runs (`look`), and reports what mattered afterwards."""
-
     def __init__(self) -> None:
-        self._found: list[Flushed] = []
+        self.worst: tuple[Node, float, str, int] | None = None
 
     def look(self, node: Node, finite: bool) -> None:
         """Re-runs the op in fp32 if most of its 16-bit results are zero."""
-        if node.phase == "optimizer" or not finite or node.func.is_view:
+        if self.worst is not None or node.phase == "optimizer" or not finite or node.func.is_view:
             return
         for place, low in enumerate(node.outs):
             if low.dtype not in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2) or low.numel() == 0:
@@ -417,12 +365,5 @@ class UnderflowProbe:
             if share >= _MOSTLY:
                 top = float(wide[place].abs()[lost].max())
                 bits = math.ceil(math.log2(format_of(low.dtype).smallest_subnormal) - math.log2(top))
-                self._found.append(Flushed(node, share, dtype_name(low.dtype), bits))
+                self.worst = node, share, dtype_name(low.dtype), bits
                 return
-
-    def report(self, tape: Tape) -> tuple[Flushed, ...]:
-        """The ops that flushed, first ones first, if gradients vanished; otherwise nothing."""
-        lost = tuple(name for name, gradient in tape.gradients.items() if not gradient.any())
-        if not lost:
-            return ()
-        return tuple(Flushed(f.node, f.share, f.format, f.missing_bits, lost) for f in self._found)

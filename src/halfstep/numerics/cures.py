@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,53 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from halfstep.formats import FORMATS
 from halfstep.numerics.cause import out_of_domain
 from halfstep.numerics.fault import Cause, Cure, Spec
-from halfstep.numerics.snapshot import StepParticipants
-from halfstep.numerics.tape import Node, OpLocation, is_finite, look, op_label, run_backward, starts_backward
+from halfstep.numerics.snapshot import StepParticipants, scale_of
+from halfstep.numerics.tape import CallMode, Node, OpLocation, is_finite, look, op_label
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import tree_map
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What to write, by door.
-
-    `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
-    loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there. `masters`: keeps fp32
-    master weights. `rule`: runs the op `{}` in fp32 by a rule, where that can be.
-    """
-
-    clip: str
-    bf16: str
-    wide: str
-    scale: str
-    begin: str
-    masters: str
-    rule: str = ""
-
-
 _TORCH_WIDE = 'with torch.autocast("cpu", enabled=False): ...  # inputs .float()'
 _MASTERS = 'hs.prepare(model, optimizer, level="O2")'
 
-PLAIN = Terms(
-    clip=f"{_CLIP}  # before optimizer.step()",
-    bf16=".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16",
-    wide="inputs .float()",
-    scale='torch.amp.GradScaler("cpu", init_scale={})',
-    begin='torch.amp.GradScaler("cpu", init_scale={})',
-    masters=f'{_MASTERS}  # or weights in fp32, and torch.autocast("cpu", dtype=torch.bfloat16)',
-)
-AUTOCAST = replace(
-    PLAIN,
-    bf16='torch.autocast("cpu", dtype=torch.bfloat16)',
-    wide=_TORCH_WIDE,
-)
+
+@dataclass(frozen=True)
+class Terms:
+    """What to write, by door; of a plain loop where nothing else is said.
+
+    `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
+    loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there, where that is written in
+    another way. `masters`: keeps fp32 master weights. `rule`: runs the op `{}` in fp32 by a rule, where that
+    can be.
+    """
+
+    clip: str = f"{_CLIP}  # before optimizer.step()"
+    bf16: str = ".bfloat16() in place of .half(), torch.bfloat16 in place of torch.float16"
+    wide: str = "inputs .float()"
+    scale: str = 'torch.amp.GradScaler("cpu", init_scale={})'
+    begin: str = ""
+    masters: str = f'{_MASTERS}  # or weights in fp32, and torch.autocast("cpu", dtype=torch.bfloat16)'
+    rule: str = ""
+
+
+PLAIN = Terms()
+AUTOCAST = Terms(bf16='torch.autocast("cpu", dtype=torch.bfloat16)', wide=_TORCH_WIDE)
 SCALER = replace(
     AUTOCAST,
     clip=f"scaler.unscale_(optimizer); {_CLIP}",
@@ -100,7 +90,6 @@ MINDSPORE = Terms(
     bf16='amp.auto_mixed_precision(net, "O2", dtype=ms.bfloat16)',
     wide="x.astype(ms.float32)",
     scale="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
-    begin="amp.DynamicLossScaler(scale_value={}, scale_factor=2, scale_window=1000)",
     masters='amp.auto_mixed_precision(net, "O2")',
 )
 LIGHTNING = replace(
@@ -131,13 +120,14 @@ LOOPS = {
 
 def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     """The words for a step of these; `in_region`: whether the op that is to change ran under autocast."""
+    kinds = {kind.__module__ for model in parts.models for kind in type(model).__mro__}
     if parts.loop in LOOPS:
         found = LOOPS[parts.loop]
     elif parts.session is not None:
         found = SESSION
     elif getattr(parts.scaler, "door", "") == "apex":
         found = APEX
-    elif any(_of_mindspore(m) for m in parts.models):
+    elif any(kind.startswith("halfstep.compat.mindspore") for kind in kinds):
         found = MINDSPORE
     else:
         found = SCALER if parts.scaler is not None and parts.scaler.is_enabled() else AUTOCAST
@@ -145,22 +135,20 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     if found.wide == _TORCH_WIDE and not in_region:
         found = replace(found, wide=PLAIN.wide)
     device = next((p.device.type for p in parts.parameters()), "cpu")
-    return found if device == "cpu" else _on(found, device)
+    return replace(
+        found, **{name: text.replace('"cpu"', f'"{device}"') for name, text in vars(found).items()}
+    )
 
 
-def _of_mindspore(module: Any) -> bool:
-    return any(kind.__module__.startswith("halfstep.compat.mindspore") for kind in type(module).__mro__)
+Met = Callable[[], bool]
+"""Says, later, whether a cure that was put in place has met what it is to change."""
 
 
-def _on(terms: Terms, device: str) -> Terms:
-    written = {k: v.replace('"cpu"', f'"{device}"') for k, v in vars(terms).items() if isinstance(v, str)}
-    return replace(terms, **written)
+def _always() -> bool:
+    return True
 
 
-Placed = AbstractContextManager[Any]
-
-
-class AtLocation(TorchFunctionMode):
+class AtLocation(CallMode):
     """Runs one call (by its source line and op name) through `change`; everything else as it is.
 
     `met`: whether that call was made. Without a file it is every call in a region.
@@ -171,10 +159,8 @@ class AtLocation(TorchFunctionMode):
         self._op, self._where, self._change = op, (file, line), change
         self.met = not file
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if starts_backward(func):
-            return run_backward(self, func, args, kwargs)
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function, the one that is meant through `change`."""
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             here = look()[1:] if self._where[0] else ("", 0 if torch.is_autocast_enabled(_device()) else -1)
@@ -189,22 +175,19 @@ def _device() -> str:
     return device.type if device is not None else "cpu"
 
 
-def _to_fp32(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
 def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
+    def wide(x: Any) -> Any:
+        return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
     with torch.autocast(_device(), enabled=False):
-        args, kwargs = tree_map(_to_fp32, (args, kwargs))
+        args, kwargs = tree_map(wide, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> Any:
     place = next(i for i, x in enumerate(args) if isinstance(x, Tensor))
     out = func(*args[:place], args[place] * 2.0**-bits, *args[place + 1 :], **kwargs).float()
-    bias = (
-        kwargs.get("bias", args[2] if len(args) > 2 else None) if func is torch.nn.functional.linear else None
-    )
+    bias = kwargs.get("bias", [*args, None, None][2]) if func is torch.nn.functional.linear else None
     return out * 2.0**bits if bias is None else (out - bias.float()) * 2.0**bits + bias.float()
 
 
@@ -267,14 +250,13 @@ def with_attributes(thing: Any, **values: Any) -> Generator[None]:
                 delattr(thing, name)
 
 
-def _full_by_policy(parts: StepParticipants, op: str) -> Placed | None:
-    session = parts.session
-    if session is None or getattr(session.policy, "compute_dtype", None) == torch.float32:
-        return None
-    return with_attributes(session, policy=session.policy.with_rules(full=[op]))
+def _reads_rules(parts: StepParticipants) -> bool:
+    """Whether a session casts ops, so that a rule of its policy can run one in fp32."""
+    return parts.session is not None and getattr(parts.session.policy, "compute_dtype", None) != torch.float32
 
 
-_FP16 = torch.float16  # a script that is tried in bf16 finds that by this name
+#: What `torch.float16` is outside of a trial in which scripts get bf16 by that name.
+FP16 = torch.float16
 
 
 @contextmanager
@@ -283,133 +265,109 @@ def bf16_regions() -> Generator[None]:
     set_dtype = torch.set_autocast_dtype
 
     def swapped(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(device_type, torch.bfloat16 if dtype == _FP16 else dtype)
+        set_dtype(device_type, torch.bfloat16 if dtype == FP16 else dtype)
 
     with with_attributes(torch, set_autocast_dtype=swapped):
         yield
 
 
-def _bf16(parts: StepParticipants) -> Placed | None:
+def _bf16(parts: StepParticipants, stack: ExitStack) -> Met | None:
     session = parts.session
     if any(p.dtype == torch.float16 for p in parts.parameters()):
         return None  # weights in fp16 would have to be converted too: from the start of a run, that is
-    if session is not None:
-        if session.policy.compute_dtype != torch.float16:
-            return None
+    if session is None:
+        stack.enter_context(bf16_regions())
+    elif session.policy.compute_dtype == torch.float16:
         policy = replace(session.policy, compute_dtype=torch.bfloat16)
-        return with_attributes(session, policy=policy)
-    return bf16_regions()
+        stack.enter_context(with_attributes(session, policy=policy))
+    else:
+        return None
+    return _always
 
 
-def lift_loss_scale(parts: StepParticipants, bits: float) -> Placed | None:
-    """Multiplies the present loss scale by 2**bits for as long as the context is open."""
+def has_scale(parts: StepParticipants) -> bool:
+    """Whether the loss is scaled, by what can be told another scale."""
+    if parts.session is not None:
+        return not isinstance(parts.session.loss_scale, NoLossScale)
+    return parts.scaler is not None and parts.scaler.is_enabled()
+
+
+def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> Met | None:
+    """Multiplies the present loss scale by 2**bits until the stack closes."""
     session, scaler = parts.session, parts.scaler
+    if not has_scale(parts):
+        return None
     if session is not None:
-        if isinstance(session.loss_scale, NoLossScale):
-            return None
         scale = session.loss_scale
         bounds = getattr(scale, "limit", scale)
         value = max(float(scale.value) * 2.0**bits, getattr(bounds, "min", 0.0))
-        return with_attributes(
-            session, loss_scale=scale.with_value(min(value, getattr(bounds, "max", math.inf)))
-        )
-    if scaler is None or not scaler.is_enabled():
-        return None
-
-    @contextmanager
-    def change() -> Generator[None]:
+        lifted = scale.with_value(min(value, getattr(bounds, "max", math.inf)))
+        stack.enter_context(with_attributes(session, loss_scale=lifted))
+    elif isinstance(scaler, torch.amp.GradScaler):
         # Not by `update`: a script may call that itself before the next step, and it wants a step between.
-        scaler.scale(torch.ones(()))
-        held: Any = scaler._scale if isinstance(getattr(scaler, "_scale", None), Tensor) else None
+        scaler.scale(torch.ones(()))  # makes the tensor of the scale
+        stack.enter_context(with_attributes(scaler, _scale=scaler._scale * 2.0**bits))
+    else:
         before = scaler.get_scale()
-        if held is None:
-            scaler.update(before * 2.0**bits)
-        else:
-            held.mul_(2.0**bits)
-        yield
-        if held is None:
-            scaler.update(before)
-        else:
-            held.fill_(before)
-
-    return change()
+        stack.callback(scaler.update, before)
+        scaler.update(before * 2.0**bits)
+    return _always
 
 
-class _Divided:
-    """The loss divided by 2**bits before it is scaled and backward begins; `met`: whether there was one."""
-
-    def __init__(self, parts: StepParticipants, bits: int) -> None:
-        self._factor, self.met, self._inside = 2.0**-bits, False, False
-        self._owner: Any = Tensor
-        self._name = "backward"
-        if parts.session is not None:
-            self._owner = parts.session
-        elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
-            self._owner, self._name = parts.scaler, "scale"
-
-    def __enter__(self) -> _Divided:
-        original = getattr(self._owner, self._name)
-
-        def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
-                return original(loss, *args, **kwargs)
-            self.met = self._inside = True
-            try:
-                return original(loss * self._factor, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        self._around = with_attributes(self._owner, **{self._name: divided})
-        self._around.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._around.__exit__(*error)
+def scale_falls(parts: StepParticipants) -> bool:
+    """Whether the loss scale goes down by itself, and has not got to its least yet."""
+    now, least = scale_now(parts)
+    return has_scale(parts) and parts.scale_moves and now > max(least, 1.0)
 
 
-class _NoFaster:
+def _lowest_scale(parts: StepParticipants, stack: ExitStack) -> Met | None:
+    now, least = scale_now(parts)
+    lower = math.log2(max(least, 1.0) / now)
+    return lift_loss_scale(parts, stack, lower) if scale_falls(parts) else None
+
+
+def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
+    """The loss divided by 2**bits before it is scaled and backward begins."""
+    owner, name = Tensor, "backward"
+    if parts.session is not None:
+        owner = parts.session
+    elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
+        owner, name = parts.scaler, "scale"
+    original, met, inside = getattr(owner, name), False, False
+
+    def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal met, inside
+        if inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
+            return original(loss, *args, **kwargs)
+        met = inside = True
+        try:
+            return original(loss * 2.0**-bits, *args, **kwargs)
+        finally:
+            inside = False
+
+    stack.enter_context(with_attributes(owner, **{name: divided}))
+    return lambda: met
+
+
+def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
     """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
+    met = False
 
-    def __init__(self, parts: StepParticipants, *most: float) -> None:
-        self._most, self.met = most, False
-
-    def __enter__(self) -> _NoFaster:
-        self._handle = register_optimizer_step_pre_hook(self._hold)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _hold(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal met
         groups = optimizer.param_groups
-        for group, rate in zip(groups, self._most if len(groups) == len(self._most) else ()):
+        for group, rate in zip(groups, most if len(groups) == len(most) else ()):
             if float(group["lr"]) > 30 * rate:
                 group["lr"] = rate
-                self.met = True
+                met = True
+
+    stack.callback(register_optimizer_step_pre_hook(hold).remove)
+    return lambda: met
 
 
-class _Both:
-    """Two cures at once."""
-
-    def __init__(self, *cures: Placed) -> None:
-        self._cures = cures
-        self._around = ExitStack()
-
-    @property
-    def met(self) -> bool:
-        """Whether each has met what it changes."""
-        return all(getattr(cure, "met", True) for cure in self._cures)
-
-    def __enter__(self) -> _Both:
-        for cure in self._cures:
-            self._around.enter_context(cure)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._around.close()
-
-
-def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int, *dims: int) -> Placed:
+def _logsumexp(
+    parts: StepParticipants, stack: ExitStack, op: str, file: str, line: int, last: int, *dims: int
+) -> Met:
     """The logarithm of a sum of what `op` made on a line, taken on the line `last`, by torch's function."""
     given: list[Tensor] = []
 
@@ -421,45 +379,39 @@ def _logsumexp(parts: StepParticipants, op: str, file: str, line: int, last: int
         (x,) = given
         return torch.logsumexp(x, dims or tuple(range(x.dim())), keepdim=args[0].dim() == x.dim())
 
-    return _Both(AtLocation(op, file, line, remember), AtLocation("log", file, last, take))
+    power = stack.enter_context(AtLocation(op, file, line, remember))
+    log = stack.enter_context(AtLocation("log", file, last, take))
+    return lambda: power.met and log.met
 
 
-def lowest_scale(parts: StepParticipants) -> Placed | None:
-    """The loss scale at the least it may become; None where it does not go down by itself."""
-    now, least = scale_now(parts)
-    if not parts.scale_moves or now <= max(least, 1.0):
-        return None
-    return lift_loss_scale(parts, math.log2(max(least, 1.0) / now))
+def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Met | None:
+    """Has steps of these run with a dose of a cure until the stack closes; None where that cannot be.
 
-
-def placed(spec: Spec, parts: StepParticipants) -> Placed | None:
-    """The context in which steps of these run with a dose of a cure; None where it cannot be put in place.
-
-    Its `met`, where it has one, says whether it met what it is to change. ("both", one, other) puts two in
-    place; ("lowest scale",) the loss scale at its lowest.
+    ("both", one, other) puts two in place; ("lowest scale",) the loss scale at its lowest.
     """
     kind, *rest = spec
     if kind == "both":
-        cures = [placed(one, parts) for one in rest]
-        return _Both(*(c for c in cures if c is not None)) if None not in cures else None
-    if kind == "lowest scale":
-        return lowest_scale(parts)
+        both = [put_in_place(one, parts, stack) for one in rest]
+        return None if None in both else lambda: all(met is not None and met() for met in both)
     if kind in _ANYWHERE:
-        return _ANYWHERE[kind](parts, *rest)
+        return _ANYWHERE[kind](parts, stack, *rest)
     if kind not in _AT_SITE:
         return None
     op, file, line, *amount = rest
-    by_policy = _full_by_policy(parts, op) if kind == "full" else None
-    if by_policy is not None:  # a region that was opened before has read the policy as it was
-        return _Both(by_policy, AtLocation(op, "", 0, _in_fp32))
-    return AtLocation(op, file, line, partial(_AT_SITE[kind], *amount))
+    if kind == "full" and _reads_rules(parts):
+        policy = parts.session.policy.with_rules(full=[op])
+        stack.enter_context(with_attributes(parts.session, policy=policy))
+        file, line = "", 0  # a region that was opened before has read the policy as it was
+    mode = stack.enter_context(AtLocation(op, file, line, partial(_AT_SITE[kind], *amount)))
+    return lambda: mode.met
 
 
-_ANYWHERE: dict[str, Callable[..., Placed | None]] = {
+_ANYWHERE: dict[str, Callable[..., Met | None]] = {
     "bf16": _bf16,
     "loss_scale": lift_loss_scale,
-    "loss": _Divided,
-    "rate": _NoFaster,
+    "lowest scale": _lowest_scale,
+    "loss": _divided,
+    "rate": _no_faster,
     "logsumexp": _logsumexp,
 }
 _AT_SITE: dict[str, Callable[..., Any]] = {
@@ -485,7 +437,7 @@ def _here(location: OpLocation) -> str:
 
 def _full(node: Node, parts: StepParticipants) -> Cure:
     terms = terms_of(parts, node.location.in_region)
-    by_rule = terms.rule and node.location.in_region and _full_by_policy(parts, node.op) is not None
+    by_rule = terms.rule and node.location.in_region and _reads_rules(parts)
     code = terms.rule.format(node.op) if by_rule else terms.wide
     text = f"run {node.op} in fp32{_here(node.location)}"
     return _cure((_spec("full" if by_rule else "full_here", node), text, code))
@@ -510,7 +462,8 @@ def _for_range(
     if node.phase == "backward":
         cures += _smaller_loss(parts, bits, root)
         cures += _lower_scale(parts, bits)
-    if node.op != "cast" and not _adds_gradients(node):
+    adds_gradients = node.phase == "backward" and node.base == "add_" and not node.location.node
+    if node.op != "cast" and not adds_gradients:  # the sum of gradients is autograd's own
         cures.append(_full(node, parts))
     if node.op in ("matmul", "linear", "bmm", "mm", "mul", "einsum") and node.phase != "backward":
         cures.append(_scale_around(node, bits, later))
@@ -531,21 +484,13 @@ def _scale_around(node: Node, bits: int, later: Sequence[Node]) -> Cure:
     return _cure((_spec("scale", node, bits, added), text, code))
 
 
-def _adds_gradients(node: Node) -> bool:
-    """Whether the op is autograd's own sum of gradients, which no forward op stands behind."""
-    return node.phase == "backward" and node.base == "add_" and not node.location.node
-
-
 _LARGE_LOSS = 1e3
 
 
 def scale_now(parts: StepParticipants) -> tuple[float, float]:
     """The loss scale, and the least it may become."""
-    if parts.session is not None:
-        scale = parts.session.loss_scale
-        return float(scale.value), float(getattr(scale, "min", 0.0))
-    scale = parts.scaler.get_scale() if parts.scaler is not None else 1.0
-    return float(scale), float(getattr(getattr(parts.scaler, "loss_scale", None), "min", 0.0))
+    rule = getattr(parts.session or parts.scaler, "loss_scale", None)
+    return float(scale_of(parts.session, parts.scaler)), float(getattr(rule, "min", 0.0))
 
 
 def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]:
@@ -567,7 +512,7 @@ def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
     doses = [
         (("loss_scale", -further), said.format(further), _scale_written(parts, now * 2.0**-further))
         for further in (bits, bits + 4, bits + 8)
-        if now * 2.0**-further >= least and lift_loss_scale(parts, -further) is not None
+        if now * 2.0**-further >= least and has_scale(parts)
     ]
     return [_cure(*doses)] if doses else []
 
@@ -584,7 +529,7 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
 def _scale_written(parts: StepParticipants, value: float) -> str:
     """Another loss scale in the words of the script; a dynamic one only where there is none."""
     terms = terms_of(parts, True)
-    return (terms.begin if parts.scale_moves else terms.scale).format(f"{value:.17g}")
+    return ((parts.scale_moves and terms.begin) or terms.scale).format(f"{value:.17g}")
 
 
 def _for_wide_range(node: Node, cause: Cause, parts: StepParticipants, later: Sequence[Node]) -> list[Cure]:
@@ -614,15 +559,6 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
     return cures
 
 
-def _never_negative(node: Node) -> bool:
-    """Whether the divisor is a length, a count or the like: what a weight is at one step tells nothing."""
-    floats = [(t, made) for t, made in zip(node.tensors(), node.parents) if t.is_floating_point()]
-    return bool(floats) and floats[-1][1] is not None and not bool((floats[-1][0] < 0).any())
-
-
-_NORMS = ("layer_norm", "group_norm", "rms_norm")
-
-
 def _called(t: Tensor, node: Node) -> str:
     """The user's name for a tensor that the op read; empty where it has none, or two have its values."""
     found = [
@@ -645,37 +581,6 @@ def _instead_of_log(node: Node) -> list[Cure]:
         if far < 4 and one.base not in ("mm", "addmm", "bmm"):
             todo += [(p[0], far + 1) for p in one.parents if p is not None]
     return []
-
-
-def _for_mathematics(node: Node, cause: Cause, later: Sequence[Node]) -> list[Cure]:
-    if "softmax" in node.base:
-        text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
-        return [Cure("advice", text + _here(node.location))]
-    floats = [t for t in node.tensors() if t.is_floating_point()]
-    if any(t.numel() == 0 for t in floats):
-        text = f"leave this term out where there is nothing to take it of{_here(node.location)}"
-        return [Cure("advice", text, "x.sum() / max(x.numel(), 1)")]
-    if node.base in ("div", "div_") and len(floats) == 1 and node.phase != "backward":
-        text = f"keep the number that is divided by from becoming 0{_here(node.location)}"
-        return [Cure("advice", text, "max(d, 1e-4)")]
-    if node.base in ("std", "var", "std_mean", "var_mean"):
-        text = (
-            f"leave the spread out where there is one value, or divide by their number{_here(node.location)}"
-        )
-        return [Cure("advice", text, f"x.{node.base}(dim, correction=0)")]
-    if node.base.startswith("nll_loss") and node.phase != "backward":
-        text = f"leave out batches without a label, or divide a sum by their number{_here(node.location)}"
-        return [Cure("advice", text, 'cross_entropy(..., reduction="sum") / max(n, 1)')]
-    if "ctc_loss" in node.base:
-        text = "leave out pairs whose target does not fit into the input"
-        return [Cure("advice", text, "nn.CTCLoss(zero_infinity=True)")]
-    if node.phase != "backward" and node.base.endswith("batch_norm"):
-        text = f"look at how running_var was made, loaded or averaged{_here(node.location)}: it is a variance"
-        return [Cure("advice", text, "running_var.clamp_(min=0)")]
-    if node.phase != "backward" and node.base.endswith(_NORMS):
-        text = f"give the normalisation a variance to divide by{_here(node.location)}"
-        return [Cure("advice", text, "eps=1e-5")]
-    return [*_instead_of_log(node), *_away_from_the_edge(node, cause, later)]
 
 
 #: What exp may be taken of, by what its result has to fit into, with what is computed of it after.
@@ -747,7 +652,8 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     least = 1e-4 - (node.op == "log1p")
     name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
     spec, code = _spec("clamp", node, least), f"{name or 'x'}.clamp_min({least:.4g})"
-    if node.op == "div" and not _never_negative(node):
+    made = node.parents[-1] if node.parents else None  # what a weight is at one step tells nothing
+    if node.op == "div" and (made is None or bool((node.tensors()[-1] < 0).any())):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
         spec = (*spec, True)
@@ -785,7 +691,9 @@ def propose(
     if cause.kind == "mathematics":
         if node.base == "pow" and not out_of_domain(node):
             return _for_wide_range(node, cause, parts, later)
-        return _for_mathematics(node, cause, later)
+        if cause.advice is not None:
+            return [Cure("advice", cause.advice[0] + _here(node.location), cause.advice[1])]
+        return [*_instead_of_log(node), *_away_from_the_edge(node, cause, later)]
     if cause.kind == "data":
         name = next((n for n, t in node.names.items() if not is_finite(t)), "x")
         text = "drop such batches, or clean them where they are loaded"

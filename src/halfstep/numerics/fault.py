@@ -11,7 +11,6 @@ questions in the same order. `Inquiry` looks at the bad steps of a run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -59,16 +58,11 @@ class Spoiled:
         return (*self.parameters, *self.buffers, *self.optimizer_state)
 
     def __str__(self) -> str:
-        parts = [
-            f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            for kind, names in (
-                ("gradients", self.gradients),
-                ("parameters", self.parameters),
-                ("buffers", self.buffers),
-                ("optimizer states", self.optimizer_state),
-            )
-            if names
-        ]
+        named = {
+            "optimizer states" if k == "optimizer_state" else k: names for k, names in vars(self).items()
+        }
+        more = {kind: ", ..." if len(names) > 3 else "" for kind, names in named.items()}
+        parts = (f"{len(n)} {kind} ({', '.join(n[:3])}{more[kind]})" for kind, n in named.items() if n)
         return ", ".join(parts) or "nothing"
 
 
@@ -80,7 +74,7 @@ class Cause:
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
     the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
-    zero, as it does an epsilon.
+    zero, as it does an epsilon. `advice`: text and code of what to do, where the cause alone says that.
     """
 
     kind: str
@@ -90,6 +84,7 @@ class Cause:
     weight: str = ""
     scalar: float | None = None
     more: tuple[str, ...] = ()
+    advice: tuple[str, str] | None = None
 
     @property
     def words(self) -> str:
@@ -109,8 +104,7 @@ class Cure:
     data or advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
     them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
-    plain values, of which `cures.placed` puts each in place in any process, the weakest first; `doses`: text
-    and code of each.
+    plain values, the weakest first, for `cures.put_in_place` in any process; `doses`: text and code of each.
     """
 
     kind: str
@@ -235,36 +229,28 @@ class Fault:
 
     def same_as(self, other: Fault | None) -> bool:
         """Whether both have one origin: phase, module, op, source line and kind of cause."""
-        return other is not None and self._origin() == other._origin()
+        return other is not None and self._origin == other._origin
 
+    @property
     def _origin(self) -> tuple[Any, ...]:
         return self.phase, self.module, self.op, self.where, self.cause.kind
 
     def story(self) -> str:
         """The verdict in a few lines of plain text, without the cures."""
+        code = [f"  {self.code}"] if self.code else []
+        cause = f"  cause: {self.cause.words}"
         if not self.taped:
-            return "\n".join(self._told_by_notes())
+            place, last = f" in {self.where}" if self.where else "", self.led_to
+            lines = [f"{self.phase}: {self.op or 'the update'}{place}", *code, cause]
+            if last is not None:
+                lines += [
+                    f"  then: step {last.step + 1}: {last.phase}: {last.op} in {last.place} is not finite"
+                ]
+            return "\n".join(lines)
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
-        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *self._code()]
-        lines += [f"  inputs: {', '.join(map(str, self.inputs))}"]
-        lines += [f"  cause: {self.cause.words}", f"  spoiled: {self.damage}"]
-        lines += [f"  hidden: {self.hidden}"] if self.hidden else []
-        return "\n".join(lines)
-
-    def _told_by_notes(self) -> Sequence[str]:
-        place = f" in {self.where}" if self.where else ""
-        lines = [
-            f"{self.phase}: {self.op or 'the update'}{place}",
-            *self._code(),
-            f"  cause: {self.cause.words}",
-        ]
-        last = self.led_to
-        if last is not None:
-            lines += [f"  then: step {last.step + 1}: {last.phase}: {last.op} in {last.place} is not finite"]
-        return lines
-
-    def _code(self) -> list[str]:
-        return [f"  {self.code}"] if self.code else []
+        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *code]
+        lines += [f"  inputs: {', '.join(map(str, self.inputs))}", cause, f"  spoiled: {self.damage}"]
+        return "\n".join([*lines, *([f"  hidden: {self.hidden}"] if self.hidden else [])])
 
     def summary(self) -> str:
         """The verdict in a few lines of plain text."""
@@ -300,7 +286,7 @@ class Again:
     """What to run again: the step with index `at` and `more` steps after it.
 
     `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
-    the index of a step to tape. `seconds`: after how long a copy is ended; after a third it begins no step.
+    the index of a step to tape.
     """
 
     at: int = 0
@@ -308,7 +294,6 @@ class Again:
     more: int = 0
     taped: int | None = None
     from_start: bool = False
-    seconds: float = 30.0
 
 
 @dataclass
@@ -455,26 +440,31 @@ class Suspect:
 
 
 class Inquiry:
-    """Looks at steps of a run again; `seen` holds the faults, the counts of ops and what lint found."""
+    """Looks at steps of a run again; `seen` holds the faults, the counts of ops and what lint found, `unseen`
+    the steps that need another look than this one could give."""
 
     def __init__(self, rerun: Rerun, steps: int, seen: Seen | None = None) -> None:
         self.seen = Seen() if seen is None else seen
+        self.unseen: list[Suspect] = []
         self.notes: list[str] = []
         self._rerun, self._steps = rerun, steps
         self._looks: Counter[str] = Counter()
 
-    def look(self, suspect: Suspect) -> bool:
-        """Tapes a step and tries the cures of what it shows; whether the step needs no other look."""
+    def look(self, suspect: Suspect) -> None:
+        """Tapes a step and tries the cures of what it shows."""
         enough = self._looks[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
         known = [fault for fault in self.seen.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(known) >= _FAULTS):
-            return True
+            return
         found = self._rerun.run(Again(suspect.index, taped=suspect.index))
-        if suspect.bad == "error" and (found is None or not found.faults):
-            return found is not None  # what a script raises is no matter of numbers, as a rule
+        if found is not None and suspect.bad == "error" and not found.faults:
+            return  # what a script raises is no matter of numbers, as a rule
+        if found is None or not found.counts or (suspect.bad and not found.faults):
+            self.unseen.append(suspect)
         if found is None or not found.counts:
-            self.notes = ["the traced run did not reach that step: the script is not deterministic"]
-            return False
+            if suspect.bad != "error":
+                self.notes = ["the traced run did not reach that step: the script is not deterministic"]
+            return
         self._looks[suspect.bad] += 1
         if not self.seen.counts:
             self.seen.counts, self.seen.lint = found.counts, found.lint
@@ -483,7 +473,6 @@ class Inquiry:
         if suspect.bad and not found.faults:
             text = "was bad in the first run and not when it was traced: nondeterminism, or a compiled region"
             self.notes = [f"step {suspect.number + 1} {text} that differs from eager"]
-        return bool(found.faults) or not suspect.bad
 
     def _keep(self, suspect: Suspect, fault: Fault, falls: bool) -> None:
         known = self.seen.faults
@@ -498,7 +487,10 @@ class Inquiry:
         more = min(rest, 2 * _AFTER if suspect.spoiled else _AFTER)
         again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
         rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
-        self._add_behind(try_cures(fault, again, self._rerun, rest))
+        for behind in try_cures(fault, again, self._rerun, rest):
+            if not any(behind.same_as(other) for other in known):
+                behind.behind = True
+                known.append(behind)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Tries the cures that need a run of their own; `whole`: to the end of the run."""
@@ -507,9 +499,3 @@ class Inquiry:
         for cure in fault.cures:
             if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
                 try_cure(cure, fault, Again(index, more=more, taped=taped, from_start=True), self._rerun)
-
-    def _add_behind(self, faults: Sequence[Fault]) -> None:
-        for behind in faults:
-            if not any(behind.same_as(other) for other in self.seen.faults):
-                behind.behind = True
-                self.seen.faults.append(behind)

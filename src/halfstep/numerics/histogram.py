@@ -116,13 +116,6 @@ def _flat(t: Tensor) -> Tensor:
     return t.contiguous().view(-1)
 
 
-def _bits(flat: Tensor, fmt: Format) -> Tensor:
-    """Bit patterns as non-negative int32 (int64 for fp64), the sign dropped."""
-    raw = flat.view(_INT_OF_BITS[fmt.bits])
-    wide = raw.to(torch.int32) if fmt.bits < 32 else raw
-    return wide & ((1 << (fmt.bits - 1)) - 1)
-
-
 def _bin_index(magnitude: Tensor, fmt: Format) -> Tensor:
     """Bin of every bit pattern (sign dropped), with integer operations only: flushing modes cannot touch it.
 
@@ -175,7 +168,9 @@ def count(t: Tensor) -> Counts:
     fmt = format_of(flat.dtype)
     bins = torch.zeros(_bins(fmt), dtype=torch.int64, device=flat.device)
     for part in flat.split(_CHUNK):
-        index = _bin_index(_bits(part, fmt), fmt)
+        raw = part.view(_INT_OF_BITS[fmt.bits])
+        wide = raw.to(torch.int32) if fmt.bits < 32 else raw
+        index = _bin_index(wide & ((1 << (fmt.bits - 1)) - 1), fmt)
         if index.is_cpu:
             bins += torch.bincount(index, minlength=len(bins))
         else:  # bincount asks an accelerator for the largest index and waits; adding ones does not

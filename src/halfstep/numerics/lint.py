@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from halfstep import optim
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
+from halfstep.names import named_parameters
 from halfstep.numerics.cause import rerun
-from halfstep.numerics.snapshot import StepParticipants, closed_over
+from halfstep.numerics.snapshot import StepParticipants, closed_over, listed
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
@@ -81,7 +81,12 @@ def lint(
     found = findings_at_rest(parts, step, becomes)
     if step is not None:
         probe = LintProbe(parts.session)
-        own = [(name, buffer, buffer._version) for name, buffer in _own_buffers(parts, becomes)]
+        own = [
+            (where, buffer, buffer._version)
+            for where, module, name, buffer in _floating_buffers(parts)
+            if (becomes is not None or buffer.dtype in LOW_DTYPES) and not isinstance(module, _NORMS)
+            if not buffer.is_inference() and not recomputed(module, name)
+        ]
         try:
             trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
                        try_cures=False, observers=[probe.look])  # fmt: skip
@@ -90,7 +95,10 @@ def lint(
         except RuntimeError as error:
             found += _from_error(error)
         found += probe.found()
-        found += [_changed(name) for name, buffer, version in own if buffer._version != version]
+        text = "the model changes it in training, and 16 bits round small changes away"
+        cure = "keep it in fp32 by a plan rule, PlanRule({!r}, dtype='fp32'), or make a count an integer"
+        changed = (name for name, buffer, version in own if buffer._version != version)
+        found += [Finding("low buffer", name, text, cure.format(name)) for name in changed]
     return list(dict.fromkeys(found))
 
 
@@ -141,7 +149,7 @@ class LintProbe:
             self._uncast = _where(node)
         tensors = [t for t in node.tensors() if t.is_floating_point()]
         if any(t.dtype == torch.float16 for t in (*node.outs, *tensors)):
-            for check in (_scalars, _mask_cast, _long_softmax, _long_sum):
+            for check in (_scalars, _mask_cast, _long):
                 found = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
                 self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
@@ -178,22 +186,22 @@ def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Found:
         yield "mask", text, "build the mask with torch.finfo(torch.float16).min"
 
 
-def _long_softmax(node: Node, tensors: list[Tensor], half: bool) -> _Found:
-    if half and node.base in ("_softmax", "_log_softmax", "logsumexp"):
-        dim = node.args[1] if isinstance(node.args[1], int) else node.args[1][0]
-        terms = tensors[0].shape[dim]
-        if terms > FP16.max:
-            cure = "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
-            yield "softmax", f"{terms} terms in fp16: their sum does not fit", cure
-
-
-def _long_sum(node: Node, tensors: list[Tensor], half: bool) -> _Found:
-    if half and node.base in ("sum", "mean") and tensors:
+def _long(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+    if not half or not tensors:
+        return
+    if node.base in ("_softmax", "_log_softmax", "logsumexp"):
+        terms = tensors[0].shape[node.args[1] if isinstance(node.args[1], int) else node.args[1][0]]
+        text = f"{terms} terms in fp16: their sum does not fit"
+        found = "softmax", text, "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
+    elif node.base in ("sum", "mean"):
         terms = tensors[0].numel() // max(1, node.outs[0].numel())
-        if terms > FP16.max:
-            why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
-            text = f"{node.base} over {terms} elements in fp16: {why}"
-            yield "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+        why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
+        text = f"{node.base} over {terms} elements in fp16: {why}"
+        found = "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+    else:
+        return
+    if terms > FP16.max:
+        yield found
 
 
 #: Share of the changes to an average that rounding swallows, beyond which it does not move.
@@ -271,21 +279,6 @@ def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module,
                     yield f"{path}.{name}".strip("."), module, name, buffer
 
 
-def _own_buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
-    """Floating buffers that are stored in 16 bits, or going to be, but for statistics of norms."""
-    for where, module, name, buffer in _floating_buffers(parts):
-        low = buffer.dtype in LOW_DTYPES or becomes is not None
-        own = low and not isinstance(module, _NORMS) and not buffer.is_inference()
-        if own and not recomputed(module, name):
-            yield where, buffer
-
-
-def _changed(name: str) -> Finding:
-    text = "the model changes it in training, and 16 bits round small changes away"
-    cure = f"keep it in fp32 by a plan rule, PlanRule({name!r}, dtype='fp32'), or make a count an integer"
-    return Finding("low buffer", name, text, cure)
-
-
 def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
     """A buffer whose values leave the format, or become equal in it (positions, frequencies)."""
     wide = buffer.detach().float().flatten()
@@ -303,29 +296,28 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
 
 def coarse_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
     """16-bit weights without masters, most of which an update at the group's learning rate leaves as is."""
+    return (row for row in _low_weights(optimizers) if row.rule == "learning rate")
+
+
+def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
+    """16-bit weights without masters, by whether updates at the group's learning rate are lost in them."""
     for optimizer in optimizers:
+        kind, keeps = type(optimizer).__name__, holder_of(optimizer) is not None
         for number, group in enumerate(optimizer.param_groups):
+            own = keeps and group.get("master", "") is not None
+            low = [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not own]
             rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
-            low = rounded_weights(optimizer, group)
-            if not low or rate is None:
-                continue
-            lost = total = 0
-            for p in low:
-                step = expected_step(p, group, float(rate))
-                if step is not None:
-                    coarse = too_coarse(p, step)[1]
-                    lost, total = lost + int(coarse.sum()), total + coarse.numel()
-            if total and lost > total / 2:
-                name = dtype_name(low[0].dtype)
+            steps = ((p, expected_step(p, group, float(rate))) for p in low if rate is not None)
+            coarse = [too_coarse(p, step)[1] for p, step in steps if step is not None]
+            lost, total = sum(int(c.sum()) for c in coarse), sum(c.numel() for c in coarse)
+            name, where = dtype_name(low[0].dtype) if low else "", f"{kind} group {number}"
+            if 2 * lost > total:
                 text = f"{lost / total:.0%} of the {name} weights are too coarse for a step of {rate:g}"
-                where = f"{type(optimizer).__name__} group {number}"
                 yield Finding("learning rate", where, text, masters_cure(optimizer, group))
-
-
-def rounded_weights(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group whose updates are rounded to nearest in 16 bits, with no master behind."""
-    own = holder_of(optimizer) is not None and group.get("master", "") is not None
-    return [] if own else [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad]
+            elif low and group.get("master") != "stochastic":
+                text = f"{kind} keeps no fp32 copy of {sum(p.numel() for p in low):,} {name} weights"
+                text += ": small updates are rounded away"
+                yield Finding("low weights", where, text, masters_cure(optimizer, group))
 
 
 def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
@@ -337,6 +329,70 @@ def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str
         return "write hs.MasterWeights(optimizer, model), or prepare at level O2"
     rate = float(group.get("initial_lr", group["lr"]))
     return f"write hs.optim.{kind}(model.parameters(), lr={rate:g}) for torch's, or prepare at level O2"
+
+
+class Audit(list[Finding]):
+    """The rows that `audit` found; prints as a table."""
+
+    def __str__(self) -> str:
+        """One row a finding, its cure below it."""
+        if not self:
+            return "no mistakes of precision found in weights, buffers and optimizer"
+        rule = max(len(row.rule) for row in self)
+        where = max(len(row.where) for row in self)
+        lines = [
+            f"{row.rule:{rule}}  {row.where:{where}}  {row.text}\n{'':{rule}}  {'':{where}}  -> {row.cure}"
+            for row in self
+        ]
+        return "\n".join(lines)
+
+
+def audit(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    becomes: str | torch.dtype | None = None,
+) -> Audit:
+    """Look at the dtypes of weights, buffers and optimizers; runs no step, reads values, changes nothing.
+
+    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; an
+    epsilon that fp16 rounds to zero; running statistics, positions and tables in 16 bits; losses that take
+    probabilities; tied weights that have come apart in two dtypes.
+
+    Args:
+        model, optimizer: one or several, as for `prepare`; before it or after.
+        becomes: a dtype that the model is going to be cast to; buffers are judged by it.
+
+    Returns:
+        A list of `Finding`, each with its cure; `print` shows a table.
+
+    Raises:
+        ConfigError: a model or optimizer that is none, or an unknown dtype.
+    """
+    models, optimizers = listed(model), listed(optimizer)
+    for kind, things in ((nn.Module, models), (torch.optim.Optimizer, optimizers)):
+        for wrong in (x for x in things if not isinstance(x, kind)):
+            raise ConfigError(
+                f"audit got a {type(wrong).__name__}, expected a {kind.__name__}: audit(model, optimizer)"
+            )
+    parts = StepParticipants(None, [*models, *optimizers])
+    found = findings_at_rest(parts, becomes=becomes)
+    low = [row for row in _low_weights(optimizers) if row.rule == "low weights"]
+    return Audit([*low, *found, *_untied(models)])
+
+
+def _untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
+    """Pairs of matrices in two dtypes, of which one is the other rounded."""
+    for model in models:
+        weights = {n: p.detach() for n, p in named_parameters(model).items() if p.dim() > 1 and not p.is_meta}
+        for low_name, low in weights.items():
+            for name, wide in weights.items() if low.dtype in LOW_DTYPES else ():
+                alike = wide.dtype not in LOW_DTYPES and wide.shape == low.shape
+                if alike and bool((wide.to(low) == low).all()) and bool((low != low.flatten()[0]).any()):
+                    text = f"the same values as {name}, but {dtype_name(low.dtype)} beside "
+                    text += f"{dtype_name(wide.dtype)}: a cast of one of them has untied them"
+                    cure = "cast the whole model at once, or tie them again after the cast"
+                    yield Finding("tied weights", low_name, text, cure)
 
 
 _PROBABILITIES = (
@@ -374,61 +430,41 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def lint_source(source: str, name: str = "script") -> list[Finding]:
-    """Findings from a script's text: clipping of scaled gradients, masks and losses fp16 cannot hold.
+    """Findings from a script's text: clipping of scaled gradients, losses that take probabilities.
 
     Raises:
         SyntaxError: the source is not Python.
     """
-    tree = ast.parse(source)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
     calls.sort(key=lambda n: (n.lineno, n.col_offset))
-    found = [*_clipping(calls, name)]
-    half = bool(re.search(r"float16|\.half\(\)|fp16", source))
-    for call in calls:
-        where = f"{name}:{call.lineno}"
-        if _called(call) in ("masked_fill", "masked_fill_", "full", "where", "full_like") and half:
-            for value in filter(None, map(_constant, [*call.args, *(k.value for k in call.keywords)])):
-                if -math.inf < value <= -1e6:
-                    text = f"{value:g} does not fit fp16, which ends at 65504"
-                    found.append(Finding("mask", where, text, _MASK_CURE))
-        if _called(call) in ("BCELoss", "binary_cross_entropy"):
-            found.append(Finding("probabilities", where, *_PROBABILITIES))
-    return found
+    losses = (call for call in calls if called(call) in ("BCELoss", "binary_cross_entropy"))
+    found = (Finding("probabilities", f"{name}:{call.lineno}", *_PROBABILITIES) for call in losses)
+    return [*_clipping(calls, name), *found]
 
 
-def _clipping(calls: list[ast.Call], name: str) -> Iterable[Finding]:
+def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:
     """A clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
     cure = ""
     for call in calls:
-        called = _called(call)
-        if called == "backward":
+        name = called(call)
+        if name == "backward":
             cure = _before_a_clip(call.func)
-        elif called in ("unscale_", "zero_grad"):
+        elif name in ("unscale_", "zero_grad"):
             cure = ""
-        elif called in _CLIPS and cure:
+        elif name in _CLIPS and cure:
             text = "the gradients still carry the loss scale, so the clip is by another norm than it says"
-            yield Finding("clipping", f"{name}:{call.lineno}", text, cure)
+            yield Finding("clipping", f"{script}:{call.lineno}", text, cure)
 
 
 def _before_a_clip(function: ast.expr) -> str:
     """What a clip needs after this `x.backward`; nothing, if neither scaler nor session scales its loss."""
     owner = function.value if isinstance(function, ast.Attribute) else None
     if isinstance(owner, ast.Call):
-        return "scaler.unscale_(optimizer) before the clip" if _called(owner) == "scale" else ""
+        return "scaler.unscale_(optimizer) before the clip" if called(owner) == "scale" else ""
     of_a_session = isinstance(owner, ast.Name) and owner.id in ("amp", "session")
     return "amp.step(clip_norm=...) in place of the clip" if of_a_session else ""
 
 
-def _called(call: ast.Call) -> str:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
-def _constant(node: ast.expr) -> float | None:
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    inner = node.operand if isinstance(node, ast.UnaryOp) else node
-    value = inner.value if isinstance(inner, ast.Constant) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return -float(value) if negative else float(value)
+def called(call: ast.Call) -> str:
+    """The name of the function or method that is called."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))

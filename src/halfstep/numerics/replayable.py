@@ -121,10 +121,14 @@ class Replayable:
         ran, self._ran = self._ran, None
         if ran is None:
             return
+        session, bad = self._parts_of(ran.step).session, False
         try:
-            bad = self._is_bad(ran)
+            if session is not None:
+                outcomes = islice(reversed(session.history), session.steps - ran.outcomes)
+                bad = any(not outcome.finite for outcome in outcomes)
         except LossScaleCollapsed as error:
             raise self._with_origin(error, ran) from error
+        bad = bad or ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
         bad = self._on_any_rank(bad)
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
@@ -140,14 +144,6 @@ class Replayable:
         if world_size() == 1 or self._parts is None:
             return here
         return bool(all_ranks(torch.tensor(here, device=self._device), self._parts.group))
-
-    def _is_bad(self, ran: _Ran) -> bool:
-        session = self._parts_of(ran.step).session
-        if session is not None:
-            new = session.steps - ran.outcomes
-            if any(not outcome.finite for outcome in islice(reversed(session.history), new)):
-                return True
-        return ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
 
     def _keep(self, trace: Trace, tell: bool) -> None:
         """Keeps a trace whose cause is new, with a warning where the user is to be told."""

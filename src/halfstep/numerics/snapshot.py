@@ -28,6 +28,13 @@ def is_session(thing: Any) -> bool:
     return all(hasattr(type(thing), name) for name in ("backward", "step", "autocast", "revert"))
 
 
+def scale_of(session: Any, scaler: Any) -> float | Tensor:
+    """The present loss scale of a session or else of a scaler; 1 without either."""
+    if session is not None:
+        return session.loss_scale.value
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
 def listed(value: Any) -> list[Any]:
     """One thing, several or None, as a list."""
     if value is None:
@@ -65,7 +72,7 @@ class StepParticipants:
         self.optimizers = [t for t in unique if isinstance(t, torch.optim.Optimizer)]
         others = (*self.models, *self.optimizers, self.session)
         self.others = [t for t in unique if all(t is not o for o in others) and _keeps_state(t)]
-        self.scaler = next((t for t in self.others if hasattr(t, "get_scale")), None)
+        self.scaler: Any = next((t for t in self.others if hasattr(t, "get_scale")), None)
 
     @property
     def model(self) -> nn.Module | None:
@@ -91,6 +98,24 @@ class StepParticipants:
         owned = [p for m in self.models for p in m.parameters()]
         updated = [p for o in self.optimizers for p in parameters_of(o)]
         return list({id(p): p for p in (*owned, *updated)}.values())
+
+    def named_values(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Kind (parameter, buffer or state), name and value of what a step may change."""
+        names: dict[Tensor, str] = {}
+        for prefix, model in prefixed(self.models):
+            for name, parameter in model.named_parameters():
+                names[parameter] = prefix + name
+                yield "parameter", prefix + name, parameter
+            for name, buffer in model.named_buffers():
+                yield "buffer", prefix + name, buffer
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                name = names.get(parameter, f"parameter {place} of optimizer {number}")
+                if parameter not in names:
+                    yield "parameter", name, parameter
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield "state", f"{name}.{key}", value
 
 
 def _keeps_state(thing: Any) -> bool:
@@ -220,10 +245,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Restore:
     return restore
 
 
-def _by_state_dict(thing: Any) -> Restore:
-    """Schedulers, scalers and whatever else offers state_dict and load_state_dict."""
-    state = copy.deepcopy(thing.state_dict())
-    return lambda: thing.load_state_dict(copy.deepcopy(state))
+def _load(thing: Any, state: Any) -> None:
+    thing.load_state_dict(copy.deepcopy(state))
 
 
 class Snapshot:
@@ -238,7 +261,9 @@ class Snapshot:
         if weights:
             self._restore.append(_values(parts.parameters()))
             self._restore += [_optimizer_state(o) for o in parts.optimizers]
-            self._restore += [_by_state_dict(thing) for thing in parts.others]
+            for thing in parts.others:
+                state = copy.deepcopy(thing.state_dict())
+                self._restore.append(partial(_load, thing, state))
         if parts.session is not None:
             self._restore.append(parts.session.remember(weights))
         for release in filter(None, (getattr(o, "release", None) for o in parts.optimizers)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict
@@ -55,16 +56,7 @@ _PACKAGES = tuple({sysconfig.get_paths()[k] for k in ("purelib", "platlib")})
 _RECOMPUTES = ("recompute_fn", "unpack_hook", "backward")
 
 # Kernels whose name is not the name of the call that made them, where the call itself is not known.
-_REFLECTED = {
-    "__rdiv__": "div",
-    "__rtruediv__": "div",
-    "__rsub__": "sub",
-    "__radd__": "add",
-    "__rmul__": "mul",
-    "__iadd__": "add",
-    "__imul__": "mul",
-    "__itruediv__": "div",
-}
+_REFLECTED = re.compile(r"__[ri](?:true)?(add|sub|mul|div)__")
 _KERNEL_NAMES = {
     "mm": "matmul",
     "bmm": "matmul",
@@ -109,8 +101,9 @@ class OpLocation:
 def op_label(function: Any, base: str) -> str:
     """The op's name as the op table has it, else as the user called it, else the kernel's, tidied."""
     if function is not None:
-        named = canonical_op(function) or _REFLECTED.get(getattr(function, "__name__", ""))
-        if named is not None:
+        reflected = _REFLECTED.fullmatch(getattr(function, "__name__", ""))
+        named = canonical_op(function) or (reflected and reflected[1])
+        if named:
             return named
     kernel = base.removesuffix("_") if not base.endswith("__") else base
     kernel = kernel.removesuffix("_backward")
@@ -166,10 +159,9 @@ def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
     for name, value in list(frame.f_locals.items()):
         if isinstance(value, torch.Tensor):
             yield name, value
-        elif isinstance(value, list | tuple) and len(value) <= 8:
-            later += [(f"{name}[{i}]", x) for i, x in enumerate(value) if isinstance(x, torch.Tensor)]
-        elif isinstance(value, dict) and len(value) <= 8:
-            later += [(f"{name}[{k!r}]", x) for k, x in value.items() if isinstance(x, torch.Tensor)]
+        elif isinstance(value, list | tuple | dict) and len(value) <= 8:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            later += [(f"{name}[{k!r}]", x) for k, x in pairs if isinstance(x, torch.Tensor)]
     yield from later
 
 
@@ -193,16 +185,22 @@ def within(module: str, kind: str) -> str:
     return f"in the root module ({kind})" if kind else "outside any module"
 
 
-def starts_backward(function: Any) -> bool:
-    """Whether this torch function runs autograd's engine."""
-    return function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+class CallMode(TorchFunctionMode):
+    """Sees the torch functions that a script calls, those in backward too, which torch hides from modes."""
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+            return self.on_call(func, args, kwargs or {})
+        self.on_backward(func, args)
+        with engine_under(self):
+            return func(*args, **(kwargs or {}))
 
-def run_backward(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function that runs the engine, from a mode's handler: torch switches the mode off in there, and
-    what Python code backward calls (own Functions, recomputation) must see it again."""
-    with engine_under(mode):
-        return function(*args, **kwargs)
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function."""
+        return func(*args, **kwargs)
+
+    def on_backward(self, func: Any, args: Any) -> None:
+        """Autograd's engine is about to run."""
 
 
 def is_finite(t: Tensor) -> bool:
@@ -307,6 +305,8 @@ _MOVES = frozenset(["copy_", "clone", "stack", "cat", "index", "index_select", "
 # Beside the result they return the logarithm of a sum, -inf for a row without terms or a path that is none.
 _ONLY_FIRST = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_ctc_loss")
 _NO_SEQUENCE = 1 << 62
+#: How much memory the arguments and results of past ops may hold for later re-runs.
+_KEPT_BYTES = 1 << 30
 # Moving and reading values is not arithmetic.
 _UNCOUNTED = frozenset(
     ["_local_scalar_dense", "copy_", "clone", "detach", "zeros_like", "zero_", "alias", "_unsafe_view"]
@@ -348,14 +348,12 @@ class Tape(TorchDispatchMode):
 
     Args:
         model: names modules by its paths; without it the first module called is taken for the model.
-        keep_bytes: how much memory the arguments and results of past ops may hold for later re-runs.
         observers: called with each finished node and whether its results are finite.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
-        keep_bytes: int = 1 << 30,
         observers: Iterable[Callable[[Node, bool], None]] = (),
     ) -> None:
         super().__init__()
@@ -377,14 +375,12 @@ class Tape(TorchDispatchMode):
         self._made: dict[tuple[Any, ...], tuple[Node, int, tuple[int, int]]] = {}
         self.originals: dict[tuple[Any, ...], Tensor] = {}
         self._kept: OrderedDict[int, tuple[Node, int]] = OrderedDict()
-        self._left = keep_bytes
+        self._left = _KEPT_BYTES
         self._locations: dict[int, list[tuple[str, OpLocation]]] = {}
         self._lines: dict[str, OpLocation] = {}
         self._observers = tuple(observers)
         self._steps = 0
         self.rates: list[float] = []
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._devices = ("cpu",) if here is None else ("cpu", here.type)
         self.calls: list[tuple[Any, int, bool]] = []
         self.call_count = 0
         self._model = model
@@ -558,10 +554,6 @@ class Tape(TorchDispatchMode):
         made = self._made.get(key_of(t))
         return made[:2] if made is not None and _version(t) in made[2] else None
 
-    def region(self) -> bool:
-        """Whether autocast is on, as the user's call sees it: where kernels run torch hides autocast."""
-        return any(torch.is_autocast_enabled(kind) for kind in self._devices)
-
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """No op of this rank's: it may be under way still, and a re-run would wait for the other ranks.
 
@@ -683,23 +675,27 @@ def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
     return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
 
 
-class _Calls(TorchFunctionMode):
+class _Calls(CallMode):
     """Remembers which torch function the user called, and sees the root of each backward."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._devices = ("cpu",) if here is None else ("cpu", here.type)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if starts_backward(func):
-            self._tape.backward_call = look()[1:]
-            if func is torch.Tensor.backward:
-                self._tape.look_at_root(args[0])
-            return run_backward(self, func, args, kwargs)
-        self._tape.call_count += 1
-        self._tape.calls.append((func, self._tape.call_count, self._tape.region()))
+    def on_backward(self, func: Any, args: Any) -> None:
+        self._tape.backward_call = look()[1:]
+        if func is torch.Tensor.backward:
+            self._tape.look_at_root(args[0])
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tape = self._tape
+        tape.call_count += 1
+        # As the user's call sees it: where kernels run torch hides autocast.
+        in_region = any(torch.is_autocast_enabled(kind) for kind in self._devices)
+        tape.calls.append((func, tape.call_count, in_region))
         try:
             return func(*args, **kwargs)
         finally:
-            self._tape.calls.pop()
+            tape.calls.pop()

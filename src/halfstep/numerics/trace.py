@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.numerics.cause import (
-    Flushed,
     UnderflowProbe,
     counted,
     explain,
@@ -31,78 +30,62 @@ from halfstep.numerics.cause import (
 )
 from halfstep.numerics.cures import (
     larger_scale,
-    lowest_scale,
-    placed,
     propose,
+    put_in_place,
+    scale_falls,
     to_bf16,
     unmask,
 )
 from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, prefixed, replay, run_eagerly
+from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
-from halfstep.trees import parameters_of
 
 #: Cures that change one factor, so that the step runs the very same ops.
 _SCALES = ("loss_scale", "loss")
 
 
 class _InPlace:
-    """Runs a step again in this process, on this rank.
+    """Runs a step again in this process: on this rank, or on all ranks, each of which must ask alike.
+
+    Over ranks other loss scales alone are tried, with which the step runs the very same ops: a rank that
+    raised with another cure would leave the others waiting in a collective for ever.
 
     Args:
         look: runs it under the tape; what was bad, if anything.
         restore: puts everything back as it was before the step.
         parts: what takes part in the step.
+        together: whether all ranks take part.
+        through: whether the step ran to its end on each of them.
     """
 
     def __init__(
-        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants
-    ) -> None:
+        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants,
+        together: bool, through: bool,
+    ) -> None:  # fmt: skip
         self._look, self._restore, self._parts = look, restore, parts
-        self.group = parts.group
+        self._together, self._through = together, through
 
     def run(self, again: Again) -> Seen | None:
         """Whether the step stays finite with the cure; one that it cannot run with does not help."""
         assert again.cure is not None
-        cure = placed(again.cure, self._parts)
-        if cure is None:
+        if self._together and not (self._through and again.cure[0] in _SCALES):
             return None
-        seen = Seen(falls=lowest_scale(self._parts) is not None)
+        seen = Seen(falls=scale_falls(self._parts))
         try:
-            with cure:
-                bad = self._look()
-                seen.applied = getattr(cure, "met", True)
+            with ExitStack() as stack:
+                met = put_in_place(again.cure, self._parts, stack)
+                bad = None if met is None else self._look()
+                seen.applied = met is not None and met()
             seen.faults = [] if bad is None else [bad]
             seen.bad_at = None if bad is None else again.at
         except Exception:
             seen.bad_at = again.at
         finally:
             self._restore()
-        return seen
-
-
-class _Together:
-    """Runs a step again on all ranks: each must make one of these and call it alike.
-
-    Other loss scales alone are tried, with which the step runs the very same ops: a rank that raised with
-    another cure would leave the others waiting in a collective for ever.
-
-    Args:
-        alone: runs it again on this rank.
-        through: whether every rank's step ran to its end.
-    """
-
-    def __init__(self, alone: _InPlace, through: bool) -> None:
-        self._alone, self._through = alone, through
-
-    def run(self, again: Again) -> Seen | None:
-        """Whether everything stays finite on every rank."""
-        assert again.cure is not None
-        if not self._through or again.cure[0] not in _SCALES:
-            return None
-        seen = self._alone.run(again)
-        well = all(gather(seen is not None and seen.bad_at is None, self._alone.group))
+        if not self._together:
+            return seen
+        well = all(gather(seen.applied and seen.bad_at is None, self._parts.group))
         return Seen(bad_at=None if well else again.at)
 
 
@@ -143,7 +126,6 @@ def trace_step(
     others: Iterable[Any] = (),
     underflow: bool = False,
     try_cures: bool = True,
-    keep_bytes: int = 1 << 30,
     observers: Iterable[Observer] = (),
 ) -> Trace:
     """Runs `step(*batch)` once under the tape and restores weights, buffers, states and random generators.
@@ -157,7 +139,6 @@ def trace_step(
         try_cures: replay the step with each cure that can be applied from outside. Over several ranks all try
             everybody's cures together, so all must call this alike; only other loss scales are tried there,
             and none where a rank's step raised.
-        keep_bytes: memory that results may hold for re-runs.
         observers: called with each op as it ran, and whether its results were finite.
 
     Raises:
@@ -167,7 +148,7 @@ def trace_step(
     snapshot = Snapshot(parts)
     started = time.perf_counter()
     try:
-        trace = _run(step, batch, parts, underflow, keep_bytes, observers)
+        trace = _run(step, batch, parts, underflow, observers)
     finally:
         snapshot.restore()
     if try_cures:
@@ -190,11 +171,10 @@ def _run(
     batch: tuple[Any, ...],
     parts: StepParticipants,
     underflow: bool,
-    keep_bytes: int,
     observers: Iterable[Observer] = (),
 ) -> Trace:
     result, error = None, None
-    taping = Taping(parts, underflow, keep_bytes, observers)
+    taping = Taping(parts, underflow, observers)
     with replay(), taping.around:
         try:
             result = step(*batch)
@@ -210,12 +190,11 @@ class Taping:
         self,
         parts: StepParticipants,
         underflow: bool = True,
-        keep_bytes: int = 1 << 30,
         observers: Iterable[Observer] = (),
     ) -> None:
-        self._before = bad_names(parts)
+        self._ill = frozenset((kind, name) for kind, name, t in parts.named_values() if not is_finite(t))
         self._probe = UnderflowProbe()
-        self.tape = Tape(parts.model, keep_bytes, [*observers, *([self._probe.look] if underflow else [])])
+        self.tape = Tape(parts.model, [*observers, *([self._probe.look] if underflow else [])])
         self.around = ExitStack()
         # The tape sees kernels only where Python calls them; compiled regions run as written.
         self.around.enter_context(run_eagerly())
@@ -229,47 +208,17 @@ class Taping:
         tape = self.tape
         for value in tensors_in(result):
             tape.check("loss", "result", value)
-        spoiled = _spoiled(tape, parts, self._before)
-        bad = _verdict(tape, parts, spoiled, batch)
-        flushed = self._probe.report(tape)
-        if bad is None and flushed:
-            bad = _underflow(flushed[0], parts, spoiled)
+        found: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
+        for kind, name, value in parts.named_values():
+            if (kind, name) not in self._ill and not tape.check(kind, name, value):
+                found[kind].append(name)
+        gradients = dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient")
+        spoiled = Spoiled(tuple(gradients), *map(tuple, found.values()))
+        bad = _verdict(tape, parts, spoiled, batch) or _underflow(self._probe, tape, parts, spoiled)
         return Trace(
             bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
             talked=tape.talked,
         )  # fmt: skip
-
-
-def _named_values(parts: StepParticipants) -> Iterable[tuple[str, str, Tensor]]:
-    names: dict[Tensor, str] = {}
-    for prefix, model in prefixed(parts.models):
-        for name, parameter in model.named_parameters():
-            names[parameter] = prefix + name
-            yield "parameter", prefix + name, parameter
-        for name, buffer in model.named_buffers():
-            yield "buffer", prefix + name, buffer
-    for number, optimizer in enumerate(parts.optimizers):
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            name = names.get(parameter, f"parameter {place} of optimizer {number}")
-            if parameter not in names:
-                yield "parameter", name, parameter
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield "state", f"{name}.{key}", value
-
-
-def bad_names(parts: StepParticipants) -> frozenset[tuple[str, str]]:
-    """Which parameters, buffers and optimizer states are not finite now."""
-    return frozenset((kind, name) for kind, name, t in _named_values(parts) if not is_finite(t))
-
-
-def _spoiled(tape: Tape, parts: StepParticipants, before: frozenset[tuple[str, str]]) -> Spoiled:
-    found: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
-    for kind, name, value in _named_values(parts):
-        if (kind, name) not in before and not tape.check(kind, name, value):
-            found[kind].append(name)
-    gradients = tuple(dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient"))
-    return Spoiled(gradients, *(tuple(found[k]) for k in ("parameter", "buffer", "state")))
 
 
 def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) -> Fault | None:
@@ -294,14 +243,9 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
     else:
         cause, culprit = _inside(node, tape, parts)
     cures = propose(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :])
-    carried = tuple(
-        dict.fromkeys(
-            f"{n.phase}: {n.op} in {n.location.module or 'root'}"
-            for n in tape.passed
-            if node.index in n.origins
-        )
-    )
-    return _bad_op(node, cause, cures, spoiled, ends, carried[:12])
+    later = (n for n in tape.passed if node.index in n.origins)
+    passed = dict.fromkeys(f"{n.phase}: {n.op} in {n.location.module or 'root'}" for n in later)
+    return _bad_op(node, cause, cures, spoiled, ends, passed_on=(*passed,)[:12])
 
 
 _TAKE_IN = ("sum", "mean", "neg", "abs", "pow", "nll_loss_forward", "nll_loss2d_forward")
@@ -339,37 +283,20 @@ def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | No
         cause, culprit = explain(node, tape.originals)
         if cause.kind == "range":
             cures = propose(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :])
-            bad = _bad_op(node, cause, cures, spoiled, ())
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
-            return replace(bad, hidden=text)
+            return _bad_op(node, cause, cures, spoiled, hidden=text)
     return None
 
 
 def _bad_op(
-    node: Node,
-    cause: Cause,
-    cures: list[Cure],
-    spoiled: Spoiled,
-    ends: tuple[str, ...],
-    carried: tuple[str, ...] = (),
-    underflow: bool = False,
+    node: Node, cause: Cause, cures: list[Cure], spoiled: Spoiled, reached: tuple[str, ...] = (), **more: Any
 ) -> Fault:
     return Fault(
-        node.phase,
-        node.op,
-        replace(node.location, function=None),
-        cause,
-        cures,
-        aten=node.aten,
-        origin=not node.outside,
-        inputs=tuple(TensorInfo.of(t) for t in node.given()),
-        outputs=tuple(TensorInfo.of(t) for t in node.outs),
-        spoiled=spoiled,
-        reached=ends,
-        passed_on=carried,
-        underflow=underflow,
-    )
+        node.phase, node.op, replace(node.location, function=None), cause, cures, aten=node.aten,
+        origin=not node.outside, inputs=tuple(TensorInfo.of(t) for t in node.given()),
+        outputs=tuple(TensorInfo.of(t) for t in node.outs), spoiled=spoiled, reached=reached, **more,
+    )  # fmt: skip
 
 
 def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Node]:
@@ -380,7 +307,7 @@ def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Nod
     cause, culprit = explain(node, tape.originals)
     if cause.kind != "range":
         return cause, culprit
-    named = {id(p): (n, p) for kind, n, p in _named_values(parts) if kind == "parameter"}
+    named = {id(p): (n, p) for kind, n, p in parts.named_values() if kind == "parameter"}
     outlier = outlying_weight(node, list(named.values()), tape.originals)
     if outlier is not None:
         return replace(cause, weight=outlier[0]).and_also(outlier[1]), culprit
@@ -394,24 +321,19 @@ def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Nod
 def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cause:
     """The op read a value that was not finite before the step began: whose is it?"""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
-    for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in _named_values(parts)):
+    for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in parts.named_values()):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
             ill = ill_values(tape.originals.get(key_of(value), value))
             return Cause("weights", f"weights: {kind} {name} was not finite before the step ({ill})")
     if any(tape.was_received(t) for t in node.outside):
         late = node.phase in ("backward", "optimizer")
         return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
-    return Cause("data", f"data: {_wrong_input(node, tape, batch)}")
-
-
-def _wrong_input(node: Node, tape: Tape, batch: Any) -> str:
-    """What is wrong with what the step was given: `1 NaN in x of batch 13`."""
     wrong = node.outside[0]
     name = next((n for n, t in node.names.items() if not is_finite(t)), "")
     place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
     where = f" of {tape.batch}" if tape.batch else "" if place is None else f" (tensor {place} of the batch)"
-    row = ill_row(node.names.get(name, wrong))
-    return f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values{row}"
+    what = f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
+    return Cause("data", f"data: {what}{ill_row(node.names.get(name, wrong))}")
 
 
 def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
@@ -425,11 +347,17 @@ def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
     return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=spoiled, reached=ends)
 
 
-def _underflow(worst: Flushed, parts: StepParticipants, spoiled: Spoiled) -> Fault:
-    cause = Cause("precision", worst.text, None, worst.format)
-    cures = [larger_scale(worst.missing_bits, parts), to_bf16(parts, worst.node.location.in_region)]
-    lost = tuple(f"gradient {n}" for n in worst.lost)
-    return _bad_op(worst.node, cause, cures, spoiled, lost, (), True)
+def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
+    """The first op that flushed its results to zero, where gradients vanished."""
+    lost = tuple(name for name, gradient in tape.gradients.items() if not gradient.any())
+    if not lost or probe.worst is None:
+        return None
+    node, share, fmt, bits = probe.worst
+    text = f"underflow: {share:.0%} of the nonzero results of {node.op} are zero in {fmt}"
+    cause = Cause("precision", f"{text}; {len(lost)} parameter gradients vanish", None, fmt)
+    cures = [larger_scale(bits, parts), to_bf16(parts, node.location.in_region)]
+    reached = tuple(f"gradient {name}" for name in lost)
+    return _bad_op(node, cause, cures, spoiled, reached, underflow=True)
 
 
 def _try_cures(
@@ -450,13 +378,12 @@ def _try_cures(
     underflow = any(fault.underflow for fault in found)
 
     def look() -> Fault | None:
-        again = _run(step, batch, parts, underflow, 1 << 28)
+        again = _run(step, batch, parts, underflow)
         if again.error is not None:
             raise again.error
         return again.bad
 
-    alone = _InPlace(look, restore, parts)
-    rerun = _Together(alone, all(through for _, through in everyone)) if together else alone
+    rerun = _InPlace(look, restore, parts, together, all(through for _, through in everyone))
     for fault in found:
         try_cures(fault, Again(taped=0), rerun)
     if not together or bad is None:

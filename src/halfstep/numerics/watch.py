@@ -16,6 +16,7 @@ eightfold. A forecast fits a line through the latest headrooms and is made only 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from halfstep.formats import FORMATS, Format, dtype_name, format_of
 from halfstep.gradients.per_parameter import amaxes, amaxes_of, worst_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import Counts, count, count_many
-from halfstep.numerics.snapshot import is_session, listed, replaying
+from halfstep.numerics.snapshot import is_session, listed, replaying, scale_of
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 from halfstep.torch_private import graph_task, tree_leaves
@@ -75,15 +76,14 @@ def trend(steps: Sequence[int], amax: Sequence[float]) -> Trend | None:
     points = [(s, math.log2(m)) for s, m in zip(steps, amax) if m > 0 and math.isfinite(m)][-WINDOW:]
     if len(points) < LEAST:
         return None
-    n = len(points)
-    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    xs, ys = zip(*points)
+    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
     if spread == 0:
         return None
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
-    error = math.sqrt(rest / (n - 2) / spread)
-    return Trend(slope, error, mean_y + slope * (points[-1][0] - mean_x))
+    slope, start = statistics.linear_regression(xs, ys)
+    rest = sum((y - start - slope * x) ** 2 for x, y in points)
+    error = math.sqrt(rest / (len(points) - 2) / spread)
+    return Trend(slope, error, start + slope * xs[-1])
 
 
 @dataclass(frozen=True)
@@ -165,30 +165,23 @@ _COUNTED_TOGETHER = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _SampledTensor:
-    """One tensor of a sampled step: its ends, and its count or the elements yet to be counted.
+    """One tensor of a sampled step: its ends, and its bins or the elements yet to be counted.
 
-    `parts` are fp32 copies, which hold 16-bit values exactly.
+    `elements` are fp32 copies, which hold 16-bit values exactly, and are counted by that format's exponents.
     """
 
     dtype: str
     ends: Ends
-    counts: Counts | None = None
-    parts: tuple[Tensor, ...] = ()
-
-    @property
-    def layout(self) -> str:
-        """The format whose exponents its bins are."""
-        return "fp32" if self.parts else self.dtype
+    bins: Tensor | None = None
+    elements: tuple[Tensor, ...] = ()
 
     def joined(self, other: _SampledTensor) -> _SampledTensor:
         """Both together; the later alone where they cannot be added."""
-        if self.dtype != other.dtype or (self.counts is None) != (other.counts is None):
+        if self.dtype != other.dtype or (self.bins is None) != (other.bins is None):
             return other
-        low, high = zip(self.ends, other.ends)
-        ends = torch.minimum(*low), torch.maximum(*high)
-        if self.counts is not None and other.counts is not None:
-            return _SampledTensor(self.dtype, ends, self.counts + other.counts)
-        return _SampledTensor(self.dtype, ends, None, self.parts + other.parts)
+        ends = torch.minimum(self.ends[0], other.ends[0]), torch.maximum(self.ends[1], other.ends[1])
+        bins = None if self.bins is None or other.bins is None else self.bins + other.bins
+        return _SampledTensor(self.dtype, ends, bins, self.elements + other.elements)
 
 
 def _see(t: Tensor, exact: bool) -> _SampledTensor:
@@ -196,28 +189,25 @@ def _see(t: Tensor, exact: bool) -> _SampledTensor:
     t = dense_values(t.detach())
     name, ends = dtype_name(t.dtype), ends_of(t)
     if exact or t.device.type != "cpu" or t.dtype not in _COUNTED_TOGETHER:
-        return _SampledTensor(name, ends, count(t if exact else spread(t)))
+        return _SampledTensor(name, ends, count(t if exact else spread(t)).bins)
     return _SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
 
 
 def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
     """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
-    parts = [s.parts[0] if len(s.parts) == 1 else torch.cat(s.parts) for s in seen if s.parts]
+    parts = [torch.cat(s.elements) for s in seen if s.elements]
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
     together = iter(count_many(parts).double()) if parts else iter(())
-    return [next(together) if s.counts is None else s.counts.bins.double() for s in seen]
+    return [next(together) if s.bins is None else s.bins.double() for s in seen]
 
 
 def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
-    """About `most` elements evenly spread over a tensor: whole rows, so that every column is there."""
+    """About `most` elements evenly spread over a tensor, so that every column of it is there."""
     size = t.numel()
     if size <= 2 * most or t.layout != torch.strided or t.is_complex():
         return t
-    width = t.shape[-1]
-    if 16 * width <= most:
-        return t.reshape(-1, width)[:: size // most]
     stride = size // most
-    while math.gcd(stride, width) > 1:
+    while math.gcd(stride, t.shape[-1]) > 1:
         stride += 1
     return t.reshape(-1)[::stride]
 
@@ -284,7 +274,7 @@ def watch(
     for name, value, least in (("every", every, 0), ("keep", keep, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"watch(..., {name}={show(value)}): expected a whole number, {least} or more")
-    return Watch(model, optimizer, every=every, keep=keep, dtype=dtype, scaler=scaler, exact=exact)
+    return Watch(model, optimizer, every, keep, dtype, scaler, exact)
 
 
 def leave(listeners: list[Any], listener: Any) -> None:
@@ -300,7 +290,6 @@ class Watch:
         self,
         model: nn.Module,
         optimizer: Any,
-        *,
         every: int,
         keep: int,
         dtype: str | torch.dtype | Format | None,
@@ -323,10 +312,9 @@ class Watch:
         self._ends: dict[str, Ends] = {}
         self._gradients: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: dict[tuple[str, str], _SampledTensor] = {}
-        self._before: dict[Tensor, Tensor] = {}
-        self._held: dict[Tensor, list[Tensor]] = {}
+        self._before: dict[Tensor, tuple[Tensor, list[Tensor]]] = {}
         self._late: deque[tuple[AsyncCopy, Callable[[Tensor], None]]] = deque()
-        self._scale_of_step = self._scale()
+        self._scale_of_step = scale_of(self._session, self._scaler)
         self._hooks = ExitStack()
         self._install()
 
@@ -340,11 +328,11 @@ class Watch:
             self._listen(self._session.early_listeners, self._before_step)
         else:
             for parameter, name in self._names.items():
+                hook = partial(self._on_gradient, name)
                 if parameter in released:
-                    self._hold(parameter.register_hook(partial(self._on_gradient, name)))
+                    self._hold(parameter.register_hook(hook))
                 elif parameter.requires_grad and parameter.is_leaf:
-                    hook = partial(self._on_accumulated, name)
-                    self._hold(parameter.register_post_accumulate_grad_hook(hook))
+                    self._hold(parameter.register_post_accumulate_grad_hook(partial(_of_gradient, hook)))
         if self.every > 0:
             for name, module in self._model.named_modules():
                 if fqn(name) and not isinstance(module, _CONTAINERS):
@@ -395,11 +383,6 @@ class Watch:
         modules = {fqn(name): module for name, module in self._model.named_modules()}
         return type(modules[path]).__name__ if path in modules else ""
 
-    def _scale(self) -> float | Tensor:
-        if self._session is not None:
-            return self._session.loss_scale.value
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
     # Hooks. Each returns None: what autograd and modules hand on stays what it was.
 
     def _before_step(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -414,15 +397,11 @@ class Watch:
             for name, gradient in found.items():
                 self._count("gradient", name, gradient)
 
-    def _on_accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._on_gradient(name, parameter.grad)
-
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if replaying():
             return
         if not self._ends:  # backward of this step: a scaler changes its scale only after the step
-            self._scale_of_step = self._scale()
+            self._scale_of_step = scale_of(self._session, self._scaler)
         # Accumulated gradients come by once for each backward; the last one is the step's.
         self._ends[name] = ends_of(dense_values(gradient.detach()))
         if self._sampling:
@@ -449,8 +428,8 @@ class Watch:
         if self._sampling and not replaying():
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
-                    self._before[parameter] = local_of(parameter).detach().clone()
-                    self._held[parameter] = [spread(t).clone() for t in _held(optimizer, parameter)]
+                    kept = [spread(t).clone() for t in _held(optimizer, parameter)]
+                    self._before[parameter] = local_of(parameter).detach().clone(), kept
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if replaying():
@@ -473,10 +452,9 @@ class Watch:
         dtypes: dict[str, str] = {}
         random = rounded_at_random(optimizer)
         for place, parameter in enumerate(parameters_of(optimizer)):
-            before = self._before.pop(parameter, None)
-            held_before = self._held.pop(parameter, [])
-            if before is None:
+            if parameter not in self._before:
                 continue
+            before, held_before = self._before.pop(parameter)
             name = self._names.get(weight_of(parameter), f"parameter {place}")
             update = local_of(parameter).detach() - before
             self._count("update", name, update)
@@ -521,7 +499,7 @@ class Watch:
             fate = [scalar_on(x, torch.float64, found.device) for x in (scale, taken)]
             packed = send_to_host(torch.cat([found.double(), torch.stack(fate)]))
             self._late.append((packed, partial(self._take_note, self.step, names)))
-        self._seen, self._ends, self._before, self._held, self._gradients = {}, {}, {}, {}, None
+        self._seen, self._ends, self._before, self._gradients = {}, {}, {}, None
         self.step += 1
         self._sampling = self.every > 0 and self.step % self.every == 0
         if len(self._late) >= _TOGETHER:
@@ -561,13 +539,7 @@ class Watch:
         worst = worst_of(found)
         self._notes.append(StepNote(step, found[worst], scale, bool(taken), worst))
         for name, amax in found.items():
-            self._series("gradient", name).note(step, amax)
-
-    def _series(self, kind: str, name: str) -> Series:
-        key = (kind, name)
-        if key not in self._all_series:
-            self._all_series[key] = Series(name, kind)
-        return self._all_series[key]
+            self._all_series.setdefault(("gradient", name), Series(name, "gradient")).note(step, amax)
 
     def _send_counts(self, scale: float | Tensor) -> None:
         """Sends the step's histograms, largest magnitudes and scale to the host, in one copy."""
@@ -576,7 +548,8 @@ class Watch:
         amaxes = amaxes_of([seen.ends for seen in found]).double()
         last = scalar_on(scale, torch.float64, amaxes.device).view(1)
         packed = send_to_host(torch.cat([*bins, amaxes, last]))
-        kinds = [(*key, s.dtype, s.layout, b.numel()) for key, s, b in zip(self._seen, found, bins)]
+        layouts = ("fp32" if s.elements else s.dtype for s in found)
+        kinds = [(*key, s.dtype, x, b.numel()) for key, s, x, b in zip(self._seen, found, layouts, bins)]
         self._late.append((packed, partial(self._take_counts, self.step, kinds)))
 
     def _take_counts(self, step: int, kinds: list[tuple[str, str, str, str, int]], packed: Tensor) -> None:
@@ -586,7 +559,7 @@ class Watch:
             seen = Counts(layout, counted.long()).read()
             scaled = scale if kind in ("gradient", "activation_grad") else 1.0
             sample = Sample(step, amax, dtype, *seen.trimmed(), seen.zeros, seen.infs, seen.nans, scaled)
-            series = self._series(kind, name)
+            series = self._all_series.setdefault((kind, name), Series(name, kind))
             series.samples = [*series.samples, sample][-self.keep :]
             if kind != "gradient":  # its magnitude is noted every step
                 series.note(step, amax)
@@ -666,6 +639,11 @@ class Watch:
 def skips_in_words(steps: Sequence[int], of: int) -> list[str]:
     """Which steps were skipped, in a line; none where there is nothing to say."""
     return [f"{len(steps)} of {of} steps skipped, the last at step {steps[-1] + 1}"] if steps else []
+
+
+def _of_gradient(see: Callable[[Tensor], None], parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        see(parameter.grad)
 
 
 def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:

@@ -31,11 +31,10 @@ _ROLE_KEYS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("p", "param", "params"), "param_dtype"),
         **dict.fromkeys(("c", "compute"), "compute_dtype"),
         **dict.fromkeys(("o", "output"), "output_dtype"),
-        **dict.fromkeys(("r", "reduce"), "reduce_dtype"),
     }
 )
 _GRAMMAR = (
-    "a policy reads like 'p=fp32,c=bf16,o=fp32', with optional 'r=DTYPE', 'table=NAME' and 'full=op+op' "
+    "a policy reads like 'p=fp32,c=bf16,o=fp32', with optional 'table=NAME' and 'full=op+op' "
     "(also low, keep, widest, banned); or is one dtype, or one table name"
 )
 _DICT_GRAMMAR = (
@@ -50,20 +49,19 @@ class Policy:
 
     param_dtype: what weights are stored in. compute_dtype: what LOW ops run in, bf16 unless given, whatever
     the device (a table's name alone, policy="mlu", asks the device). output_dtype: what
-    `cast_to_output` gives, None to leave outputs as computed. reduce_dtype: what ranks sum gradients in;
-    `prepare` takes fp32 alone. table: one of `ops.TABLES`. edits: op name -> rule, overriding the table.
+    `cast_to_output` gives, None to leave outputs as computed. (What ranks sum gradients in is DDP's: see
+    `hs.distributed.compress_hook`.) table: one of `ops.TABLES`. edits: op name -> rule, overriding the table.
     """
 
     param_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     output_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype = torch.float32
     table: str = "halfstep"
     edits: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
 
     def __post_init__(self) -> None:
         """Check the dtypes and the table name; freeze the edits."""
-        for role in ("param_dtype", "compute_dtype", "reduce_dtype"):
+        for role in ("param_dtype", "compute_dtype"):
             object.__setattr__(self, role, parse_dtype(getattr(self, role)))
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", parse_dtype(self.output_dtype))
@@ -74,19 +72,17 @@ class Policy:
         object.__setattr__(self, "edits", MappingProxyType(dict(sorted(edits.items()))))
 
     def __hash__(self) -> int:
-        roles = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
+        roles = (self.param_dtype, self.compute_dtype, self.output_dtype)
         return hash((*roles, self.table, tuple(self.edits.items())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        roles = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
+        roles = (self.param_dtype, self.compute_dtype, self.output_dtype)
         return (Policy, (*roles, self.table, dict(self.edits)))
 
     def __str__(self) -> str:
         parts = [f"p={dtype_name(self.param_dtype)}", f"c={dtype_name(self.compute_dtype)}"]
         if self.output_dtype is not None:
             parts.append(f"o={dtype_name(self.output_dtype)}")
-        if self.reduce_dtype != torch.float32:
-            parts.append(f"r={dtype_name(self.reduce_dtype)}")
         if self.table != "halfstep":
             parts.append(f"table={self.table}")
         for rule in Rule:

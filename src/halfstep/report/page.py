@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
-from halfstep.report.svg import Bar, Line, bar_chart, line_chart
+from halfstep.report.svg import Line, line_chart
 from halfstep.report.template import fill, text_of, write_page
 from halfstep.report.words import bounds, cells, columns, recommended, sentence, verdict
 
@@ -79,7 +79,7 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
         ],
         "curves": [*_loss_figures(recipe), *scales],
         "constant_scales": "; ".join(constant),
-        "bars": [*_time_figure(recipe), *_memory_figure(rows)],
+        "bars": [*_time_figure(rows), *_memory_figure(rows)],
         "bounds": [(label, shown) for label, shown in found if shown],
     }
 
@@ -162,29 +162,38 @@ def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]
     return [{"title": "Loss scale", "drawing": chart, "note": note}], constant
 
 
-def _time_figure(recipe: RecipeRows) -> list[_Figure]:
+def _bars(
+    title: str, measured: str, note: str, rows: Sequence[tuple[SettingRow, str, Mapping[str, float]]]
+) -> list[dict[str, Any]]:
+    """Bars on a common scale from zero, each below its row's label and text; parts by their CSS class."""
+    most = max((value for *_, parts in rows for value in parts.values()), default=0.0)
     bars = [
-        Bar(row.label, _classes(row), row.seconds * 1e3, f"{row.seconds * 1e3:,.2f} ms")
-        for row in recipe.rows
-        if row.seconds
+        {
+            "label": row.label,
+            "classes": _classes(row),
+            "text": text,
+            "parts": {name: f"{100 * value / most:.1f}%" for name, value in parts.items()},
+        }
+        for row, text, parts in rows
     ]
+    return [{"title": title, "measured": measured, "note": note, "bars": bars}] if bars else []
+
+
+def _time_figure(rows: Sequence[SettingRow]) -> list[dict[str, Any]]:
+    shown = [(row, f"{row.seconds * 1e3:,.2f} ms", {"": row.seconds}) for row in rows if row.seconds]
     note = "Median step time, measured in interleaved rounds."
-    drawing = bar_chart(bars, describe="milliseconds a step")
-    return [{"title": "Time of a step", "drawing": drawing, "note": note}] if bars else []
+    return _bars("Time of a step", "milliseconds a step", note, shown)
 
 
-def _memory_figure(rows: Sequence[SettingRow]) -> list[_Figure]:
-    bars = [
-        Bar(
-            row.label,
-            _classes(row),
-            row.peak_bytes,
+def _memory_figure(rows: Sequence[SettingRow]) -> list[dict[str, Any]]:
+    shown = [
+        (
+            row,
             f"{row.peak_bytes / 1e6:,.1f}, saved {row.saved_bytes / 1e6:,.1f} MB",
-            inner=row.saved_bytes,
+            {"pale": row.peak_bytes, "": row.saved_bytes},
         )
         for row in rows
         if row.peak_bytes and row.saved_bytes is not None
     ]
     note = "Pale: peak of all tensors during a step. Solid: kept for backward, parameters not counted."
-    drawing = bar_chart(bars, describe="megabytes")
-    return [{"title": "Memory", "drawing": drawing, "note": note}] if bars else []
+    return _bars("Memory", "megabytes", note, shown)

@@ -1,4 +1,4 @@
-"""Small charts as strings: lines over steps as SVG, horizontal bars as a list.
+"""Small charts as strings: lines over steps as SVG.
 
 Colours and fonts come from the page's CSS classes (`level-O1`, `dtype-fp16`), so that one drawing serves
 light and dark. Every text is escaped. Nothing here knows about training.
@@ -31,17 +31,6 @@ class Line:
     points: Sequence[tuple[float, float]]
     marks: Sequence[float] = ()
     steps: bool = False
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A labelled bar; `text` is written at its end, `inner` is the part drawn solid."""
-
-    label: str
-    classes: str
-    value: float
-    text: str
-    inner: float | None = None
 
 
 def number(value: float) -> str:
@@ -189,15 +178,3 @@ def _curve(line: Line, across: Place, up: Place, logarithmic: bool) -> str:
             skipped = f"<title>{name}: step {x:g} skipped</title>"
             parts.append(f"<path class='skip {line.classes}' d='{cross}'>{skipped}</path>")
     return "".join(parts)
-
-
-def bar_chart(bars: Sequence[Bar], *, describe: str) -> str:
-    """Horizontal bars on a common scale from zero, each below its label; `inner` is solid over a pale bar."""
-    most = max((bar.value for bar in bars if math.isfinite(bar.value)), default=0.0) or 1.0
-    rows: list[str] = []
-    for bar in bars:
-        drawn = [("", bar.value)] if bar.inner is None else [("pale", bar.value), ("", bar.inner)]
-        parts = "".join(f"<i class='{name}' style='width:{100 * x / most:.1f}%'></i>" for name, x in drawn)
-        text = f"<span>{escape(bar.label)}</span><span>{escape(bar.text)}</span>"
-        rows.append(f"<li class='{bar.classes}'>{text}<div>{parts}</div></li>")
-    return f"<ul class='bars' aria-label='{escape(describe, quote=True)}'>{''.join(rows)}</ul>"

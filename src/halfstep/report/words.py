@@ -179,12 +179,13 @@ def recommended(recipe: RecipeRows) -> Row | None:
     good = _good(recipe, base)
     if not good:
         return None
-    best = min(good, key=_seconds)
+    times = {row.label: _ratio(row.seconds, base.seconds) for row in good}
+    best = min(good, key=lambda row: times[row.label])
     with_masters = [row for row in good if row.level != "O3"]
     if best.level == "O3" and with_masters:
-        second = min(with_masters, key=_seconds)
-        best = best if _seconds(best) <= _WORTH_NO_MASTERS * _seconds(second) else second
-    return best if _ratio(best.seconds, base.seconds) <= _FASTER else None
+        second = min(with_masters, key=lambda row: times[row.label])
+        best = best if times[best.label] <= _WORTH_NO_MASTERS * times[second.label] else second
+    return best if times[best.label] <= _FASTER else None
 
 
 def _good(recipe: RecipeRows, base: Row) -> list[Row]:
@@ -238,10 +239,6 @@ def _margin(row: Row, base: Row, metric: str) -> float:
     spreads = [x.spread for x in (row, base) if x.spread is not None and isfinite(x.spread)]
     least = 0.005 if metric == "accuracy" else 0.005 * abs(base.mean or 0.0)
     return max(2 * max(spreads, default=0.0), least)
-
-
-def _seconds(row: Row) -> float:
-    return row.seconds or float("inf")
 
 
 def _ratio(mine: float | None, its: float | None) -> float:

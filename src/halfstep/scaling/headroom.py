@@ -79,18 +79,8 @@ class HeadroomLossScale(LossScale):
         """Whether it is down to the `min` of its limit (reads)."""
         return self.read() <= self.limit.min
 
-    def adjust(
-        self,
-        finite: bool | Tensor,
-        amax: float | Tensor | None = None,
-        *,
-        max_abs: float | Tensor | None = None,
-    ) -> HeadroomLossScale:
-        """Return the next scale; ConfigError without `amax` (`max_abs`, its earlier name, is the same).
-
-        Tensors in, state on their device.
-        """
-        amax = max_abs if amax is None else amax
+    def adjust(self, finite: bool | Tensor, amax: float | Tensor | None = None) -> HeadroomLossScale:
+        """Return the next scale; ConfigError without `amax`. Tensors in, state on their device."""
         if amax is None:
             raise ConfigError(
                 "HeadroomLossScale.adjust(finite, amax) needs the largest magnitude of the unscaled "

@@ -272,10 +272,6 @@ class DynamicLossScale(LossScale):
         """Whether it is down to `min` (reads)."""
         return self.read() <= self.min
 
-    def on_host(self) -> DynamicLossScale:
-        """Return the same scale with its state as Python numbers (one read if it lives on a device)."""
-        return replace(self, current=self.read(), clean=int(self.clean), overflows=int(self.overflows))
-
     def adjust(self, finite: bool | Tensor, amax: float | Tensor | None = None) -> DynamicLossScale:
         """Return the next scale; with a tensor nothing is read and the state moves to the tensor's device."""
         if isinstance(finite, Tensor) and not cuda.why_not(finite.device):

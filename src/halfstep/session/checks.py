@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -68,16 +68,6 @@ def check_loss_id(loss_id: int, count: int) -> None:
             f"loss_id={show(loss_id)}: this session has {count} loss scale{'s' * (count > 1)}, "
             "numbered from 0; give prepare(loss_scale=[...]) one for each loss"
         )
-
-
-def refuse_arguments(more: Sequence[Any], unknown: Mapping[str, Any]) -> Never:
-    """Raise ConfigError for what `step` was given and does not take."""
-    given = f"{show(more[0])} after the optimizer" if more else ""
-    given = given or " and ".join(f"{name}={show(value)}" for name, value in unknown.items())
-    raise ConfigError(
-        f"step() got {given}: expected an optimizer and, by name, clip_norm=, scheduler= or zero_grad=. To "
-        "clip gradients to a norm of 1 write step(clip_norm=1.0)"
-    )
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -203,10 +193,16 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
     raise ScalerStateError(f"step() found no gradients: {why}")
 
 
-def holds_values(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether an optimizer's gradients hold anything but zeros; None where there are none (reads)."""
+def name_of(models: Sequence[nn.Module], weight: Tensor) -> str:
+    """What a weight is called in the models."""
+    names = (name for model in models for name, p in named_parameters(model).items() if p is weight)
+    return next(names, f"a parameter of shape {list(weight.shape)}")
+
+
+def holds_values(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's gradients hold anything but zeros (reads)."""
     grads = [w.grad for w in weights_of(optimizer) if w.grad is not None]
-    return any(bool(local_of(g.detach()).any()) for g in grads) if grads else None
+    return any(bool(local_of(g.detach()).any()) for g in grads)
 
 
 def no_optimizer(precision: Precision, scale: LossScale) -> str:
@@ -309,21 +305,20 @@ class NonFinite:
         return partial(self._raise, where, values, losses) if self._choice else partial(self._warn, where)
 
     def _where(self, optimizer: torch.optim.Optimizer) -> str:
-        names = {id(p): name for model in self._models for name, p in named_parameters(model).items()}
-        weights = weights_of(optimizer)
-        held = [(w, w.grad) for w in weights if w.grad is not None]
+        held = [(w, w.grad) for w in weights_of(optimizer) if w.grad is not None]
         bad = [w for w, g in held if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
         if not bad:
             return ""
-        first = names.get(id(bad[0]), f"one of shape {list(bad[0].shape)}")
-        return f"of {len(bad)} of {len(held)} parameters (first: {first}) "
+        return f"of {len(bad)} of {len(held)} parameters (first: {name_of(self._models, bad[0])}) "
 
     def _warn(self, where: str, step: int | None, taken: bool) -> None:
         if taken and not self._said:
             self._said = True
+            cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
+            skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
             warnings.warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {_cure_of(self._optimizers)} (said once)",
+                f"PyTorch does; {next(cures, skip)} (said once)",
                 HalfstepWarning,
                 stacklevel=9,
             )
@@ -344,9 +339,3 @@ class NonFinite:
             f"step {step}: {what}; the step was not taken, weights are those before it "
             "(on_nonfinite='raise'). `amp.replayable` or `halfstep doctor` name the op"
         )
-
-
-def _cure_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    found = zero_epsilons(optimizers)
-    cures = (f"{where}: {text}: {cure}" for where, text, cure in found)
-    return next(cures, "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps")

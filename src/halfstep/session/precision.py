@@ -119,12 +119,6 @@ def _check_roles(level: Level, policy: Policy) -> None:
             f"the policy stores parameters in {dtype_name(policy.param_dtype)}, level {level.name} in "
             f"{dtype_name(own.param_dtype)}: drop p=, or choose level O2 or O3"
         )
-    if policy.reduce_dtype != torch.float32:
-        raise ConfigError(
-            f"the policy reduces gradients in {dtype_name(policy.reduce_dtype)}, which ranks do, "
-            "not a session: drop r=, and give DDP hs.distributed.compress_hook(dtype) or fully_shard a "
-            "MixedPrecisionPolicy(reduce_dtype=...)"
-        )
     if policy.output_dtype not in (None, torch.float32, policy.compute_dtype):
         raise ConfigError(
             f"the policy gives outputs in {dtype_name(policy.output_dtype)}: expected fp32 or the compute "

@@ -5,13 +5,11 @@ Every function raises before it changes anything, or takes back what it changed.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +39,8 @@ from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, options_of, search
 
 
-def as_optimizers(optimizer: Optimizers, *more: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list; ConfigError for anything that is none, and for `more` by place."""
-    if more:
-        raise ConfigError(
-            f"prepare got {more[0]!r:.60} after model and optimizer, expected arguments by name: level='O2', "
-            "dtype='bf16'. Several optimizers go in a list"
-        )
+def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; ConfigError for anything that is none."""
     if optimizer is None:
         return []
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -59,27 +52,6 @@ def as_optimizers(optimizer: Optimizers, *more: Any) -> list[torch.optim.Optimiz
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ConfigError("prepare got the same optimizer twice: pass each one once")
     return optimizers
-
-
-def check_words(unknown: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that `prepare` does not have."""
-    known = list(inspect.signature(prepare).parameters)
-    for word in unknown:
-        near = difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]}=?" if near else "help(hs.prepare) lists them"
-        raise ConfigError(f"prepare has no argument {word}={show(unknown[word])}: {hint}")
-
-
-def check_unused(step: Any, batch: Any, seconds: Any) -> None:
-    """Raise ConfigError for arguments of "auto" where nothing is measured."""
-    has_batch = not (isinstance(batch, tuple) and not batch)
-    given = (("step=", step is not None), ("batch=", has_batch), ("seconds=", seconds != 60.0))
-    used = [name for name, here in given if here]
-    if used:
-        raise ConfigError(
-            f"prepare got {' and '.join(used)}, which only level='auto' and layout='auto' use: drop it, or "
-            "ask for one of the two"
-        )
 
 
 def as_models(model: Any) -> list[nn.Module]:
@@ -203,14 +175,6 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
         )
 
 
-def warn_of_coarse_weights(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn where 16-bit weights would lose their updates; at O1 the first step asks for fp32 ones."""
-    if not casts_weights(precision.level, precision.policy):
-        for row in coarse_weights(optimizers):
-            text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
-            warnings.warn(text, HalfstepWarning, stacklevel=3)
-
-
 # ---- level="auto" ---------------------------------------------------------------------------------------
 
 
@@ -256,15 +220,6 @@ def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
             f"batch is a {type(batch).__name__}: expected what step(amp, *batch) is called with, as a tuple; "
             "for one argument batch=(x,)"
         )
-    try:
-        inspect.signature(step).bind(None, *batch)
-    except TypeError as error:
-        raise ConfigError(
-            f"step(amp, *batch) cannot be called with this batch of {len(batch)}: {error}. Give prepare() "
-            "batch=(x, y), what your step takes after the session"
-        ) from None
-    except ValueError:  # a callable of C tells nothing of its arguments
-        pass
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
 
@@ -283,8 +238,8 @@ def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None
 def prepare(
     model: Models,
     optimizer: Optimizers = None,
-    *more: Never,
     level: str | Level = "O1",
+    *,
     dtype: str | torch.dtype | None = None,
     policy: str | Policy | None = None,
     plan: Plan | str | Path | None = None,
@@ -300,7 +255,6 @@ def prepare(
     kernels: Kernels = None,
     norm_group: Any = None,
     group: Any = None,
-    **unknown: Never,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -353,8 +307,7 @@ def prepare(
             parameters of another model.
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
-    check_words(unknown)
-    models, optimizers = as_models(model), as_optimizers(optimizer, *more)
+    models, optimizers = as_models(model), as_optimizers(optimizer)
     plan = read_plan(plan)
     if isinstance(level, str) and level.strip().lower() == "auto":
         level = "auto"
@@ -369,7 +322,8 @@ def prepare(
         session.tuning = found
         print(f"halfstep: {found.reason}", file=sys.stderr, flush=True)
         return session
-    check_unused(step, batch, seconds)
+    if step is not None:
+        raise ConfigError("prepare got step=, which only level='auto' and layout='auto' use: drop it")
     device = device_of(models)
     precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_parts(precision, models, optimizers)
@@ -393,7 +347,10 @@ def prepare(
     for conversion in conversions:
         conversion.forget_originals()
     session.follow()
-    warn_of_coarse_weights(precision, optimizers)
+    if not casts_weights(precision.level, precision.policy):  # where it does, the first step looks
+        for row in coarse_weights(optimizers):
+            text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
+            warnings.warn(text, HalfstepWarning, stacklevel=2)
     return session
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from halfstep.convert.sharded import shards_of
 from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.session.checks import check_parameters
+from halfstep.session.checks import check_parameters, name_of
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
@@ -130,11 +131,7 @@ class RankGuard:
         """
         self.check()
         if self._sharded:
-            self._same_gradients.check(weights_of(optimizer), self._name_of)
-
-    def _name_of(self, weight: torch.Tensor) -> str:
-        names = (name for model in self._setup.models for name, p in model.named_parameters() if p is weight)
-        return next(names, "a parameter")
+            self._same_gradients.check(weights_of(optimizer), partial(name_of, self._setup.models))
 
     def _check_wrapper(self, ddp: Any) -> None:
         for optimizer in self._setup.optimizers:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -75,22 +76,9 @@ class StepState(NamedTuple):
         """Whether a scale asks for the gradients' largest magnitude."""
         return any(scale.needs_amax for scale in self.loss_scales)
 
-    def losses_of(self, index: int) -> list[Loss]:
-        """The losses of which optimizer `index` holds gradients."""
-        return [loss for loss in self.losses if index in loss.waiting]
-
-    def may_add_to_foreign(self, index: int) -> bool:
-        """Whether gradients that optimizer `index` may hold are not of its own losses alone."""
-        return self.carried[index] is None or any(loss.settled for loss in self.losses_of(index))
-
     def said(self, text: str) -> StepState:
         """The state in which this is not said again."""
         return self._replace(told=self.told | {text})
-
-    def rescaled(self, number: int, scale: LossScale) -> StepState:
-        """The state in which loss `number` has `scale`."""
-        scales = self.loss_scales
-        return self._replace(loss_scales=(*scales[:number], scale, *scales[number + 1 :]))
 
     def carrying(self, index: int, scale: LossScale | None) -> StepState:
         """The state in which optimizer `index` has gradients that carry `scale`."""
@@ -107,7 +95,7 @@ class StepState(NamedTuple):
             unseen = loss.unseen | (one.waiting if one.settled else one.unseen)
             loss = loss._replace(waiting=loss.waiting | one.waiting, unseen=unseen)
             if not one.settled:
-                loss = loss._replace(found=loss.found | one.found, amax=_larger(loss.amax, one.amax))
+                loss = loss._replace(found=either(loss.found, one.found), amax=_larger(loss.amax, one.amax))
         carried = tuple(scale if i in those else old for i, old in enumerate(self.carried))
         return self._replace(carried=carried, losses=(*rest, loss))
 
@@ -115,24 +103,25 @@ class StepState(NamedTuple):
         self, index: int, losses: Sequence[Loss], left: LossScale | None, measured: AnyStats
     ) -> StepState:
         """The state after a step on these losses; gradients of `index` that stay carry `left`."""
-        state = self
+        scales = [*self.loss_scales]
         for loss in losses:
             if not loss.settled:
-                scale = state.loss_scales[loss.number].adjust(finite_of(loss.found, measured), loss.amax)
-                state = state.rescaled(loss.number, scale)
+                finite = finite_of(loss.found, measured)
+                scales[loss.number] = scales[loss.number].adjust(finite, loss.amax)
         known = [loss._replace(settled=True) for loss in losses]
         others = [loss for loss in self.losses if index not in loss.waiting]
-        state = state._replace(losses=(*others, *known), steps=self.steps + 1)
-        return state.without(index).carrying(index, left)
+        state = self._replace(loss_scales=(*scales,), losses=(*others, *known), steps=self.steps + 1)
+        return state.without(index, left)
 
-    def without(self, index: int) -> StepState:
-        """The state in which optimizer `index` has no gradients of ours."""
+    def without(self, index: int, left: LossScale | None = None) -> StepState:
+        """The state in which optimizer `index` has no gradients of ours, but such as carry `left`, if any."""
         losses = [
             loss._replace(waiting=loss.waiting - {index}, unseen=loss.unseen - {index})
             for loss in self.losses
             if loss.waiting - {index}
         ]
-        return self._replace(losses=tuple(losses), mixed=self.mixed - {index}).carrying(index, None)
+        carried = (*self.carried[:index], left, *self.carried[index + 1 :])
+        return self._replace(losses=(*losses,), mixed=self.mixed - {index}, carried=carried)
 
     def emptied(self) -> StepState:
         """The state in which no optimizer has gradients of ours."""
@@ -210,7 +199,7 @@ def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
 
 def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]:
     """The losses of an optimizer's gradients; ScalerStateError where there are none, or none of ours."""
-    losses = state.losses_of(index)
+    losses = [loss for loss in state.losses if index in loss.waiting]
     check_gradients(stepper, bool(losses))
     if losses:
         return losses
@@ -235,7 +224,9 @@ def unscaled(state: StepState, stepper: Stepper, index: int, device: torch.devic
     losses = [
         one
         if index not in one.unseen
-        else one._replace(unseen=one.unseen - {index}, found=one.found | found, amax=_larger(one.amax, amax))
+        else one._replace(
+            unseen=one.unseen - {index}, found=either(one.found, found), amax=_larger(one.amax, amax)
+        )
         for one in state.losses
     ]
     return state._replace(losses=tuple(losses)).carrying(index, NoLossScale())
@@ -254,37 +245,35 @@ def settle(
     A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
     What none of several losses brought counts with all of them.
     """
-    new, before = found_inf_of(measured), _any([loss.found for loss in losses])
+    before = reduce(either, (loss.found for loss in losses))
+    new = found_inf_of(measured)
     new = new if before is False else new & inverse(before)
-    known = [
-        loss._replace(
-            found=_any([loss.found, new]), amax=measured.amax if index in loss.unseen else loss.amax
-        )
-        for loss in losses
-    ]
+    known: list[Loss] = []
+    for loss in losses:
+        found = either(loss.found, new)
+        for other in () if loss.settled else sorted(loss.unseen - {index}):  # nobody has looked at these
+            bad = ~all_finite(steppers[other].gradients())
+            found = either(found, bool(bad) if device.type == "cpu" else bad.to(device))
+        amax = measured.amax if index in loss.unseen else loss.amax
+        known.append(loss._replace(found=found, amax=amax))
     asking = [at for at, loss in enumerate(known) if not loss.settled]
-    flags = [_with_others(known[at], steppers, index, device) for at in asking]
-    if over_ranks is not None and flags:
-        all_flags = over_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in flags]))
-        flags = [bool(flag) if isinstance(mine, bool) else flag for mine, flag in zip(flags, all_flags)]
-    for at, found in zip(asking, flags):
-        known[at] = known[at]._replace(found=found)
-    return known, _any([loss.found for loss in known])
-
-
-def _with_others(loss: Loss, steppers: Sequence[Stepper], index: int, device: torch.device) -> Flag:
-    """Whether a loss found inf, also in gradients of other optimizers that nobody has looked at."""
-    bad = [~all_finite(steppers[other].gradients()) for other in sorted(loss.unseen - {index})]
-    return _any([loss.found, *(bool(flag) if device.type == "cpu" else flag.to(device) for flag in bad)])
+    if over_ranks is not None and asking:
+        own = [known[at].found for at in asking]
+        everyone = over_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in own]))
+        for at, mine, flag in zip(asking, own, everyone):
+            known[at] = known[at]._replace(found=bool(flag) if isinstance(mine, bool) else flag)
+    return known, reduce(either, (loss.found for loss in known))
 
 
 def carried_value(losses: Sequence[Loss]) -> float | Tensor:
     """The scale that a step's gradients carried; of several losses the lowest, read only on the host."""
     values = [loss.scale.value for loss in losses]
-    on_device = [value for value in values if isinstance(value, Tensor)]
-    if len(values) == 1 or not on_device:
-        return values[0] if len(values) == 1 else min(map(float, values))
-    return torch.stack([loss.scale.tensor(on_device[0].device) for loss in losses]).amin()
+    if len(values) == 1:
+        return values[0]
+    home = next((value.device for value in values if isinstance(value, Tensor)), None)
+    if home is None:
+        return min(map(float, values))
+    return torch.stack([loss.scale.tensor(home) for loss in losses]).amin()
 
 
 def inverse(flag: Flag) -> Flag:
@@ -297,12 +286,9 @@ def finite_of(found: Flag, measured: AnyStats) -> Flag:
     return measured.finite if found is found_inf_of(measured) else inverse(found)
 
 
-def _any(flags: Sequence[Flag]) -> Flag:
+def either(a: Flag, b: Flag) -> Flag:
     """An OR, without an op for what is False on the host."""
-    result: Flag = False
-    for flag in flags:
-        result = flag if result is False else result if flag is False else result | flag
-    return result
+    return b if a is False else a if b is False else a | b
 
 
 def _larger(first: float | Tensor | None, second: float | Tensor | None) -> float | Tensor | None:

@@ -27,7 +27,7 @@ from halfstep.distributed import local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns
-from halfstep.optim.masters import holder_of, holders_of
+from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.optim.shards import as_shard
 from halfstep.session.steppers import weights_of
 from halfstep.shardfiles import Piece
@@ -80,13 +80,17 @@ def _names(session: Session) -> dict[int, str]:
     return {id(p): name for name, _, p in reversed([*_tensors(session)]) if p is not None}
 
 
-def _optimizer(session: Session, index: int, names: Mapping[int, str]) -> tuple[Any, list[str]]:
-    optimizer = session.optimizers[index]
-    held = weights_of(optimizer)
-    places = [
-        f"{g}.{i}" for g, group in enumerate(optimizer.param_groups) for i, _ in enumerate(group["params"])
+def optimizer_names(session: Session) -> list[list[str]]:
+    """The names of each optimizer's parameters, in their order; group and place where no model has one."""
+    names = _names(session)
+    return [
+        [
+            names.get(id(weight_of(p)), f"{number}.{place}")
+            for number, group in enumerate(optimizer.param_groups)
+            for place, p in enumerate(group["params"])
+        ]
+        for optimizer in session.optimizers
     ]
-    return optimizer.state_dict(), [names.get(id(w), place) for w, place in zip(held, places)]
 
 
 def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
@@ -230,9 +234,9 @@ def _manifest(
             pieces[at] = piece
 
     shared, of_rank_0 = partial(put, itertools.count(1)), partial(put, itertools.repeat(0))
-    names, optimizers = _names(session), list[Any]()
-    for index, optimizer in enumerate(session.optimizers):
-        state, own = _optimizer(session, index, names)
+    optimizers = list[Any]()
+    for index, (optimizer, own) in enumerate(zip(session.optimizers, optimizer_names(session))):
+        state = optimizer.state_dict()
         optimizers.append(
             {
                 "algorithm": checkpoint.algorithm_of(optimizer),
@@ -298,10 +302,8 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), sto
 def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, Any]]:
     """This rank's part of every saved tensor."""
     likes = {name: t for name, t, _ in _tensors(session)}
-    names = _names(session)
-    for index, optimizer in enumerate(session.optimizers):
-        held, own = weights_of(optimizer), _optimizer(session, index, names)[1]
-        likes |= {f".optimizer.{index}.{name}": p for name, p in zip(own, held)}
+    for index, (optimizer, own) in enumerate(zip(session.optimizers, optimizer_names(session))):
+        likes |= {f".optimizer.{index}.{name}": w for name, w in zip(own, weights_of(optimizer))}
     plain = torch.empty(0)
     cut = {name: likes.get(name, likes.get(name.rpartition(".")[0], plain)) for name in wholes}
     return {name: _box_of(cut[name], whole) for name, whole in wholes.items()}
@@ -311,8 +313,8 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
     _check(self, manifest, found, schedulers)
     rest = shardfiles.unpacked(manifest["rest"], found.read)
     self.load_state_dict(rest["session"])
-    for index in range(len(self.optimizers)):
-        _load_optimizer(self, index, manifest["optimizers"][index], found)
+    for optimizer, names, saved in zip(self.optimizers, optimizer_names(self), manifest["optimizers"]):
+        _load_optimizer(optimizer, names, saved, found)
     _load_weights(self, found)
     for scheduler, state in zip(schedulers, rest["schedulers"]):
         scheduler.load_state_dict(state)
@@ -333,8 +335,7 @@ def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedule
         )
     ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
     count = len(held[1] if kind == "rows" else held)
-    if count != len(schedulers):
-        raise CheckpointError(f"the checkpoint holds {count} schedulers, load() was given {len(schedulers)}")
+    checkpoint.check_schedulers(count, len(schedulers))
 
 
 def _box(found: Found, name: str, like: Tensor) -> Tensor:
@@ -342,29 +343,24 @@ def _box(found: Found, name: str, like: Tensor) -> Tensor:
     return found.read(name, *_box_of(like, found.wholes[name]))
 
 
-def _state_of(found: Found, p: Tensor, name: str) -> Any:
-    """A saved state of a parameter, cut as the parameter is."""
-    return as_shard("", _box(found, name, p), p)
-
-
-def _load_optimizer(session: Session, index: int, saved: Mapping[str, Any], found: Found) -> None:
-    optimizer = session.optimizers[index]
-    present, names = _optimizer(session, index, _names(session))
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any], found: Found
+) -> None:
     if set(names) != set(saved["names"]):
         raise CheckpointError(
             "the checkpoint's optimizer holds other parameters: build it from the same model"
         )
-    by_number = parameters_of(optimizer)
     state: dict[int, Any] = {}
-    for number, name in enumerate(names):
-        p = by_number[number]
-        read = partial(_state_of, found, p)
-        entry = {k: shardfiles.unpacked(v, read) for k, v in saved["state"].get(name, {}).items()}
-        if entry:
-            state[number] = entry
+    for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
+
+        def cut(place: str, p: Tensor = p) -> Any:
+            return as_shard("", _box(found, place, p), p)
+
+        if entry := saved["state"].get(name):
+            state[number] = {what: shardfiles.unpacked(value, cut) for what, value in entry.items()}
     groups = [
         {**shardfiles.unpacked(old, found.read), "params": new["params"]}
-        for old, new in zip(saved["groups"], present["param_groups"])
+        for old, new in zip(saved["groups"], optimizer.state_dict()["param_groups"])
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -49,7 +49,6 @@ from halfstep.session.checks import (
     indices_of,
     no_optimizer,
     one_loss,
-    refuse_arguments,
     refuse_direct_steps,
 )
 from halfstep.session.ranks import RankGuard
@@ -78,9 +77,6 @@ EarlyListener = Callable[["Session", torch.optim.Optimizer], None]
 
 #: Outcomes that `Session.history` keeps.
 HISTORY = 10_000
-
-#: What a session is made of, so that setting it would have no effect.
-FIXED = {"models", "optimizers", "precision", "device", "layout"}
 
 
 class Session(Setup):
@@ -115,8 +111,6 @@ class Session(Setup):
         self._first, self._wide = True, False
         """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
         self._steppers: list[Stepper] = steppers_of(self.models, self.optimizers, self.masters, norm_group)
-        steppers = enumerate(self._steppers)
-        self._releasing = [(i, s) for i, s in steppers if isinstance(s, OnePassStepper) and s.releases]
         self._ranks = RankGuard(self, group, norm_group)
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
@@ -154,17 +148,6 @@ class Session(Setup):
             lines.append(slow or "")
         return "\n".join(filter(None, lines))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = self.__dict__
-        method = callable(getattr(type(self), name, None))  # which a user may wrap
-        free = name == "loss_scale" or method or (name in known and name not in FIXED)
-        if "_handles" in known and not free:
-            raise ConfigError(
-                f"Session.{name} cannot be set: it would have no effect. revert() and prepare() again with "
-                "what you want"
-            )
-        object.__setattr__(self, name, value)
-
     def __getitem__(self, index: Any) -> Never:
         raise ConfigError(
             "prepare() returns one Session, not several things: write amp = hs.prepare(model, optimizer) and "
@@ -189,7 +172,7 @@ class Session(Setup):
                 f"amp.loss_scale = {show(scale)}: expected a LossScale, such as StaticLossScale(1024.0); "
                 "prepare(loss_scale=...) takes numbers and words"
             )
-        self.state = self.state.rescaled(0, scale)
+        self.state = self.state._replace(loss_scales=(scale, *self.state.loss_scales[1:]))
 
     @property
     def loss_scales(self) -> tuple[LossScale, ...]:
@@ -257,9 +240,10 @@ class Session(Setup):
                 weights = [set(weights_of(o)) for o in optimizers]
                 others = set[Tensor]().union(*weights).difference(*(weights[i] for i in indices))
                 stack.enter_context(set_aside(others, add=False))
-            for index, stepper in self._releasing:
-                inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
-                stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
+            for index, stepper in enumerate(self._steppers):
+                if isinstance(stepper, OnePassStepper) and stepper.releases:
+                    inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
+                    stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
             if mixed:
                 stack.enter_context(self._apart(mixed))
             self.state = opened(self.state, self._steppers, indices, loss_id)
@@ -287,8 +271,12 @@ class Session(Setup):
 
     def _note_leftovers(self, indices: Sequence[int]) -> None:
         """Before a backward: note whose gradients it adds to those of another loss, until one was cleared."""
-        for index in filter(self.state.may_add_to_foreign, indices):
-            held, mixed = holds_values(self.optimizers[index]), self.state.mixed
+        for index in indices:
+            settled = any(loss.settled and index in loss.waiting for loss in self.state.losses)
+            if self.state.carried[index] is not None and not settled:
+                continue  # all that it may hold is of its own losses
+            stepper, mixed = self._steppers[index], self.state.mixed
+            held = holds_values(stepper.optimizer) if stepper.has_gradients() else None
             if held:
                 self.state = self.state._replace(mixed=mixed | {index})
             elif held is False or index in mixed:
@@ -329,11 +317,10 @@ class Session(Setup):
     def step(
         self,
         optimizer: torch.optim.Optimizer | None = None,
-        *more: Never,
+        *,
         clip_norm: float | None = None,
         scheduler: Any = None,
         zero_grad: bool = True,
-        **unknown: Never,
     ) -> Outcome:
         """Unscale, check, clip, update, write back and zero; returns what happened.
 
@@ -351,8 +338,6 @@ class Session(Setup):
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
-        if more or unknown:
-            refuse_arguments(more, unknown)
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
@@ -373,9 +358,9 @@ class Session(Setup):
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
-            measured, found, losses = self._update(index, losses, inv_scale, clip_norm)
+            measured, found, losses, unscaled_there = self._update(index, losses, inv_scale, clip_norm)
             report = self._nonfinite.look(stepper.optimizer, found, losses)
-            kept = NoLossScale() if stepper.unscaled else carried
+            kept = NoLossScale() if unscaled_there else carried
             self.state = self.state.stepped(index, losses, None if zero_grad else kept, measured)
             if zero_grad:
                 stepper.clear()
@@ -413,18 +398,22 @@ class Session(Setup):
 
     def _update(
         self, index: int, losses: list[Loss], inv_scale: Tensor | None, clip_norm: float | None
-    ) -> tuple[AnyStats, Flag, list[Loss]]:
-        """Look at the gradients and update or skip; what was measured, whether it is inf, and by loss."""
+    ) -> tuple[AnyStats, Flag, list[Loss], bool]:
+        """Look at the gradients and update or skip.
+
+        Gives what was measured, whether it is inf, by loss too, and whether gradients are unscaled now.
+        """
         stepper, skips, wants_max = self._steppers[index], self.skip_nonfinite, self.state.needs_amax
+        unscaled_there = False
         if skips:
             measured = stepper.measure(inv_scale, wants_max)
         else:
-            measured = stepper.look_and_update(inv_scale, wants_max, clip_norm)
+            measured, unscaled_there = stepper.look_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
         losses, found = settle(losses, self._steppers, index, measured, self.device, over_ranks)
         if skips:
-            stepper.update(measured, clip_norm, found)
-        return measured, found, losses
+            unscaled_there = stepper.update(inv_scale, measured, clip_norm, found)
+        return measured, found, losses, unscaled_there
 
     def _tell(
         self,
@@ -531,14 +520,11 @@ class Session(Setup):
         """Note all that a step changes in the session; the result puts it back, any number of times."""
         state, policy, queue = self.state, self.policy, copy.copy(self._queue)
         past = copy.copy(self.history) if history else None
-        steppers = [(stepper, dict(vars(stepper))) for stepper in self._steppers]
 
         def restore() -> None:
             self.state, self.policy, self._queue = state, policy, copy.copy(queue)
             if past is not None:
                 self.history = copy.copy(past)
-            for stepper, saved in steppers:
-                vars(stepper).update(saved)
 
         return restore
 

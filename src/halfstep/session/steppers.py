@@ -38,15 +38,14 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class Stepper:
-    """What `Session` needs of an optimizer, whatever its kind; `norm_group` is `prepare`'s."""
+    """What `Session` needs of an optimizer, whatever its kind, without state; `norm_group` is `prepare`'s."""
+
+    releases = False
+    """Whether gradients are applied during backward."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         self.optimizer: Any = optimizer
         self.norm_group = norm_group
-        self.releases = False
-        self.unscaled = False
-        """Whether the last `update` divided the loss scale out of the gradients where they lie."""
-        self._inv_scale: Tensor | None = None
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on; changes nothing, reads no values."""
@@ -60,17 +59,18 @@ class Stepper:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
         raise NotImplementedError
 
-    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
-        """Unscale, clip and update, or skip where `found_inf` is set."""
+    def update(
+        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
+    ) -> bool:
+        """Unscale, clip and update, or skip where `found_inf` is set; whether the gradients lie unscaled."""
         raise NotImplementedError
 
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> AnyStats:
+    ) -> tuple[AnyStats, bool]:
         """`measure` and `update` in one, for a step that is taken whatever is found."""
         measured = self.measure(inv_scale, needs_amax)
-        self.update(measured, clip_norm, False)
-        return measured
+        return measured, self.update(inv_scale, measured, clip_norm, False)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -99,7 +99,6 @@ class OnePassStepper(Stepper):
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         super().__init__(optimizer, norm_group)
         self.releases = self.optimizer.release is not None
-        self._released = False
 
     def during_backward(
         self, named: bool, more: bool, inv_scale: Tensor | None
@@ -109,21 +108,20 @@ class OnePassStepper(Stepper):
         Gradients only add up where the loss is not this optimizer's (`named`) or `more` passes follow; else
         they are applied with `inv_scale`, clipped as the step before was.
         """
+        release = self.optimizer.release
         if not named or more:
-            return self.optimizer.release.hold()
-        if self._released:
+            return release.hold()
+        if release.stats(None) is not None:
             raise ScalerStateError(
                 "backward() ran again before step(), but gradients were released and applied already: pass "
                 "more=True to every backward() of a step but the last. Where an interrupt came between "
                 "backward() and step(), call step() once before you go on"
             )
-        self._released = True
-        self.optimizer.release.configure(inv_scale, self.optimizer.release.clip_norm)
+        release.configure(inv_scale, release.clip_norm)
         return nullcontext()
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """One pass of the optimizer's own kernels over the gradients."""
-        self._inv_scale = inv_scale
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
         known = self.optimizer.measure_on_host(inv_scale)
@@ -131,22 +129,25 @@ class OnePassStepper(Stepper):
             return known
         return on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
-    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+    def update(
+        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
+    ) -> bool:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
-        clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
         if self.releases:
-            self.optimizer.release.clip_norm, self._released = clip_norm, False
-        self.optimizer.step(inv_scale=self._inv_scale, clip_coef=clip, found_inf=found_inf)
+            self.optimizer.release.clip_norm = clip_norm
+        clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
+        self.optimizer.step(inv_scale=inv_scale, clip_coef=clip, found_inf=found_inf)
+        return False
 
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> AnyStats:
+    ) -> tuple[AnyStats, bool]:
         """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
         if self.norm_group is not None or self.releases:
             return super().look_and_update(inv_scale, needs_amax, clip_norm)
         found: list[AnyStats] = []
         self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=found, clip_norm=clip_norm)
-        return on_host_if_cpu(found[0])
+        return on_host_if_cpu(found[0]), False
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -188,24 +189,24 @@ class TorchStepper(Stepper):
                 f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
-        self._inv_scale = inv_scale
         if self._masters is not None:
             self._masters.link.widen()
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
         return on_host_if_cpu(measure_whole(self.gradients(), inv_scale, needs_amax=needs_amax))
 
-    def update(self, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor) -> None:
+    def update(
+        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
+    ) -> bool:
         """Unscale and clip in place, then the optimizer's own step."""
-        self.unscaled = False
         if found_inf:
-            return
-        self.unscaled = True
-        if self._inv_scale is not None:
-            unscale_(self.gradients(), self._inv_scale)
+            return False
+        if inv_scale is not None:
+            unscale_(self.gradients(), inv_scale)
         if clip_norm is not None:
             self._clip(measured.norm, clip_norm)
         self.optimizer.step()
+        return True
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
         gradients = self.gradients()

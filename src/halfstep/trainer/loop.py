@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -36,43 +35,45 @@ from halfstep.distributed import (
     watchdog,
     world_size,
 )
-from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HalfstepWarning, show
+from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, show
 from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
-from halfstep.trainer.records import Callback, EarlyStopping, History, Logger, Metric, ProgressBar, StepLog
+from halfstep.trainer import earlier
+from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
 
-def _count(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: type(v) is int and v >= least, f"a whole number, {least} or more"
-
-
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "loss_fn": (callable, "a function (output, target) -> loss"),
-    "metrics": (
-        lambda v: v is None or (isinstance(v, Mapping) and all(map(callable, cast("Any", v).values()))),
-        "names and functions (output, target) -> value",
-    ),
-    **dict.fromkeys(("callbacks", "loggers"), (lambda v: isinstance(v, list | tuple), "a list")),
-    **dict.fromkeys(("accumulate", "read_every", "keep"), _count(1)),
-    "checkpoint_every": _count(0),
-    "checkpoints": (lambda v: v is None or isinstance(v, str | Path), "a folder's path"),
-    "level": (
-        lambda v: v != "auto",
-        "a level that is chosen before training, so that a resumed run is the run that began: find one with "
-        "hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass plan=found.plan or its file",
-    ),
-}
+_LEAST = {"accumulate": 1, "read_every": 1, "keep": 1, "checkpoint_every": 0}
 
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of a Trainer that cannot be."""
-    for name, (fits, expected) in _EXPECTED.items():
-        if not fits(given[name]):
-            raise ConfigError(f"{name}={show(given[name])}; expected {expected}")
+    metrics: Any = given["metrics"] or {}
+    expected = {
+        "loss_fn": (callable(given["loss_fn"]), "a function (output, target) -> loss"),
+        "metrics": (
+            isinstance(metrics, Mapping) and all(map(callable, cast("Any", metrics).values())),
+            "names and functions (output, target) -> value",
+        ),
+        **{n: (isinstance(given[n], list | tuple), "a list") for n in ("callbacks", "loggers")},
+        **{
+            name: (type(given[name]) is int and given[name] >= least, f"a whole number, {least} or more")
+            for name, least in _LEAST.items()
+        },
+        "checkpoints": (isinstance(given["checkpoints"], str | Path | None), "a folder's path"),
+        "level": (
+            given["level"] != "auto",
+            "a level that is chosen before training, so that a resumed run is the run that began: find one "
+            "with hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass plan=found.plan or its "
+            "file",
+        ),
+    }
+    for name, (fits, what) in expected.items():
+        if not fits:
+            raise ConfigError(f"{name}={show(given[name])}; expected {what}")
     if (every := given["checkpoint_every"]) and given["checkpoints"] is None:
         raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
 
@@ -106,47 +107,39 @@ def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accu
     return last
 
 
-def check_ranks(loader: Iterable[Any], last: int, alike: bool) -> None:
-    """Raise on all ranks: DataError where they end apart, ConfigError where passes must be `alike`."""
-    found = gather((last, len(cast(Any, loader)) if hasattr(loader, "__len__") else "unknown"))
-    if len({end for end, _ in found}) > 1:
-        ends = ", ".join(f"rank {number} after {end}" for number, (end, _) in enumerate(found))
+def check_ranks(last: int) -> None:
+    """Raise DataError on all ranks where they would end at different steps."""
+    found = gather(last)
+    if len(set(found)) > 1:
+        ends = ", ".join(f"rank {number} after {end}" for number, end in enumerate(found))
         raise DataError(
             f"ranks would run out of batches at different steps ({ends}), and a step needs all of them: give "
             "every rank as many (a DistributedSampler does), or fit the same steps= on all, which begins "
             "another pass where one ends"
         )
-    lengths = [str(length) for _, length in found]
-    if alike and len(found) > 1 and ("unknown" in lengths or len(set(lengths)) > 1):
-        raise ConfigError(
-            f"EarlyStopping at the end of each pass, whose lengths on the ranks are {', '.join(lengths)}: "
-            "all evaluate together, so give it every=, the steps from one evaluation to the next"
-        )
 
 
-def check_batch(batch: Any, step: int) -> None:
-    """Raise DataError for what is no pair, or holds inf or NaN in a tensor of the CPU."""
+def checked(batch: Any, step: int, device: torch.device) -> tuple[Any, Any]:
+    """The batch on the device; DataError for what is no pair, or holds inf or NaN in a tensor of the CPU."""
     if not isinstance(batch, tuple | list) or len(cast("Sequence[Any]", batch)) != 2:
         raise DataError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
-    for part, value in zip(("input", "target"), cast("Sequence[Any]", batch)):
+    pair = cast("Sequence[Any]", batch)
+    for part, value in zip(("input", "target"), pair):
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != "cpu":
             continue
-        # A sum is not finite as soon as one element is not; only then is the exact and slower look needed.
-        if not math.isfinite(value.sum(dtype=torch.float64).item()) and (
-            bad := int((~value.isfinite()).sum())
-        ):
+        if math.isfinite(value.sum(dtype=torch.float64).item()):
+            continue  # as no sum with inf or NaN is; only others get the exact and slower look
+        if bad := int((~value.isfinite()).sum()):
             kind = "NaN or inf" if bool(value.isnan().any()) else "inf"
             raise DataError(
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
+    x, y = (v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in pair)
+    return x, y
 
 
-# ---- batches: a position that can be saved, and steps that can be run again ---------------------------
-
-
-#: What a Position gives between two passes.
-END = object()
+# ---- batches: a position that can be saved ------------------------------------------------------------
 
 
 class Position:
@@ -198,7 +191,6 @@ class Position:
                     "(a generator can be read once only: pass a list or a DataLoader)"
                 )
             self.end()
-            yield END
 
     def trained(self) -> None:
         """End the pass where the batch just trained on was its last."""
@@ -226,40 +218,21 @@ class Position:
         self.served, self.ended, self._resumed = state.get("served", 0), state.get("ended", False), True
 
 
-class MicroBatches:
-    """The batches of one step, fetched as the step asks for them; a replay gets the same ones again.
-
-    Random generators are as they were after each fetch then: a loader may have drawn from them.
-    """
-
-    def __init__(self, fetch: Callable[[], Any], count: int) -> None:
-        self._fetch, self._count = fetch, count
-        self._fetched: list[tuple[Any, Callable[[], None]]] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        for place in range(self._count):
-            if place == len(self._fetched):
-                self._fetched.append((self._fetch(), rng.rewinder()))
-            else:
-                self._fetched[place][1]()
-            yield self._fetched[place][0]
-
-
 # ---- the loop -----------------------------------------------------------------------------------------
 
 
-def _train(own: Trainer, batches: Iterable[Any]) -> tuple[Tensor, Outcome]:
+def _train(own: Trainer, batches: Sequence[Any]) -> tuple[Tensor, Outcome]:
     """One step: forward and backward of each batch, then the update; the loss, detached, and the outcome."""
-    total: Tensor | None = None
-    for number, (x, y) in enumerate(batches, 1):
-        apart = number < own.accumulate and hasattr(own.forward, "no_sync")
+    losses: list[Tensor] = []
+    for number, batch in enumerate(batches, 1):
+        x, y = checked(batch, own.step + 1, own.device)
+        apart = number < len(batches) and hasattr(own.forward, "no_sync")
         with cast(Any, own.forward).no_sync() if apart else nullcontext():
             with own.amp.autocast():
-                loss = own.loss_fn(own.forward(x), y) / own.accumulate
+                loss = own.loss_fn(own.forward(x), y) / len(batches)
             own.amp.backward(loss)
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
-    return total, own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0]), own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
 
 
 @contextmanager
@@ -282,13 +255,6 @@ def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-_PARTS = {"threads", "model", "optimizer", "amp", "step", "epoch", "scheduler", "random", "position"}
-
-
-def _ranks_max(number: int) -> int:
-    return number if world_size() == 1 else int(global_max(torch.tensor(float(number))))
-
-
 class Trainer:
     """Trains `model` with `optimizer` on batches (input, target) at a precision level.
 
@@ -297,15 +263,10 @@ class Trainer:
         optimizer: over the network's parameters.
         loss_fn: a function (output, target) -> 0-d loss.
         level: as in `hs.prepare`, but not "auto": `plan=hs.tune(...).plan` brings what was measured.
-        dtype: as in `hs.prepare`.
-        policy: as in `hs.prepare`.
-        plan: as in `hs.prepare`.
-        loss_scale: as in `hs.prepare`.
-        kernels: as in `hs.prepare`.
-        device: where to train; None takes the accelerator, else the CPU.
+        device: where to train; None leaves the model where it is.
         clip_norm: the norm to which gradients are clipped; None clips nothing.
         scheduler: a learning-rate scheduler, which advances on steps that are taken.
-        accumulate: the number of batches that make one step.
+        accumulate: the number of batches that make one step; they are fetched before it begins.
         metrics: functions (output, target) -> 0-d mean by name, for `evaluate`.
         callbacks: objects with the methods of `Callback`.
         loggers: objects with `log(step, values)`.
@@ -326,7 +287,8 @@ class Trainer:
             its own share; `history` has its own losses, `evaluate` gives the means of all.
         rank_timeout: a rank that fails, is killed, or does not answer for so many seconds is named by the
             others in a RankError.
-        on_nonfinite: as in `hs.prepare`.
+        precision: further arguments of `hs.prepare`, such as dtype, policy, plan, loss_scale, kernels or
+            on_nonfinite.
 
     SIGTERM during `fit` with a folder ends the step under way, saves and exits with status 0.
     """
@@ -338,11 +300,6 @@ class Trainer:
         loss_fn: Callable[[Any, Any], Tensor],
         *,
         level: str = "O1",
-        dtype: str | torch.dtype | None = None,
-        policy: Any = None,
-        plan: Any = None,
-        loss_scale: Any = None,
-        kernels: Any = None,
         device: str | torch.device | None = None,
         clip_norm: float | None = None,
         scheduler: Any = None,
@@ -359,16 +316,13 @@ class Trainer:
         trace: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         rank_timeout: float | None = None,
-        on_nonfinite: str | None = None,
+        **precision: Any,
     ) -> None:
         check_options(dict(locals()))
         check_parallel(model, wrap is not None)
         if device is not None:
             model.to(resolve(device))
-        self.names = checkpoint.parameter_names(model, optimizer)
-        options: dict[str, Any] = {"dtype": dtype, "policy": policy, "plan": plan, "kernels": kernels}
-        options |= {"loss_scale": loss_scale, "on_nonfinite": on_nonfinite}
-        self.amp = prepare(model, optimizer, level=level, **options)
+        self.amp = prepare(model, optimizer, level=level, **precision)
         self.forward = model if wrap is None else wrap(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.clip_norm, self.scheduler, self.accumulate = clip_norm, scheduler, accumulate
@@ -379,19 +333,19 @@ class Trainer:
         self.background_saves = background_saves
         self.checkpoint_every, self.read_every = checkpoint_every, read_every
         self.step, self.epoch, self.history = 0, 0, History()
-        self._schedulers = [] if scheduler is None else [scheduler]
-        self._replayable = Replayable(self.amp, others=self._schedulers) if trace else None
-        self._step = partial(_train, self)
+        self.schedulers = [] if scheduler is None else [scheduler]
+        self._replayable = Replayable(self.amp, others=self.schedulers) if trace else None
+        self._step = partial(_train, self)  # one function throughout, which a Replayable asks for
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
         self._sigterm: Sequence[int] = ()
-        self._stop, self._asks = "", False
+        self._stop = ""
 
     def stop(self, reason: str = "stopped by a callback") -> None:
         """End `fit` after the present step (of any rank); `history.stopped` says why. For callbacks.
 
-        Called at the end of a pass, no further step is trained.
+        The end of a pass over a loader without a length is seen in the step after it, which is still trained.
         """
         self._stop = reason
 
@@ -420,12 +374,9 @@ class Trainer:
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
         last = last_step(loader, steps, epochs, self.accumulate)
-        by_pass = any(isinstance(one, EarlyStopping) and one.every is None for one in self.callbacks)
-        check_ranks(loader, last, alike=by_pass)
+        check_ranks(last)
         self._position = Position(loader, self._end_epoch)
         self.history, self._stop = History(), ""
-        unsized = _ranks_max(not hasattr(loader, "__len__"))
-        self._asks = bool(unsized) and self.device.type == "cpu"  # asking makes an accelerator wait
         if resume and self.folder is None:
             raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
         if self.folder is not None:
@@ -444,8 +395,7 @@ class Trainer:
             self.model.train()
             batches = iter(position)
             while self.step < last and not self._stopped():
-                if not self._train_step(batches, position):
-                    continue
+                self._train_step(batches, position)
                 if len(self._pending) >= self.read_every:
                     self._read()
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
@@ -455,7 +405,7 @@ class Trainer:
             if self.epoch < epochs and not self.history.stopped:
                 position.end()  # fewer batches are left than make a step
             self._read()
-            self.wait_until_saved()
+            self.amp.wait_until_saved()
         except HalfstepError:
             with suppress(HalfstepError):
                 self._read()
@@ -464,17 +414,13 @@ class Trainer:
             self.history.seconds = time.perf_counter() - started
             self._call("on_fit_end")
 
-    def wait_until_saved(self) -> None:
-        """Return when no save in the background is under way; CheckpointError where the last one failed."""
-        self.amp.wait_until_saved()
-
     def _stopped(self) -> bool:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        asked = _ranks_max(2 if self._sigterm else 1 if self._stop else 0)
+        asked = int(global_max(torch.tensor(2.0 if self._sigterm else 1.0 if self._stop else 0.0)))
         if asked == 2 and self.folder is not None:
-            self.wait_until_saved()
+            self.amp.wait_until_saved()
             if not self.folder.has(self.step):
                 self.save()
         if asked:
@@ -504,7 +450,7 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad():
-                for x, y in map(self._move, loader):
+                for x, y in (checked(batch, self.step + 1, self.device) for batch in loader):
                     with self.amp.autocast():
                         output = self.model(x)
                         values = {"loss": self.loss_fn(output, y)}
@@ -530,99 +476,32 @@ class Trainer:
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
-        return self.folder.wrote(self.amp.save(path, schedulers=self._schedulers, position=place, **options))
+        return self.folder.wrote(self.amp.save(path, schedulers=self.schedulers, position=place, **options))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs: model, optimizer, precision, scheduler, generators, position."""
-        return {
-            "format": checkpoint.FORMAT,
-            "threads": torch.get_num_threads(),
-            "model": checkpoint.model_state(self.model),
-            "optimizer": checkpoint.optimizer_state(self.optimizer, self.names),
-            "amp": self.amp.state_dict(),
-            "step": self.step,
-            "epoch": self.epoch,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "random": rng.random_state(),
-            "position": None if self._position is None else self._position.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; CheckpointError when it is of another model or layout."""
-        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise CheckpointError(f"got {show(state)}: expected what a Trainer's state_dict() gave")
-        if state.get("format") != checkpoint.FORMAT:
-            layout = state.get("format")
-            raise CheckpointError(f"checkpoint layout {layout!r}; this version reads {checkpoint.FORMAT}")
-        if missing := sorted(_PARTS - state.keys()):
-            raise CheckpointError(f"not a Trainer's checkpoint: {', '.join(missing)} missing")
-        if (self.scheduler is None) != (state["scheduler"] is None):
-            names = ("checkpoint", "Trainer") if self.scheduler is None else ("Trainer", "checkpoint")
-            raise CheckpointError(
-                "the {} has a scheduler, the {} has none: resume with the same".format(*names)
-            )
-        checkpoint.warn_if_threads_differ(state["threads"])
-        checkpoint.check_model_state(self.model, state["model"])
-        checkpoint.check_optimizer_state(self.optimizer, self.names, state["optimizer"])
-        self.amp.load_state_dict(state["amp"])
-        checkpoint.load_model_state(self.model, state["model"])
-        checkpoint.load_optimizer_state(self.optimizer, self.names, state["optimizer"])
-        for scheduler in self._schedulers:
-            scheduler.load_state_dict(state["scheduler"])
-        self._go_on(state, state["position"])
-        if state["random"] is not None:
-            rng.load_random_state(state["random"])
-
-    def _go_on(self, counts: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+    def go_on(self, counts: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        """Count from there, and take the next batch from that position, where it is known."""
         self.step, self.epoch = int(counts["step"]), int(counts["epoch"])
         if self._position is not None and position is not None:
             self._position.load_state_dict(position)
 
     def _load(self, path: Path) -> None:
-        if not path.suffix:
-            found = self.amp.load(path, schedulers=self._schedulers)
-            self._go_on(found.extra, found.position)
+        if path.suffix:
+            earlier.load(self, path)
             return
-        state = checkpoint.load(path)  # as earlier versions wrote it
-        ranks = state.get("ranks") or [state]
-        if len(ranks) != world_size():
-            warnings.warn(
-                f"the checkpoint was written by {len(ranks)} ranks and is read by {world_size()}: random "
-                "generators, and the pass over the data that was under way, begin anew",
-                HalfstepWarning,
-                stacklevel=3,
-            )
-        own = ranks[rank()] if len(ranks) == world_size() else {"random": None, "position": None}
-        self.load_state_dict({**state, "random": own["random"], "position": own["position"]})
+        found = self.amp.load(path, schedulers=self.schedulers)
+        self.go_on(found.extra, found.position)
 
-    def _train_step(self, batches: Iterator[Any], position: Position) -> bool:
-        """Train one step; False without one where a rank was asked to stop when its pass ended."""
-        first = next(batches)
-        if _ranks_max(bool(self._stop)) if self._asks else self._stop and world_size() == 1:
-            if first is not END:  # this rank's pass goes on: a resumed run is given the batch again
-                position.served -= 1
-            return False
-        waiting = [] if first is END else [first]
-
-        def fetch() -> tuple[Any, Any]:
-            batch = waiting.pop() if waiting else next(batches)
-            return self._move(next(batches) if batch is END else batch)
-
+    def _train_step(self, batches: Iterator[Any], position: Position) -> None:
+        micro = list(islice(batches, self.accumulate))
         if self._replayable is None:
-            total, outcome = self._step(fetch() for _ in range(self.accumulate))
+            total, outcome = self._step(micro)
         else:
             self._replayable.steps = self.step
-            total, outcome = self._replayable.run(self._step, MicroBatches(fetch, self.accumulate))
+            total, outcome = self._replayable.run(self._step, micro)
         self.step += 1
         self._pending.append((self.step, total, outcome))
         self._call("on_step_end")
         position.trained()
-        return True
-
-    def _move(self, batch: Any) -> tuple[Any, Any]:
-        check_batch(batch, self.step + 1)
-        x, y = (v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for v in batch)
-        return x, y
 
     def _read(self) -> None:
         if not self._pending:
@@ -638,12 +517,6 @@ class Trainer:
         bad = [log.step for log in logs if log.taken and not math.isfinite(log.loss)]
         if bad and self.history.diverged_at is None:
             self.history.diverged_at = bad[0]
-            warnings.warn(
-                f"the loss is not finite from step {bad[0]} on, yet steps were taken: the run has diverged "
-                "(a dynamic loss scale skips such steps; a lower learning rate or bf16 may avoid them)",
-                HalfstepWarning,
-                stacklevel=3,
-            )
         self._log({"loss": logs[-1].loss, "scale": logs[-1].scale, "skipped": len(self.history.skipped)})
         self._call("on_read", logs)
 

@@ -31,9 +31,6 @@ from halfstep.tuning.op_times import StepTimes, step_times
 Step = Callable[..., Any]
 """(session, *batch) -> loss: one whole training step, through `autocast`, `backward` and `step`."""
 
-#: A choice whose step takes more than this share of the best one's is measured no further.
-HOPELESS = 3.0
-
 #: Steps that a dynamic loss scale may skip before one counts.
 SKIPS = 24
 
@@ -68,7 +65,6 @@ class Bench:
         self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}
         self._plain = LevelChoice("O0")
-        self._best: float | None = None
 
     @contextmanager
     def entered(self, choice: LevelChoice) -> Generator[Any]:
@@ -102,7 +98,8 @@ class Bench:
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
                 slow = self.budget.of_first_rank(slow)
-                taken = () if slow else (self._settled(session, choice),)
+                # The least of two steps: the first ones may compile.
+                taken = () if slow else (min(self._timed(session, choice) for _ in range(2)),)
             if slow:
                 return Trial(choice, failed=NO_TIME)
             if begins:
@@ -123,16 +120,6 @@ class Bench:
             with self.entered(plain) as session:
                 self._bases[choice.layout] = self._look(session)
         return _apart(seen, self._bases[choice.layout])
-
-    def _settled(self, session: Any, choice: LevelChoice) -> float:
-        """A step's seconds; one that seems hopeless is taken again, since the first ones may compile."""
-        taken = self._timed(session, choice)
-        first = self._best is None
-        hopeless = self._best is not None and HOPELESS * self._best < taken < self.budget.left()
-        if first or self.budget.of_first_rank(hopeless):
-            taken = min(taken, self._timed(session, choice))
-        self._best = taken if self._best is None else min(self._best, taken)
-        return taken
 
     def _look(self, session: Any) -> FirstStep:
         """Step until one is taken, and note what it computed."""

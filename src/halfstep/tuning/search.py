@@ -21,7 +21,7 @@ from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
 from halfstep.tuning.choices import NO_TIME, Decision, LevelChoice, Trial, decide
-from halfstep.tuning.engine import HOPELESS, Bench, Step
+from halfstep.tuning.engine import Bench, Step
 from halfstep.tuning.flow import flow_of
 from halfstep.tuning.modules import cast_cost, plan_by_module
 
@@ -31,9 +31,9 @@ SECONDS = 60.0
 #: Turns that choices take before and after a plan by module is made, and the steps timed in each.
 FIRST_ROUNDS, LAST_ROUNDS, STEPS = 2, 5, 2
 
-#: What takes more than this share of the best choice's time takes no part in the last turns, and in those
-#: that follow between choices as good as equal.
-NEAR, CLOSE = 1.3, 1.05
+#: What takes more than this share of the best choice's time takes no part in the first turns, in the last
+#: ones, and in those that follow between choices as good as equal.
+HOPELESS, NEAR, CLOSE = 3.0, 1.3, 1.05
 
 #: Steps that a plan by module costs: two profiles, whose steps take longer, and the flow between modules.
 PROFILED = 16
@@ -172,8 +172,8 @@ def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_m
 
 
 def _first(bench: Bench, choice: LevelChoice) -> Trial:
-    """The first steps of a choice; two of those seen before must fit into what is left."""
-    return bench.first(choice) if bench.budget.affords(choice.label, 2) else Trial(choice, failed=NO_TIME)
+    """The first steps of a choice; three of those seen before must fit into what is left."""
+    return bench.first(choice) if bench.budget.affords(choice.label, 3) else Trial(choice, failed=NO_TIME)
 
 
 def _usable(trials: Sequence[Trial]) -> list[Trial]:

@@ -7,9 +7,7 @@ added again afterwards. The hooks on models cast batches and give fp32 checkpoin
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.context import autocast
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim import MasterWeights
@@ -120,7 +118,6 @@ class AmpState:
         self.replaced: list[tuple[Any, str, Any]] = []
         """Module, name and function, where a register function put another in its place."""
         self.region: autocast | None = None
-        self.told: set[str] = set()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -130,12 +127,6 @@ class AmpState:
     def keep(self, *handles: Any) -> None:
         """Remove these hooks when all is taken down."""
         self.undo += [handle.remove for handle in handles]
-
-    def warn_once(self, text: str, stacklevel: int) -> None:
-        """Warn unless the same was said since `initialize`; `stacklevel` as the caller would give it."""
-        if text not in self.told:
-            self.told.add(text)
-            warnings.warn(text, HalfstepWarning, stacklevel=stacklevel + 1)
 
     def say(self, text: str) -> None:
         """Print, unless verbosity is 0."""
@@ -173,14 +164,14 @@ class AmpState:
 class Account:
     """One optimizer under `amp`.
 
-    `scaled`: its gradients carry a loss scale, inside a `scale_loss` and after one that delays. `named`: a
-    `scale_loss` named it since its last step. `skip` holds the message of a step that must not be taken.
+    `scaled`: its gradients carry a loss scale, inside a `scale_loss` and after one that delays. `skip` holds
+    the message of a step that must not be taken.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owner: AmpState) -> None:
         self.optimizer, self._owner = optimizer, owner
         self.masters: MasterWeights | None = None
-        self.scaled = self.named = False
+        self.scaled = False
         self.skip: str | None = None
         self._aside: dict[Tensor, Tensor] = {}
         # Before the masters' own hook: a skipped step then widens nothing.
@@ -227,39 +218,12 @@ class Account:
                 f"{type(optimizer).__name__}.step() while its gradients carry the loss scale: step after the "
                 "`with amp.scale_loss` has ended, and leave delay_unscale=True out of the last one before it"
             )
-        scaling = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in self._owner.loss_scalers)
-        if scaling and not self.named and any(p.grad is not None for p in parameters_of(optimizer)):
-            self._owner.warn_once(
-                f"{type(optimizer).__name__}.step() takes gradients of a plain loss.backward(), where small "
-                "ones are lost in fp16, or of a scale_loss that does not name it, which carry the scale. "
-                "Write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, with "
-                "every optimizer that the loss trains (said once)",
-                stacklevel=3,
-            )
-        self.named = False
         if self.skip is not None:
             self._owner.say(self.skip)
             self.skip = None
             # Without gradients torch's optimizers change nothing: no update, no decay, no step count.
             for p in parameters_of(optimizer):
                 p.grad = None
-
-
-@contextmanager
-def backward_of(scaled: Tensor, state: AmpState) -> Generator[None]:
-    """Say once that no backward of the scaled loss ran within: the gradients are unscaled all the same."""
-    ran: list[Tensor] = []
-    hook = scaled.register_hook(ran.append) if scaled.requires_grad else None
-    yield
-    if hook is None:
-        return
-    hook.remove()
-    if not ran:
-        state.warn_once(
-            "no backward of the scaled loss ran inside amp.scale_loss, yet the gradients are now divided by "
-            "its scale: write scaled_loss.backward() inside, not loss.backward() (said once)",
-            stacklevel=5,
-        )
 
 
 def cast_batches(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

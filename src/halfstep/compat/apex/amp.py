@@ -19,9 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from halfstep import devices
 from halfstep.casting.context import active_policy, autocast
-from halfstep.casting.kernel_choice import table_of
 from halfstep.compat.apex._state import (
     Account,
     AmpError,
@@ -29,10 +27,10 @@ from halfstep.compat.apex._state import (
     CheckpointInFp32,
     LossScaler,
     Properties,
-    backward_of,
     cast_batches,
     properties,
 )
+from halfstep.compat.torch_amp import runs_natively
 from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
@@ -66,36 +64,28 @@ __all__ = [
 ]
 
 
-def _casting(fn: F, kind: str) -> F:
-    """`fn` with floating arguments cast while amp casts: to "half", "float", or "promote" (the widest)."""
+def _casting(fn: F, dtype: torch.dtype | None) -> F:
+    """`fn` with floating arguments cast while amp casts: to `dtype`, or where it is None to their widest."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if is_wide_float(leaf)]
         acts = _amp_state.region is not None and active_policy(_amp_state.device) is not None
-        dtype = _dtype(kind, (args, kwargs)) if acts else None
-        if dtype is None:
+        if not acts or not dtypes:
             return fn(*args, **kwargs)
-        return fn(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
+        wanted = functools.reduce(torch.promote_types, dtypes) if dtype is None else dtype
+        return fn(*cast_floats(args, wanted), **cast_floats(kwargs, wanted))
 
     return cast(F, wrapper)
 
 
-def _register(module: Any, name: str, kind: str) -> None:
+def _register(module: Any, name: str, dtype: torch.dtype | None) -> None:
     """Replace `module.name` until shutdown; it casts from `initialize` on."""
     if not hasattr(module, name):
         raise ConfigError(f"no function named {name} in module {module}")
     original = getattr(module, name)
     _amp_state.replaced.append((module, name, original))
-    setattr(module, name, _casting(original, kind))
-
-
-def _dtype(kind: str, arguments: Any) -> torch.dtype | None:
-    if kind == "half":
-        return torch.float16
-    if kind == "float":
-        return torch.float32
-    dtypes = [leaf.dtype for leaf in pytree.tree_leaves(arguments) if is_wide_float(leaf)]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+    setattr(module, name, _casting(original, dtype))
 
 
 _amp_state = AmpState()
@@ -245,9 +235,7 @@ def _apply(
 
 def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> list[Any]:
     """Where the device's kernels for `dtype` crawl, let matrix products run as rounded fp32: same dtypes."""
-    on_cpu = torch.device(device).type == "cpu"
-    native = table_of().name == "native" if on_cpu else not devices.is_slow(device, dtype)
-    if dtype == torch.float32 or native:
+    if dtype == torch.float32 or runs_natively(device, dtype):
         return []
     policy = Policy(compute_dtype=dtype, table="apex")
     policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])
@@ -276,7 +264,7 @@ def scale_loss(
     An overflow halves the scale of this loss and makes the next `step()` of exactly these optimizers a no-op.
     `loss_id` names the loss's own scale; `delay_unscale` leaves the gradients scaled for a further backward.
 
-    Inside, a step of these optimizers is refused; where no backward of the scaled loss runs, that is told.
+    Inside, a step of these optimizers is refused.
 
     Raises:
         AmpError: before `initialize`, or an optimizer or loss_id it did not see.
@@ -291,16 +279,12 @@ def scale_loss(
     scaler = _scaler(loss_id)
     listed: Iterable[Any] = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     accounts = [state.account(optimizer) for optimizer in listed]
-    for account in accounts:
-        account.named = True
     if not state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
         yield loss.float()
         return
     for account in accounts:
         account.before_backward()
-    scaled = scaler.value.scale(loss.float())
-    with backward_of(scaled, state):
-        yield scaled
+    yield scaler.value.scale(loss.float())
     if delay_unscale:
         return
     flags = [account.after_backward(scaler.value.inverse(state.device)) for account in accounts]
@@ -319,9 +303,10 @@ def _check_overflow(
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
     elif found:
-        state.warn_once(
+        warnings.warn(
             "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
-            "use loss_scale='dynamic' to skip such steps (said once)",
+            "use loss_scale='dynamic' to skip such steps",
+            HalfstepWarning,
             stacklevel=4,
         )
 
@@ -388,32 +373,32 @@ def disable_casts() -> Generator[None]:
 
 def half_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in fp16."""
-    return _casting(fn, "half")
+    return _casting(fn, torch.float16)
 
 
 def float_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in fp32."""
-    return _casting(fn, "float")
+    return _casting(fn, torch.float32)
 
 
 def promote_function(fn: F) -> F:
     """Decorator: at O1 the function gets its floating arguments in the widest of their dtypes."""
-    return _casting(fn, "promote")
+    return _casting(fn, None)
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Treat `module.name` as `half_function` does, until `shutdown`."""
-    _register(module, name, "half")
+    _register(module, name, torch.float16)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Treat `module.name` as `float_function` does, until `shutdown`."""
-    _register(module, name, "float")
+    _register(module, name, torch.float32)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Treat `module.name` as `promote_function` does, until `shutdown`."""
-    _register(module, name, "promote")
+    _register(module, name, None)
 
 
 def shutdown() -> None:

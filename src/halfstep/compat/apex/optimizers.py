@@ -7,7 +7,6 @@ after each step unless told `master_weights=True`; `master=None` does as Apex do
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
@@ -45,6 +44,13 @@ def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
         )
 
 
+_OPTIONS = {
+    *("set_grad_none", "adam_w_mode", "wd_after_momentum"),
+    *("use_nvlamb", "adagrad_w_mode", "reg_inside_moment"),
+}
+"""What the optimizers keep beside their groups, and copies of them too."""
+
+
 class _AsInApex(torch.optim.Optimizer):
     """`zero_grad` clears to None or to zero as the constructor's `set_grad_none` said.
 
@@ -57,6 +63,10 @@ class _AsInApex(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients; to None or zero as the constructor was told."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        return {**super().__getstate__(), **own}
 
 
 class FusedAdam(_AsInApex, AdamW):
@@ -95,10 +105,6 @@ class FusedAdam(_AsInApex, AdamW):
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """AdamW or Adam."""
         return algorithms.ADAMW if self.adam_w_mode else algorithms.ADAM
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"adam_w_mode": self.adam_w_mode, "set_grad_none": self.set_grad_none}
-        return {**super().__getstate__(), **own}
 
 
 def _with_rate(group: Any) -> Any:
@@ -152,13 +158,9 @@ class FusedSGD(_AsInApex, SGD):
             )
         return super().algorithm(group)
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"set_grad_none": self.set_grad_none, "wd_after_momentum": self.wd_after_momentum}
-        return {**super().__getstate__(), **own}
 
-
-class _InPlainOps(_AsInApex, ABC):
-    """A step in torch's own ops; states are fp32."""
+class _InPlainOps(_AsInApex):
+    """A step in torch's own ops, parameter by parameter unless a class does it otherwise; states are fp32."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
@@ -174,9 +176,19 @@ class _InPlainOps(_AsInApex, ABC):
         self._update_all()
         return loss
 
-    @abstractmethod
     def _update_all(self) -> None:
-        """Update the parameters of every group."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
+
+    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+        """The weight, in fp32, after a step with this gradient."""
+        raise NotImplementedError
 
 
 class FusedLAMB(_InPlainOps):
@@ -276,25 +288,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [self.state[p].setdefault("master", p.detach().float().clone()) for p in params]
 
 
-class _PerParameter(_InPlainOps):
-    """A step that goes parameter by parameter, in fp32."""
-
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
-                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
-
-    @abstractmethod
-    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
-        """The weight, in fp32, after a step with this gradient."""
-
-
-class FusedAdagrad(_PerParameter):
+class FusedAdagrad(_InPlainOps):
     """Adagrad (Duchi et al., JMLR 2011); weight decay in the gradient, or decoupled by `adagrad_w_mode`."""
 
     def __init__(
@@ -319,7 +313,7 @@ class FusedAdagrad(_PerParameter):
         return weight - group["lr"] * update
 
 
-class FusedNovoGrad(_PerParameter):
+class FusedNovoGrad(_InPlainOps):
     """NovoGrad (Ginsburg et al. 2019, arXiv 1905.11286): one second moment a tensor, kept as a norm.
 
     `norm_type` 2 blends squares of norms, 0 (or inf) the largest magnitudes themselves.

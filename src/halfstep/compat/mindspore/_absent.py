@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 _PLACES = {"nn": (torch.nn,), "ops": (torch, torch.nn.functional, torch.Tensor), "mindspore": (torch,)}
-
-
 _NAMED = {
     "communication": "start processes by torchrun and train natively (docs/many-ranks.md)",
     "Conv2dBnAct": "use nn.SequentialCell of Conv2d, BatchNorm2d and an activation",
@@ -18,6 +16,11 @@ _NAMED = {
     "Profiler": "use torch.profiler, or halfstep doctor",
     "export": "use torch.export",
     "standard_normal": "use torch.randn",
+}
+_ELSEWHERE = {
+    "amp": "what MindSpore 2.10's mindspore.amp has is here; for more see hs.prepare",
+    "dataset": "use NumpySlicesDataset of its arrays, or torch.utils.data",
+    "train": "write a Callback or a Metric, or use halfstep.trainer.Trainer",
 }
 
 
@@ -33,13 +36,8 @@ def _instead(room: str, name: str) -> str:
                 return f"use {place.__name__}.{word}"
     if room == "nn" and name.endswith(("LR", "_lr")):
         return "give the optimizer a list with one rate a step, as cosine_decay_lr and the others make it"
-    if room == "dataset":
-        return "use NumpySlicesDataset of its arrays, or torch.utils.data"
-    if room == "train":
-        return "write a Callback or a Metric, or use halfstep.trainer.Trainer"
-    if room == "amp":
-        return "what MindSpore 2.10's mindspore.amp has is here; for more see hs.prepare"
-    return "nothing here stands for it; torch's modules and functions work, inside a Cell too"
+    nothing = "nothing here stands for it; torch's modules and functions work, inside a Cell too"
+    return _ELSEWHERE.get(room, nothing)
 
 
 def absent(room: str) -> Callable[[str], Any]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from halfstep import checkpoint
-from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, plain_tensor
+from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.names import fqns
 from halfstep.torch_private import pytree
 
 __all__ = [
@@ -102,13 +103,10 @@ def _check_what(fn: Any, grad_position: Any, weights: Any, has_aux: Any) -> None
         raise TypeError(f"For 'value_and_grad', 'fn' must be a function or Cell, but got {type(fn).__name__}")
     if grad_position is None and weights is None:
         raise ConfigError("`grad_position` and `weight` can not be None at the same time.")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"For 'value_and_grad', 'has_aux' must be a bool, but got {type(has_aux).__name__}")
+    check_kind("value_and_grad", "has_aux", has_aux, bool)
     listed = grad_position if isinstance(grad_position, tuple | list) else (grad_position,)
-    if any(isinstance(i, bool) or not isinstance(i, int | None) for i in listed):
-        raise TypeError(
-            f"For 'value_and_grad', 'grad_position' must be an int or a tuple of ints, got {grad_position!r}"
-        )
+    for position in listed:
+        check_kind("value_and_grad", "grad_position", position, int, type(None))
 
 
 def _differentiable(given: Any, position: int) -> Tensor:
@@ -204,7 +202,9 @@ def save_checkpoint(save_obj: Any, ckpt_file_name: str | Path) -> None:
     The file is one of torch's (`halfstep.checkpoint`), not MindSpore's.
     """
     if isinstance(save_obj, torch.nn.Module):
-        state = checkpoint.model_state(save_obj)
+        state = save_obj.state_dict()
+        names = fqns(state)
+        state = {names[name]: value for name, value in state.items()}
     else:
         state = {item["name"]: torch.as_tensor(item["data"]) for item in save_obj}
     path = str(ckpt_file_name)

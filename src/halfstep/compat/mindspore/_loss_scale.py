@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import abc
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_whole
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, check_whole
 from halfstep.compat.mindspore.nn._cell import Cell
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError
 from halfstep.scaling.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.trees import as_float32, multiply
 
 OVERFLOWS_IN_A_ROW = 1000
 """More of them raise."""
-
-OVERFLOWS_AT_ONE = 10
-"""So many in a row at a scale of 1 warn: no smaller scale will help."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,8 @@ class WindowLossScale(LossScale):
         )
 
 
-def _check_scale_value(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"The type of '{name}' should be one of '['float', 'int']', but got type "
-            f"'{type(value).__name__}'."
-        )
+def _check_scale(holder: Any, name: str, value: Any) -> None:
+    check_kind(type(holder).__name__, name, value, float, int)
     if not value >= 1.0:
         raise ConfigError(f"The argument '{name}' must be >= 1, but got {value}")
 
@@ -122,7 +114,7 @@ class StaticLossScaler(_Holder):
     """A constant scale of at least 1. `adjust` returns False."""
 
     def __init__(self, scale_value: float) -> None:
-        _check_scale_value("scale_value", scale_value)
+        _check_scale(self, "scale_value", scale_value)
         self.loss_scale = StaticLossScale(float(scale_value))
 
     def adjust(self, grads_finite: Any) -> bool:
@@ -133,15 +125,16 @@ class StaticLossScaler(_Holder):
 class DynamicLossScaler(_Holder):
     """A scale that grows by `scale_factor` after `scale_window` finite steps and shrinks by it on overflow.
 
-    Raises ValueError for a scale, factor or window below 1 and TypeError for a factor or window that is no
-    integer.
+    Raises ValueError for a scale, factor or window below 1, TypeError for a factor or window that is no
+    integer, and LossScaleCollapsed after more than 1000 overflows in a row.
     """
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
-        _check_scale_value("scale_value", scale_value)
+        _check_scale(self, "scale_value", scale_value)
         check_whole("DynamicLossScaler", "scale_window", scale_window)
         check_whole("DynamicLossScaler", "scale_factor", scale_factor)
-        self.scale_factor, self.scale_window, self._stuck = scale_factor, scale_window, 0
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
         self.loss_scale: WindowLossScale = WindowLossScale(float(scale_value), scale_factor, scale_window)
 
     @property
@@ -150,24 +143,51 @@ class DynamicLossScaler(_Holder):
         return as_tensor(torch.as_tensor(self.loss_scale.counter, dtype=torch.int32))
 
     def adjust(self, grads_finite: Any) -> bool:
-        """Take in whether the gradients were finite; a tensor of an accelerator is not read. Returns True.
-
-        Warns once where the scale is at its least and steps overflow all the same.
-        """
-        on_host = not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu"
-        if on_host:
-            stuck = not bool(grads_finite) and self.loss_scale.read() <= 1.0
-            self._stuck = self._stuck + 1 if stuck else 0
-        if on_host and self._stuck == OVERFLOWS_AT_ONE:
-            warnings.warn(
-                f"DynamicLossScaler is at 1.0, its least, and {self._stuck} steps in a row overflowed: the "
-                "scale is not the cause. Lower the learning rate, or look for the op that gives inf or NaN "
-                "(halfstep doctor, or hs.watch).",
-                HalfstepWarning,
-                stacklevel=2,
-            )
+        """Take in whether the gradients were finite; a tensor of an accelerator is not read. Returns True."""
         self.loss_scale = self.loss_scale.adjust(grads_finite)
+        if not isinstance(grads_finite, torch.Tensor) or grads_finite.device.type == "cpu":
+            self._skips = self._skips.after(bool(grads_finite), scale=self.loss_scale.read())
         return True
+
+
+class FixedLossScaleUpdateCell(Cell):
+    """`cell(loss_scale, overflow)` gives `overflow` back and leaves the scale alone."""
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__()
+        self.loss_scale_value = loss_scale_value
+
+    def get_loss_scale(self) -> float:
+        """The scale to begin with."""
+        return self.loss_scale_value
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor."""
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(FixedLossScaleUpdateCell):
+    """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
+
+    An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
+
+    Raises:
+        ValueError: a scale below 1.
+    """
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        super().__init__(loss_scale_value)
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
+
+    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
+        """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
+        flag = torch.as_tensor(overflow).detach().reshape(()).bool()
+        before = loss_scale.detach().reshape(()).float().clone()
+        self._rule = replace(self._rule, current=before).adjust(~flag)
+        with torch.no_grad():
+            loss_scale.copy_(self._rule.tensor(loss_scale.device).reshape(loss_scale.shape))
+        return overflow
 
 
 class LossScaleManager:
@@ -180,11 +200,8 @@ class LossScaleManager:
     def update_loss_scale(self, overflow: bool) -> None:
         """Take in whether a step overflowed."""
 
-    def get_update_cell(self) -> LossScale | None:
-        """The LossScale a training network starts from; None: scale only, never skip, never unscale.
-
-        MindSpore returns a Cell here.
-        """
+    def get_update_cell(self) -> Cell | None:
+        """What moves a training network's scale; None: scale only, never skip, never unscale."""
         return None
 
 
@@ -196,7 +213,7 @@ class FixedLossScaleManager(LossScaleManager):
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        _check_scale_value("loss_scale", loss_scale)
+        _check_scale(self, "loss_scale", loss_scale)
         self._loss_scale, self._drop_overflow_update = float(loss_scale), drop_overflow_update
 
     def get_loss_scale(self) -> float:
@@ -207,9 +224,9 @@ class FixedLossScaleManager(LossScaleManager):
         """Whether steps that overflow are skipped."""
         return self._drop_overflow_update
 
-    def get_update_cell(self) -> LossScale | None:
-        """A StaticLossScale, or None without `drop_overflow_update`."""
-        return StaticLossScale(self._loss_scale) if self._drop_overflow_update else None
+    def get_update_cell(self) -> Cell | None:
+        """A FixedLossScaleUpdateCell, or None without `drop_overflow_update`."""
+        return FixedLossScaleUpdateCell(self._loss_scale) if self._drop_overflow_update else None
 
 
 class DynamicLossScaleManager(LossScaleManager):
@@ -218,7 +235,7 @@ class DynamicLossScaleManager(LossScaleManager):
     def __init__(
         self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000
     ) -> None:
-        _check_scale_value("init_loss_scale", init_loss_scale)
+        _check_scale(self, "init_loss_scale", init_loss_scale)
         check_whole("DynamicLossScaleManager", "scale_window", scale_window)
         if scale_factor <= 0:
             raise ConfigError(f"The argument 'scale_factor' must be > 0, but got {scale_factor}")
@@ -239,9 +256,9 @@ class DynamicLossScaleManager(LossScaleManager):
         """Steps that overflow are always skipped."""
         return True
 
-    def get_update_cell(self) -> LossScale:
-        """The scale as it is now, as a value."""
-        return self._value
+    def get_update_cell(self) -> Cell:
+        """A DynamicLossScaleUpdateCell that goes on from the scale as it is now."""
+        return DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window)
 
 
 _GROUP_GROWTH, _GROUP_BACKOFF = 2.0 ** (1.0 / 1000.0), 2.0**-0.5
@@ -259,7 +276,7 @@ class GroupLossScaleManager(Cell):
 
     def __init__(self, init_loss_scale: float, loss_scale_groups: Sequence[Sequence[torch.Tensor]]) -> None:
         super().__init__()
-        _check_scale_value("init_loss_scale", init_loss_scale)
+        _check_scale(self, "init_loss_scale", init_loss_scale)
         self._init = float(init_loss_scale)
         self.loss_scale_groups = loss_scale_groups
         self.scales: tuple[LossScale, ...] = ()

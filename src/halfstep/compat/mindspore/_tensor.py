@@ -116,10 +116,16 @@ def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
     return input_data
 
 
+def check_kind(owner: str, name: str, value: Any, *kinds: type) -> None:
+    """TypeError for what is of none of these classes; True and False are no numbers, as in MindSpore."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"For '{owner}', the '{name}' must be {expected}, but got '{type(value).__name__}'.")
+
+
 def check_whole(owner: str, name: str, value: Any, least: int = 1) -> None:
     """TypeError for what is no integer, ValueError for one below `least`, as in MindSpore."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"For '{owner}', the '{name}' must be int, but got '{type(value).__name__}'.")
+    check_kind(owner, name, value, int)
     if value < least:
         raise ConfigError(f"For '{owner}', the '{name}' must be int and must be >= {least}, but got {value}.")
 

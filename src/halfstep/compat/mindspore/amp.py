@@ -12,8 +12,8 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ from halfstep.compat.mindspore._loss_scale import (
     LossScaler,
     StaticLossScaler,
 )
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
-from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power, own_dtype
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.policy.ops import Rule
@@ -120,25 +120,8 @@ def get_black_list() -> list[type[torch.nn.Module]]:
     return list(_BLACK)
 
 
-@dataclass
-class _Converted:
-    """What a level did to a network, and how to undo it."""
-
-    level: str
-    conversion: Conversion | None = None
-    handles: list[Any] = field(default_factory=list[Any])
-
-    def cast_outputs(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        self.handles.append(module.register_forward_hook(CastOutputs(Power(), dtype)))
-
-    def revert(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.conversion is not None:
-            self.conversion.revert()
-
-
-_CONVERTED: weakref.WeakKeyDictionary[torch.nn.Module, _Converted] = weakref.WeakKeyDictionary()
+_CONVERTED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ExitStack]] = weakref.WeakKeyDictionary()
+"""The level of each network that has one, and what undoes it."""
 
 
 def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype = float16) -> Any:
@@ -159,8 +142,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
         kinds = "Cell or function" if amp_level == "auto" else "Cell"
         raise TypeError(f"For amp_level '{amp_level}', the network type should be {kinds}.")
     _check_dtype(dtype)
-    if amp_level not in AMP_LEVELS:
-        raise ConfigError(f"The amp level {amp_level} is not supported: expected one of {AMP_LEVELS}")
+    check_level(amp_level)
     if amp_level == "O0":
         return network
     if is_function:
@@ -168,7 +150,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
     assert isinstance(network, torch.nn.Module)
     _forget_earlier(network, amp_level)
     if amp_level == "auto":
-        _CONVERTED[network] = _auto_region(network, dtype)
+        _run_in_region(network, dtype)
     elif amp_level == "O1":
         _run_low(network, _WHITE, dtype, "O1")
     else:
@@ -190,8 +172,7 @@ def custom_mixed_precision(
             (or, in a white list, of operators).
         ValueError: no list or both, or a dtype other than float16 and bfloat16.
     """
-    if not isinstance(network, torch.nn.Module):
-        raise TypeError("The network type should be Cell.")
+    check_kind("custom_mixed_precision", "network", network, torch.nn.Module)
     if (white_list is None) == (black_list is None):
         raise ConfigError(
             "For custom_mixed_precision, one of white_list and black_list must be provided, and they cannot "
@@ -213,11 +194,9 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _check_list(name: str, given: Any) -> None:
-    if not isinstance(given, list):
-        raise TypeError(f"The type of {name} should be list, but got {type(given)}")
+    check_kind("custom_mixed_precision", name, given, list)
     for element in given:
-        if not isinstance(element, type):
-            raise TypeError(f"The element in {name} should be a class, but got {element}")
+        check_kind("custom_mixed_precision", f"element of {name}", element, type)
         primitive = issubclass(element, ops.Primitive)
         if not issubclass(element, torch.nn.Module) or (primitive and name == "black_list"):
             kinds = "'Cell' and 'Primitive'" if name == "white_list" else "'Cell'"
@@ -231,16 +210,16 @@ def _check_list(name: str, given: Any) -> None:
 
 
 def _forget_earlier(network: torch.nn.Module, level: str) -> None:
-    earlier = _CONVERTED.pop(network, None)
-    if earlier is None:
+    if network not in _CONVERTED:
         return
+    earlier, undo = _CONVERTED.pop(network)
     warnings.warn(
-        f"The network's auto mixed-precision level is adjusted from {earlier.level} to {level}; convert a "
+        f"The network's auto mixed-precision level is adjusted from {earlier} to {level}; convert a "
         "network once, and give build_train_network and Model the level O0 for one that is converted.",
         HalfstepWarning,
         stacklevel=3,
     )
-    earlier.revert()
+    undo.close()
 
 
 def _patterns(kinds: Iterable[type[torch.nn.Module]]) -> list[str]:
@@ -258,12 +237,8 @@ def _run_low(
     reason = f"{level}: listed, so it runs in 16 bits"
     plan = Plan(tuple(PlanRule(p, rule=Rule.LOW, reason=reason, required=False) for p in _patterns(kinds)))
     resolved = plan.resolve(network)
-    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
-    for path, module in network.named_modules():
-        outermost = path in resolved and (not path or path.rpartition(".")[0] not in resolved)
-        if outermost and own_dtype(module) is None:
-            record.cast_outputs(module, float32)
-    record.cast_outputs(network, float32)
+    outermost = {path for path in resolved if not path or path.rpartition(".")[0] not in resolved}
+    _apply(network, plan, dtype, level, outermost, float32)
 
 
 def _run_low_but(
@@ -273,24 +248,38 @@ def _run_low_but(
     reason = f"{level}: listed, so it runs in fp32"
     full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
     plan = Plan((low, *full))
-    resolved = plan.resolve(network)
-    record = _CONVERTED[network] = _Converted(level, convert(network, plan, dtype))
-    for path, module in network.named_modules():
-        above = resolved[path.rpartition(".")[0]].rule
-        if path and resolved[path].rule is Rule.FULL and above is Rule.LOW and own_dtype(module) is None:
-            record.cast_outputs(module, dtype)
-    record.cast_outputs(network, float32)
+    rules = {path: found.rule for path, found in plan.resolve(network).items()}
+    outermost = {p for p in rules if p and (rules[p], rules[p.rpartition(".")[0]]) == (Rule.FULL, Rule.LOW)}
+    _apply(network, plan, dtype, level, outermost, dtype)
 
 
-def _auto_region(network: torch.nn.Module, dtype: torch.dtype) -> _Converted:
-    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
-    region = InRegion(Power(), device, _AUTO.with_dtype(dtype))
-    record = _Converted("auto")
-    record.handles = [
-        network.register_forward_pre_hook(region.enter, prepend=True),
-        network.register_forward_hook(region.leave, always_call=True),
+def _apply(
+    network: torch.nn.Module,
+    plan: Plan,
+    dtype: torch.dtype,
+    level: str,
+    edges: Collection[str],
+    outside: torch.dtype,
+) -> None:
+    """Convert by a plan; modules at these paths give `outside` unless a user's `to_float` says otherwise."""
+    undo = ExitStack()
+    undo.callback(convert(network, plan, dtype).revert)
+    casts = [
+        (module, outside)
+        for path, module in network.named_modules()
+        if path in edges and own_dtype(module) is None
     ]
-    return record
+    for module, given in (*casts, (network, float32)):
+        undo.callback(module.register_forward_hook(CastOutputs(Power(), given)).remove)
+    _CONVERTED[network] = level, undo
+
+
+def _run_in_region(network: torch.nn.Module, dtype: torch.dtype) -> None:
+    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
+    undo = ExitStack()
+    for handle in InRegion(Power(), device, _AUTO.with_dtype(dtype)).attach(network):
+        undo.callback(handle.remove)
+    _CONVERTED[network] = "auto", undo
 
 
 def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -317,26 +306,16 @@ def _options(level: str, given: dict[str, Any]) -> dict[str, Any]:
             "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "
             f"'{options['cast_model_type']}'."
         )
-    if not isinstance(options["keep_batchnorm_fp32"], bool):
-        kind = type(options["keep_batchnorm_fp32"]).__name__
-        raise TypeError(f"The type of 'keep_batchnorm_fp32' should be 'bool', but got type '{kind}'.")
-    manager = options["loss_scale_manager"]
-    if manager is not None and not isinstance(manager, LossScaleManager | GroupLossScaleManager):
-        raise TypeError(
-            "The type of 'loss_scale_manager' should be one of '['LossScaleManager', "
-            f"'GroupLossScaleManager']', but got type '{type(manager).__name__}'."
-        )
+    check_kind("build_train_network", "keep_batchnorm_fp32", options["keep_batchnorm_fp32"], bool)
+    managers = LossScaleManager, GroupLossScaleManager, type(None)
+    check_kind("build_train_network", "loss_scale_manager", options["loss_scale_manager"], *managers)
     return options
 
 
 def check_level(level: Any, boost_level: Any = "O0") -> None:
-    """Raise TypeError or ValueError for a level that is none; warn that boost does nothing here."""
-    if not isinstance(level, str):
-        raise TypeError(
-            f"The argument `level` must be a string in {list(AMP_LEVELS)}, but got type {type(level)}."
-        )
+    """ValueError for a level that is none; warn that boost does nothing here."""
     if level not in AMP_LEVELS:
-        raise ConfigError(f"The 'level' should be in : {list(AMP_LEVELS)}, but got {level}.")
+        raise ConfigError(f"The amp level {level} is not supported: expected one of {AMP_LEVELS}")
     if boost_level not in ("O0", "O1", "O2"):
         raise ConfigError(f"The 'boost_level' should be in : ['O0', 'O1', 'O2'], but got {boost_level}.")
     if boost_level != "O0":
@@ -372,12 +351,9 @@ def build_train_network(
         TypeError: an argument of the wrong kind.
         ValueError: an unknown level or keyword.
     """
-    if not isinstance(optimizer, nn.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"The type of 'optimizer' should be one of '['Optimizer']', but got type '{kind}'.")
-    if loss_fn is not None and not isinstance(loss_fn, torch.nn.Module):
-        kind = type(loss_fn).__name__
-        raise TypeError(f"The type of 'loss_fn' should be 'Cell', but got type '{kind}'.")
+    check_kind("build_train_network", "optimizer", optimizer, nn.Optimizer)
+    check_kind("build_train_network", "loss_fn", loss_fn, torch.nn.Module, type(None))
+    check_kind("build_train_network", "level", level, str)
     check_level(level, boost_level)
     options = _options(level, kwargs)
     if options["cast_model_type"] == float16:
@@ -395,18 +371,10 @@ def _training_cell(network: torch.nn.Module, optimizer: nn.Optimizer, manager: A
         return nn.TrainOneStepCell(network, optimizer)
     if isinstance(manager, GroupLossScaleManager):
         return TrainOneStepWithGroupScalesCell(network, optimizer, manager)
-    cell, scale = manager.get_update_cell(), manager.get_loss_scale()
-    if cell is not None:
-        return nn.TrainOneStepWithLossScaleCell(network, optimizer, cell)
-    if optimizer.loss_scale != scale:
-        warnings.warn(
-            f"the loss is multiplied by {scale:g} and {type(optimizer).__name__} divides its gradients by "
-            f"{optimizer.loss_scale:g}: give it loss_scale={scale:g}, or the manager "
-            "drop_overflow_update=True",
-            HalfstepWarning,
-            stacklevel=3,
-        )
-    return nn.TrainOneStepCell(network, optimizer, scale)
+    cell = manager.get_update_cell()
+    if cell is None:
+        return nn.TrainOneStepCell(network, optimizer, manager.get_loss_scale())
+    return nn.TrainOneStepWithLossScaleCell(network, optimizer, cell)
 
 
 __getattr__ = absent("amp")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from halfstep import devices
+from halfstep.compat.mindspore._tensor import check_kind
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 
 __all__ = [
@@ -29,7 +30,11 @@ __all__ = [
 ]
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
-_TARGETS = ("CPU", "GPU", "Ascend")
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "mode": (GRAPH_MODE, PYNATIVE_MODE),
+    "device_target": ("CPU", "GPU", "Ascend"),
+    "deterministic": ("ON", "OFF"),
+}
 _NO_EFFECT = """
     aoe_config aoe_tune_mode auto_tune_mode check_bprop compile_cache_path debug_level device_id
     disable_format_transform dump_config enable_compile_cache enable_dump enable_graph_kernel
@@ -68,22 +73,13 @@ def set_context(**kwargs: Any) -> None:
     Raises:
         ValueError: a keyword that MindSpore has not, or a mode, target or value that it refuses.
     """
-    for key in kwargs:
-        _check_key("context.set_context", key)
     for key, value in kwargs.items():
-        if key == "mode" and value not in (GRAPH_MODE, PYNATIVE_MODE):
-            raise ConfigError(
-                "For 'context.set_context', the argument 'mode' should be context.GRAPH_MODE (0) or "
-                f"context.PYNATIVE_MODE (1), but got {value}."
-            )
+        _check_key("context.set_context", key)
+        _check_value("context.set_context", key, value)
+    for key, value in kwargs.items():
         if key == "device_target":
             _check_target("context.set_context", value)
         elif key == "deterministic":
-            if value not in ("ON", "OFF"):
-                raise ConfigError(
-                    "For 'context.set_context', the argument 'deterministic' must be 'ON' or 'OFF', but got "
-                    f"{value}."
-                )
             set_deterministic(value == "ON")
         elif key in _OF_PRECISION:
             mode = value.get("precision_mode") if isinstance(value, Mapping) else value
@@ -115,6 +111,13 @@ def _check_key(owner: str, key: str) -> None:
         )
 
 
+def _check_value(owner: str, key: str, value: Any) -> None:
+    if value not in _ALLOWED.get(key, (value,)):
+        raise ConfigError(
+            f"For '{owner}', the argument '{key}' must be one of {list(_ALLOWED[key])}, but got {value}."
+        )
+
+
 def set_device(device_target: str, device_id: int | None = None) -> None:
     """Name the device: "CPU" changes nothing, since tensors live where torch puts them.
 
@@ -123,15 +126,12 @@ def set_device(device_target: str, device_id: int | None = None) -> None:
     """
     if device_id is not None and device_id < 0:
         raise ConfigError(f"The device id must bigger than or equal to 0, but got {device_id}.")
+    _check_value("set_device", "device_target", device_target)
     _check_target("set_device", device_target)
     _said.update(device_target=device_target, device_id=device_id or 0)
 
 
 def _check_target(owner: str, target: Any) -> None:
-    if target not in _TARGETS:
-        raise ConfigError(
-            f"For '{owner}', the argument 'device_target' must be one of {list(_TARGETS)}, but got {target}."
-        )
     if target == "CPU":
         return
     here = {"GPU": "cuda", "Ascend": "npu"}[target]
@@ -150,8 +150,7 @@ def _check_target(owner: str, target: Any) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Have torch use deterministic kernels only, or all; TypeError for what is no bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"For 'set_deterministic', expected a bool, but got {type(deterministic).__name__}.")
+    check_kind("set_deterministic", "deterministic", deterministic, bool)
     torch.use_deterministic_algorithms(deterministic)
     _said["deterministic"] = "ON" if deterministic else "OFF"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from halfstep.compat.mindspore._absent import absent
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_whole
 from halfstep.errors import ConfigError, DataError
 from halfstep.idx import read_idx
 
@@ -77,8 +77,7 @@ class Dataset:
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Self:
         """Join that many samples; the last batch may be smaller, or is dropped."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+        check_whole("batch", "batch_size", batch_size)
         if self.batch_size is not None:
             raise ConfigError("this data set is in batches already: call batch() once")
         return self._with(batch_size=batch_size, drop_remainder=drop_remainder)

@@ -20,7 +20,7 @@ from halfstep.compat.mindspore._absent import absent
 from halfstep.compat.mindspore._functions import grad as grad
 from halfstep.compat.mindspore._functions import gradients_of, signature_of
 from halfstep.compat.mindspore._functions import value_and_grad as value_and_grad
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.errors import ConfigError, UnsupportedError
 
 
@@ -49,61 +49,46 @@ def _product(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: b
     return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
-class _Convolution(Primitive):
-    """Made of what a convolution is, but its weight, which comes with the call."""
-
-    def __init__(
-        self,
-        out_channel: int,
-        kernel_size: Any,
-        mode: int = 1,
-        pad_mode: str = "valid",
-        pad: Any = 0,
-        stride: Any = 1,
-        dilation: Any = 1,
-        group: int = 1,
-    ) -> None:
-        super().__init__()
-        if pad_mode.lower() not in ("valid", "pad"):
-            raise ConfigError(
-                f"For '{type(self).__name__}', the 'pad_mode' must be 'valid' or 'pad' here, "
-                f"got {pad_mode!r}: nn.Conv2d knows 'same' too"
-            )
-        self.out_channel, self.kernel_size, self.stride = out_channel, kernel_size, stride
-        self.pad = pad if pad_mode.lower() == "pad" else 0
-        self.dilation, self.group = dilation, group
+def _convolve(function: Callable[..., torch.Tensor], *given: Any, pad_mode: str, **made_of: Any) -> Any:
+    """A convolution by torch's function; its weight comes with the call."""
+    if pad_mode.lower() not in ("valid", "pad"):
+        raise ConfigError(
+            f"a convolution's 'pad_mode' must be 'valid' or 'pad' here, got {pad_mode!r}: nn.Conv2d knows "
+            "'same' too"
+        )
+    pad = made_of["pad"] if pad_mode.lower() == "pad" else 0
+    stride, dilation, groups = made_of["stride"], made_of["dilation"], made_of["group"]
+    return function(*given, stride=stride, padding=pad, dilation=dilation, groups=groups)
 
 
-class Conv2D(_Convolution):
-    """Convolution of [N, C, H, W] with the weight given."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, C, H, W] and [out, C / group, h, w] to [N, out, H, W]."""
-        return F.conv2d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
-
-
-class Conv3D(_Convolution):
-    """Convolution of [N, C, D, H, W] with the weight given."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, C, D, H, W] and [out, C / group, d, h, w] to [N, out, D, H, W]."""
-        return F.conv3d(x, weight, None, self.stride, self.pad, self.dilation, self.group)
-
-
-class Conv2DTranspose(_Convolution):
-    """The gradient of Conv2D by its input: (gradient of the output, weight, shape of the input)."""
-
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor, input_size: Any) -> torch.Tensor:
-        """[N, out, H, W] and [out, C / group, h, w] to `input_size`."""
-        return conv2d_input(tuple(input_size), weight, dout, self.stride, self.pad, self.dilation, self.group)
+def _convolution(name: str, function: Callable[..., torch.Tensor], says: str) -> Any:
+    return _row(
+        name,
+        functools.partial(_convolve, function),
+        says,
+        out_channel=...,
+        kernel_size=...,
+        mode=1,
+        pad_mode="valid",
+        pad=0,
+        stride=1,
+        dilation=1,
+        group=1,
+    )
 
 
-class Conv3DTranspose(_Convolution):
-    """The gradient of Conv3D by its input: (gradient of the output, weight)."""
+def _by_input(dout: torch.Tensor, weight: torch.Tensor, input_size: Any, **edges: Any) -> torch.Tensor:
+    return conv2d_input(tuple(input_size), weight, dout, **edges)
 
-    def forward(self, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, out, D, H, W] and [out, C / group, d, h, w] to [N, C, ...]."""
-        return F.conv_transpose3d(dout, weight, None, self.stride, self.pad, 0, self.group, self.dilation)
+
+Conv2D = _convolution("Conv2D", F.conv2d, "Convolution of [N, C, H, W] with [out, C / group, h, w].")
+Conv3D = _convolution("Conv3D", F.conv3d, "Convolution of [N, C, D, H, W] with [out, C / group, d, h, w].")
+Conv2DTranspose = _convolution(
+    "Conv2DTranspose", _by_input, "The gradient of Conv2D by its input, of its output, weight, input's shape."
+)
+Conv3DTranspose = _convolution(
+    "Conv3DTranspose", F.conv_transpose3d, "The gradient of Conv3D by its input, of its output and weight."
+)
 
 
 class Conv2DBackpropInput(Conv2DTranspose):
@@ -182,10 +167,7 @@ def fill(type: torch.dtype | None, shape: Any, value: Any) -> Tensor:
     Raises:
         TypeError: a shape that is no tuple, list or tensor of integers.
     """
-    if not isinstance(shape, tuple | list | torch.Tensor):
-        raise TypeError(
-            f"For 'fill', the `shape` must be a tuple or tensor with all Int elements, got {shape!r}"
-        )
+    check_kind("fill", "shape", shape, tuple, list, torch.Tensor)
     sizes = [int(size) for size in shape]
     exact = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and type else value
     filled = torch.as_tensor(exact).to(type).expand(sizes)
@@ -198,9 +180,9 @@ def select(condition: torch.Tensor, input: Any, other: Any) -> Tensor:
     Raises:
         TypeError: a condition that is no bool tensor.
     """
-    if not isinstance(condition, torch.Tensor) or condition.dtype != torch.bool:
-        kind = getattr(condition, "dtype", type(condition).__name__)
-        raise TypeError(f"For 'select', the condition must be a Tensor of bool, but got {kind}")
+    check_kind("select", "condition", condition, torch.Tensor)
+    if condition.dtype != torch.bool:
+        raise TypeError(f"For 'select', the condition must be a Tensor of bool, but got {condition.dtype}")
     return as_tensor(torch.where(condition, input, other))
 
 
@@ -215,11 +197,7 @@ def scalar_to_tensor(input_x: bool | int | float, dtype: torch.dtype = torch.flo
     Raises:
         TypeError: what is no number.
     """
-    if not isinstance(input_x, bool | int | float):
-        kind = type(input_x).__name__
-        raise TypeError(
-            f"For 'ScalarToTensor', the type of 'x' should be one of 'bool', 'int', 'float', but got '{kind}'"
-        )
+    check_kind("ScalarToTensor", "input_x", input_x, bool, int, float)
     return fill(dtype, (), input_x)
 
 
@@ -253,9 +231,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
         RuntimeError: with `error_if_nonfinite`, a norm that is inf or NaN.
     """
     listed = [x] if isinstance(x, torch.Tensor) else list(x)
-    total = get_total_norm([t.float() for t in listed], norm_type)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise UnsupportedError(f"clip_by_norm: the norm of order {norm_type} is {total.item()}")
+    total = get_total_norm([t.float() for t in listed], norm_type, error_if_nonfinite)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     clipped = tuple(as_tensor((t.float() * factor).to(t.dtype)) for t in listed)
     return clipped[0] if isinstance(x, torch.Tensor) else clipped
@@ -286,9 +262,12 @@ Identity = _row("Identity", identity, "`identity` as an object.")
 ScalarToTensor = _row("ScalarToTensor", scalar_to_tensor, "`scalar_to_tensor` as an object.")
 Select = _row("Select", select, "`select` as an object.")
 MatMul = _row(
-    "MatMul", _product, "Product of two matrices, [..., M, K] and [..., K, N], or of their transposes.",
-    transpose_a=False, transpose_b=False,
-)  # fmt: skip
+    "MatMul",
+    _product,
+    "Product of two matrices, [..., M, K] and [..., K, N], or of their transposes.",
+    transpose_a=False,
+    transpose_b=False,
+)
 BatchMatMul = _row(
     "BatchMatMul", _product, "Products of batches of matrices.", transpose_a=False, transpose_b=False
 )
@@ -323,10 +302,7 @@ class GradOperation:
 
     def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
         for name, value in {"get_all": get_all, "get_by_list": get_by_list, "sens_param": sens_param}.items():
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"For 'GradOperation', the '{name}' should be bool, but got {type(value).__name__}"
-                )
+            check_kind("GradOperation", name, value, bool)
         self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param
 
     def __call__(self, fn: Callable[..., Any], weights: Any = None) -> Callable[..., Any]:

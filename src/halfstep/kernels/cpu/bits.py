@@ -231,7 +231,8 @@ def join_fp16(h, lo):
     low = pick(magnitude >= i32(0x7C00), i32(0), i32(lo))
     pattern = i32(base + low)
     below = bits_of(f32(float_of(base) + f32(f32(low) * f32(2.0**-40))))
-    zero = bits_of(f32(f32(i32(low & i32(0xFFFF))) * f32(2.0**-40)))
+    units = i32(low & i32(0xFFFF))
+    zero = bits_of(f32(f32(pick(units > i32(0x8000), i32(0), units)) * f32(2.0**-40)))
     below = pick(magnitude == i32(0), zero, below)
     return float_of(i32(sign | pick(magnitude < i32(0x100), below, pattern)))
 

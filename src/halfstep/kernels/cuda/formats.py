@@ -122,7 +122,8 @@ def join_fp16(h, lacking):
     base = tl.abs(h.to(tl.float32))
     low = tl.where(code >= 0x7C00, 0, lacking.to(tl.int32))
     pattern = plus(bits_of(base), low)
-    zero = (low & 0xFFFF).to(tl.float32) * (2.0**-40)
+    units = low & 0xFFFF
+    zero = tl.where(units > 0x8000, 0, units).to(tl.float32) * (2.0**-40)
     below = tl.where(code == 0, zero, base + low.to(tl.float32) * (2.0**-40))
     size = tl.where(code < 0x100, bits_of(below), pattern)
     return float_of(size | ((high & 0x8000) << 16))

@@ -96,6 +96,8 @@ def mixed_dtype_fused_rms_norm_affine(
 class _Normalizes:
     """Apex's arguments of a normalization; `memory_efficient` is kept and changes nothing here."""
 
+    _as_its_weight = False
+
     def __init__(
         self,
         normalized_shape: Any,
@@ -107,13 +109,17 @@ class _Normalizes:
         base.__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
+    def _computed(self: Any, norm: Any, input: Tensor, *parameters: Tensor | None) -> Tensor:
+        wanted = self.weight if self._as_its_weight and self.weight is not None else input
+        return _normalized(norm, self.normalized_shape, self.eps, wanted.dtype, input, *parameters)
+
 
 class FusedLayerNorm(_Normalizes, nn.LayerNorm):
     """torch's LayerNorm, which takes a weight of another dtype than its input's as well."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        return self._computed(F.layer_norm, input, self.weight, self.bias)
 
 
 class FusedRMSNorm(_Normalizes, nn.RMSNorm):
@@ -121,22 +127,16 @@ class FusedRMSNorm(_Normalizes, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
-        return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 1e-5)
+        return self._computed(F.rms_norm, x, self.weight)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """FusedLayerNorm whose output has the dtype of its weight, which it always has."""
+    """FusedLayerNorm whose output has the dtype of its weight, where it has one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., *normalized_shape]."""
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps
-        )
+    _as_its_weight = True
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """FusedRMSNorm whose output has the dtype of its weight, which it always has."""
+    """FusedRMSNorm whose output has the dtype of its weight, where it has one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., *normalized_shape]."""
-        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 1e-5)
+    _as_its_weight = True

@@ -73,9 +73,14 @@ def _uniform(t: torch.Tensor, scale: float) -> None:
 _HE: dict[str, Any] = {"negative_slope": 0, "mode": "fan_in", "nonlinearity": "leaky_relu"}
 Normal = _row("Normal", "A normal distribution.", _normal, sigma=0.01, mean=0.0)
 TruncatedNormal = _row(
-    "TruncatedNormal", "A normal distribution cut off `a` deviations below and `b` above its mean.",
-    _truncated, sigma=0.01, mean=0.0, a=-2.0, b=2.0,
-)  # fmt: skip
+    "TruncatedNormal",
+    "A normal distribution cut off `a` deviations below and `b` above its mean.",
+    _truncated,
+    sigma=0.01,
+    mean=0.0,
+    a=-2.0,
+    b=2.0,
+)
 Uniform = _row("Uniform", "Uniform within plus and minus `scale`.", _uniform, scale=0.07)
 XavierUniform = _row("XavierUniform", "Glorot and Bengio 2010, uniform.", init.xavier_uniform_, gain=1)
 XavierNormal = _row("XavierNormal", "Glorot and Bengio 2010, normal.", init.xavier_normal_, gain=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ import torch
 
 from halfstep.casting.context import active_policy, autocast
 from halfstep.compat.mindspore._functions import signature_of
-from halfstep.compat.mindspore._tensor import Parameter, check_whole
+from halfstep.compat.mindspore._tensor import Parameter, check_kind, check_whole
 from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
@@ -185,16 +185,16 @@ _OURS = {"activation", "pad_mode", "use_one_hot"}
 class Renamed:
     """Before a layer of torch's among the bases: MindSpore's names, order and defaults of its arguments.
 
-    They stand in the class statement, `...` for no default. Each becomes an attribute where torch's layer has
-    none of that name; what a call gives beyond them is torch's.
+    They stand in the class statement, `...` for no default; those in `by_name` are given by name only. Each
+    becomes an attribute where torch's layer has none of that name; what a call gives beyond them is torch's.
     """
 
     __signature__: inspect.Signature
 
-    def __init_subclass__(cls, **takes: Any) -> None:
+    def __init_subclass__(cls, by_name: Collection[str] = (), **takes: Any) -> None:
         super().__init_subclass__()
         if takes:
-            cls.__signature__ = signature_of(takes)
+            cls.__signature__ = signature_of(takes, by_name)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         known = type(self).__signature__.parameters
@@ -219,12 +219,22 @@ class Renamed:
 
 
 def _check(layer: Any, name: str, value: Any) -> None:
-    """TypeError for what is no integer or bool, ValueError for a number below 1, as in MindSpore."""
+    """TypeError for a value of another kind, ValueError for a number below 1, as in MindSpore."""
     owner = type(layer).__name__
-    if name == "has_bias" and not isinstance(value, bool):
-        raise TypeError(
-            f"For '{owner}', the type of '{name}' must be 'bool', but got type '{type(value).__name__}'."
-        )
+    if name == "has_bias":
+        check_kind(owner, name, value, bool)
+    if name == "normalized_shape":
+        check_kind(owner, name, value, tuple, list)
+    if name == "reduction":
+        check_reduction(owner, value)
     sizes: Any = value if isinstance(value, tuple) and name in _SIZES else (value,)
     for size in sizes if name in _COUNTS | _SIZES else ():
         check_whole(owner, name, size)
+
+
+def check_reduction(owner: str, value: Any) -> None:
+    """ValueError for what is no way to make one number of many."""
+    if value not in ("none", "mean", "sum"):
+        raise ConfigError(
+            f"For '{owner}', the 'reduction' must be in ['none', 'mean', 'sum'], but got {value}."
+        )

@@ -6,6 +6,7 @@ bits and the rest in the widest dtype, as MindSpore builds it: its bias addition
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.compat.mindspore import ops
-from halfstep.compat.mindspore.common.initializer import Init, initialize
+from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import float32
-from halfstep.compat.mindspore.nn._cell import Cell, Renamed, in_dtype_of, promotes
+from halfstep.compat.mindspore.nn._cell import Cell, Renamed, check_reduction, in_dtype_of, promotes
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -71,14 +72,6 @@ __all__ = [
 ]
 
 
-def check_pad_mode(layer: Any, pad_mode: str, allowed: Sequence[str] = ("same", "valid", "pad")) -> None:
-    if pad_mode not in allowed:
-        raise ConfigError(
-            f"For '{type(layer).__name__}', the 'pad_mode' must be one of {list(allowed)}, "
-            f"but got {pad_mode}."
-        )
-
-
 def same_padding(sizes: Sequence[int], kernel: Any, stride: Any, dilation: Any) -> list[int]:
     """Zeros for `F.pad` so that the output has ceil(size / stride) places; the odd one goes behind."""
     pads: list[int] = []
@@ -88,11 +81,11 @@ def same_padding(sizes: Sequence[int], kernel: Any, stride: Any, dilation: Any) 
     return pads
 
 
-def _row(layer: Any, says: str, *shared: Any, name: str = "", **takes: Any) -> Any:
+def _row(layer: Any, says: str, *shared: Any, name: str = "", last: type[Cell] = Cell, **takes: Any) -> Any:
     """The class of cells that are a layer of torch's, by its name or another, with what a family shares."""
     first = shared or ((Renamed,) if takes else ())
     body = {"__doc__": says, "__module__": __name__}
-    return type(name or layer.__name__, (*first, layer, Cell), body, **takes)
+    return type(name or layer.__name__, (*first, layer, last), body, **takes)
 
 
 def _by_dims(layer: str, says: str, *shared: Any, name: str = "", **takes: Any) -> list[Any]:
@@ -147,23 +140,43 @@ Softmax = _row(torch.nn.Softmax, "exp(x) / sum exp(x) along an axis.", axis=-1)
 LogSoftmax = _row(torch.nn.LogSoftmax, "The logarithm of softmax along an axis.", axis=-1)
 
 
-class MaxPool2d(Renamed, torch.nn.MaxPool2d, Cell, kernel_size=1, stride=1, pad_mode="valid"):
-    """Largest value of each window; `pad_mode` "valid" or "same"."""
+class _Padded(Renamed):
+    """What convolutions and pooling share: only "pad" leaves the padding to torch's layer."""
 
     def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        check_pad_mode(self, given["pad_mode"], ("valid", "same"))
-        return super()._for_torch(given)
+        mode = given["pad_mode"] = given["pad_mode"].lower()
+        if mode not in ("same", "valid", "pad"):
+            raise ConfigError(
+                f"For '{type(self).__name__}', the 'pad_mode' must be one of ['same', 'valid', 'pad'], "
+                f"but got {mode}."
+            )
+        return {**super()._for_torch(given), "padding": given["padding"] if mode == "pad" else 0}
+
+
+class MaxPool2d(
+    _Padded,
+    torch.nn.MaxPool2d,
+    Cell,
+    kernel_size=1,
+    stride=1,
+    pad_mode="valid",
+    padding=0,
+    dilation=1,
+    return_indices=False,
+    ceil_mode=False,
+):
+    """Largest value of each window; `pad_mode` "valid", "same" or "pad"."""
 
     def forward(self, x: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, C, H, W]."""
         if self.pad_mode == "same":
-            pads = same_padding(x.shape[2:], *((n,) * 2 for n in (self.kernel_size, self.stride, 1)))
-            x = F.pad(x, pads, value=float("-inf"))
+            sizes = ((n,) * 2 for n in (self.kernel_size, self.stride, self.dilation))
+            x = F.pad(x, same_padding(x.shape[2:], *sizes), value=float("-inf"))
         return super().forward(x)
 
 
 class AvgPool2d(
-    Renamed,
+    _Padded,
     torch.nn.AvgPool2d,
     Cell,
     kernel_size=1,
@@ -174,11 +187,6 @@ class AvgPool2d(
     count_include_pad=True,
 ):
     """Mean of each window; with `pad_mode` "same" over the places inside the image, with "pad" as torch's."""
-
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        given["pad_mode"] = given["pad_mode"].lower()
-        check_pad_mode(self, given["pad_mode"], ("valid", "same", "pad"))
-        return super()._for_torch(given)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[N, C, H, W]."""
@@ -237,8 +245,22 @@ class SequentialCell(torch.nn.Sequential, Cell):  # pyright: ignore[reportIncomp
 CellList = _row(torch.nn.ModuleList, "A list of cells.", name="CellList")
 
 
+class _Multiplying(Renamed):
+    """Layers that multiply by a weight; where bias additions promote, the bias is added to the product."""
+
+    def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Without the bias."""
+        raise NotImplementedError
+
+    def _computed(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None and promotes(x):
+            return self._product(x) + self.bias.view(-1, *(1,) * (self.weight.dim() - 2))
+        with in_dtype_of(x, self.weight):
+            return super().forward(x)  # type: ignore[misc]
+
+
 class Dense(
-    Renamed,
+    _Multiplying,
     torch.nn.Linear,
     Cell,
     in_channels=...,
@@ -258,25 +280,21 @@ class Dense(
         if isinstance(named, str) and named not in ACTIVATIONS:
             raise UnknownName(f"unknown activation {named!r}: expected one of {', '.join(ACTIVATIONS)}")
         given["activation"] = ACTIVATIONS[named]() if isinstance(named, str) else named
-        return {
-            "in_features": given["in_channels"],
-            "out_features": given["out_channels"],
-            "bias": given["has_bias"],
-            "dtype": given["dtype"],
-        }
+        taken = super()._for_torch(given)
+        return {"in_features": taken.pop("in_channels"), "out_features": taken.pop("out_channels"), **taken}
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in_channels] to [..., out_channels]."""
-        if self.bias is not None and promotes(x):  # pyright: ignore[reportUnnecessaryComparison]
-            y = F.linear(x, self.weight) + self.bias
-        else:
-            with in_dtype_of(x, self.weight):
-                y = super().forward(x)
+        y = self._computed(x)
         return y if self.activation is None else self.activation(y)
 
 
-class _Padded(
-    Renamed,
+class _Convolving(
+    _Padded,
+    _Multiplying,
     in_channels=...,
     out_channels=...,
     kernel_size=...,
@@ -290,26 +308,20 @@ class _Padded(
     bias_init=None,
     dtype=float32,
 ):
-    """What all convolutions share: only "pad" leaves the padding to torch's layer."""
-
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        check_pad_mode(self, given["pad_mode"])
-        inside = given["padding"] if given["pad_mode"] == "pad" else 0
-        return {**super()._for_torch(given), "padding": inside}
+    """The arguments of all convolutions."""
 
 
-class _Conv(_Padded):
+class _Conv(_Convolving):
     """What the convolutions share: for "same" the input is padded before torch's layer sees it."""
+
+    def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(x, self.weight, None)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """[N, C, ...] to [N, out_channels, ...]."""
         if self.pad_mode == "same":
             x = F.pad(x, same_padding(x.shape[2:], self.kernel_size, self.stride, self.dilation))
-        if self.bias is not None and promotes(x):
-            channels = (-1, *(1,) * (self.weight.dim() - 2))
-            return self._conv_forward(x, self.weight, None) + self.bias.view(channels)
-        with in_dtype_of(x, self.weight):
-            return super().forward(x)  # type: ignore[misc]
+        return self._computed(x)
 
 
 Conv1d, Conv2d, Conv3d = _by_dims(
@@ -317,16 +329,17 @@ Conv1d, Conv2d, Conv3d = _by_dims(
 )
 
 
-class _ConvTranspose(_Padded):
+class _ConvTranspose(_Convolving):
     """What the transposed convolutions share: with "same" the output is stride times as long as the input."""
+
+    def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        convolve = getattr(F, f"conv_transpose{self.weight.dim() - 2}d")
+        edges = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        return convolve(x, self.weight, None, *edges)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """[N, C, ...] to [N, out_channels, ...]."""
-        if self.bias is not None and promotes(x):
-            y = self._without_bias(x) + self.bias.view(-1, *(1,) * (self.weight.dim() - 2))
-        else:
-            with in_dtype_of(x, self.weight):
-                y = super().forward(x)  # type: ignore[misc]
+        y = self._computed(x)
         if self.pad_mode != "same":
             return y
         for axis, (size, stride) in enumerate(zip(x.shape[2:], self.stride), start=2):
@@ -335,11 +348,6 @@ class _ConvTranspose(_Padded):
             if excess < 0:
                 y = F.pad(y, [0, 0] * (y.dim() - 1 - axis) + [0, -excess])
         return y
-
-    def _without_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
-        convolve = getattr(F, f"conv_transpose{self.weight.dim() - 2}d")
-        edges = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        return convolve(x, self.weight, None, *edges)
 
 
 Conv1dTranspose, Conv2dTranspose, Conv3dTranspose = _by_dims(
@@ -364,37 +372,37 @@ class _BatchNorm(
 BatchNorm1d, BatchNorm2d, BatchNorm3d = _by_dims("BatchNorm", "Batch normalisation of {}.", _BatchNorm)
 
 
-class LayerNorm(torch.nn.LayerNorm, Cell):
-    """Normalisation over the last dimensions, which have `normalized_shape`."""
-
-    def __init__(
-        self,
-        normalized_shape: Sequence[int],
-        *,
-        gamma_init: Init = None,
-        beta_init: Init = None,
-        epsilon: float = 1e-7,
-    ) -> None:
-        if not isinstance(normalized_shape, tuple | list):
-            raise TypeError(
-                "For 'LayerNorm', the type of 'normalized_shape' must be tuple[int] or list[int], but got "
-                f"{normalized_shape!r} and the type is '{type(normalized_shape).__name__}'."
-            )
-        super().__init__(list(normalized_shape), epsilon)
-        initialize(self.weight, gamma_init)
-        initialize(self.bias, beta_init)
-
-
+LayerNorm = _row(
+    torch.nn.LayerNorm,
+    "Normalisation over the last dimensions, which have `normalized_shape`.",
+    by_name=("gamma_init", "beta_init", "epsilon"),
+    normalized_shape=...,
+    gamma_init=None,
+    beta_init=None,
+    epsilon=1e-7,
+)
 GroupNorm = _row(
-    torch.nn.GroupNorm, "Normalisation of [N, C, ...] over groups of channels.",
-    num_groups=..., num_channels=..., eps=1e-5, affine=True, gamma_init=None, beta_init=None,
-)  # fmt: skip
+    torch.nn.GroupNorm,
+    "Normalisation of [N, C, ...] over groups of channels.",
+    num_groups=...,
+    num_channels=...,
+    eps=1e-5,
+    affine=True,
+    gamma_init=None,
+    beta_init=None,
+)
 
 # As in MindSpore affine by default, and by the statistics of the batch at hand in evaluation too.
 InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = _by_dims(
-    "InstanceNorm", "Normalisation of each channel of each sample of {}.",
-    num_features=..., eps=1e-5, momentum=0.1, affine=True, gamma_init=None, beta_init=None,
-)  # fmt: skip
+    "InstanceNorm",
+    "Normalisation of each channel of each sample of {}.",
+    num_features=...,
+    eps=1e-5,
+    momentum=0.1,
+    affine=True,
+    gamma_init=None,
+    beta_init=None,
+)
 
 
 class Embedding(
@@ -556,11 +564,7 @@ class LossBase(Cell):
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
-        if reduction not in ("none", "mean", "sum"):
-            raise ConfigError(
-                f"For '{type(self).__name__}', the 'reduction' must be in ['none', 'mean', 'sum'], "
-                f"but got {reduction}."
-            )
+        check_reduction(type(self).__name__, reduction)
         self.reduction = reduction
 
     def get_loss(self, x: torch.Tensor, weights: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -583,44 +587,36 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return F.cross_entropy(logits, target, reduction=self.reduction)
 
 
-class _Reduced(Renamed, LossBase):
-    """A loss that calls a function with logits, labels and its own arguments."""
+class _OfClasses(Renamed):
+    """A loss whose labels are classes of any integer dtype, or probabilities."""
 
-    function: Any
-    of_classes: bool
-
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {"reduction": given["reduction"]}
-
-    def construct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of one shape, or classes of any integer dtype."""
-        labels = labels.long() if self.of_classes and not labels.is_floating_point() else labels
-        own = {name: getattr(self, name) for name in type(self).__signature__.parameters}
-        return type(self).function(logits, labels, **own)
+    def forward(self: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[N, C, ...] and [N, ...], or of one shape."""
+        return super().forward(logits, labels if labels.is_floating_point() else labels.long())  # type: ignore[misc]
 
 
-def _loss(name: str, says: str, function: Any, *, classes: bool = False, **takes: Any) -> Any:
-    body = {"function": staticmethod(function), "of_classes": classes, "__doc__": says}
-    return type(name, (_Reduced,), {**body, "__module__": __name__}, **takes)
-
-
-MSELoss = _loss("MSELoss", "Squared differences.", F.mse_loss, reduction="mean")
-L1Loss = _loss("L1Loss", "Absolute differences.", F.l1_loss, reduction="mean")
-BCEWithLogitsLoss = _loss(
-    "BCEWithLogitsLoss", "Sigmoid and binary cross entropy.", F.binary_cross_entropy_with_logits,
-    reduction="mean",
-)  # fmt: skip
+_loss = functools.partial(_row, last=LossBase)
+MSELoss = _loss(torch.nn.MSELoss, "Squared differences.", reduction="mean")
+L1Loss = _loss(torch.nn.L1Loss, "Absolute differences.", reduction="mean")
+BCEWithLogitsLoss = _loss(torch.nn.BCEWithLogitsLoss, "Sigmoid and binary cross entropy.", reduction="mean")
 CrossEntropyLoss = _loss(
-    "CrossEntropyLoss", "Softmax and negative log likelihood of classes, or of class probabilities.",
-    F.cross_entropy, classes=True, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0,
-)  # fmt: skip
-NLLLoss = _loss(
-    "NLLLoss", "Negative log likelihood of classes, from log-probabilities.",
-    F.nll_loss, classes=True, weight=None, ignore_index=-100, reduction="mean",
-)  # fmt: skip
-BCELoss = _loss(
-    "BCELoss", "Binary cross entropy of probabilities.", F.binary_cross_entropy, weight=None, reduction="mean"
+    torch.nn.CrossEntropyLoss,
+    "Softmax and negative log likelihood of classes, or of class probabilities.",
+    _OfClasses,
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
 )
+NLLLoss = _loss(
+    torch.nn.NLLLoss,
+    "Negative log likelihood of classes, from log-probabilities.",
+    _OfClasses,
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+)
+BCELoss = _loss(torch.nn.BCELoss, "Binary cross entropy of probabilities.", weight=None, reduction="mean")
 SmoothL1Loss = _loss(
-    "SmoothL1Loss", "Squared below `beta`, absolute above.", F.smooth_l1_loss, beta=1.0, reduction="none"
+    torch.nn.SmoothL1Loss, "Squared below `beta`, absolute above.", beta=1.0, reduction="none"
 )

@@ -9,24 +9,28 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from halfstep.compat.mindspore._functions import signature_of, value_and_grad
-from halfstep.compat.mindspore._loss_scale import OVERFLOWS_IN_A_ROW, GroupLossScaleManager, WindowLossScale
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, plain_tensor
+from halfstep.compat.mindspore._loss_scale import (
+    OVERFLOWS_IN_A_ROW,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    GroupLossScaleManager,
+)
+from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, plain_tensor
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, HalfstepWarning
 from halfstep.optim import AdamW
-from halfstep.scaling.loss_scale import LossScale, StaticLossScale
+from halfstep.scaling.loss_scale import StaticLossScale
 from halfstep.scaling.skips import SkipCount
-from halfstep.trees import all_finite, cast_floats
+from halfstep.trees import all_finite, cast_floats, multiply, reciprocal
 
 __all__ = [
     "SGD",
@@ -100,20 +104,25 @@ class Optimizer:
     learning rates, of the optimizer or of a group, holds one for each step, the last one staying.
     """
 
-    def __init__(
-        self,
-        torch_optimizer: torch.optim.Optimizer,
-        learning_rate: LearningRate,
-        loss_scale: float,
-        order: tuple[torch.nn.Parameter, ...] | None = None,
-        rates: Mapping[int, Sequence[float]] | None = None,
-    ) -> None:
-        if loss_scale <= 0:
-            raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {loss_scale}")
-        self.torch_optimizer = torch_optimizer
-        self.learning_rate, self.loss_scale = learning_rate, loss_scale
+    __signature__: inspect.Signature
+    make: Any
+    """The class of torch's, or of halfstep's, that does the work."""
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        bound = type(self).__signature__.bind(params, *args, **kwargs)
+        bound.apply_defaults()
+        given: dict[str, Any] = bound.arguments
+        self.learning_rate: LearningRate = given.pop("learning_rate")
+        self.loss_scale: float = given.pop("loss_scale", 1.0)
+        if self.loss_scale <= 0:
+            raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {self.loss_scale}")
+        groups, self._order, self._rates = _groups(given.pop("params"), self.learning_rate)
+        if "beta1" in given:
+            given["betas"] = given.pop("beta1"), given.pop("beta2")
+        options = {name.removeprefix("use_"): value for name, value in given.items()}
+        first = _rates(self.learning_rate)[0]
+        self.torch_optimizer: torch.optim.Optimizer = self.make(groups, lr=first, **options)
         self.global_step = 0
-        self._order, self._rates = order, rates or {}
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -129,8 +138,7 @@ class Optimizer:
 
     def _set_rates(self) -> None:
         for index, rates in self._rates.items():
-            rate = float(rates[min(self.global_step, len(rates) - 1)])
-            self.torch_optimizer.param_groups[index]["lr"] = rate
+            self.torch_optimizer.param_groups[index]["lr"] = rates[min(self.global_step, len(rates) - 1)]
 
     def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Take one step with these gradients, divided by `loss_scale`; returns True."""
@@ -147,151 +155,91 @@ class Optimizer:
         return True
 
 
-def _first(learning_rate: LearningRate) -> float:
+def _rates(learning_rate: Any) -> list[float]:
+    """A rate for each step, one where it stays."""
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
     given: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
-    return float(given if isinstance(given, int | float) else given[0])
+    return [float(given)] if isinstance(given, int | float) else [float(rate) for rate in given]
 
 
-def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, Any]]:
+def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, list[float]]]:
     """MindSpore's groups as torch takes them, the order of the gradients, and rates that change, by index.
 
     ConfigError for none, for an unknown key and for a bad order.
     """
     listed: list[Any] = list(params)
-    order = next((g["order_params"] for g in listed if isinstance(g, dict) and "order_params" in g), None)
-    groups = [_group(g) for g in listed if not (isinstance(g, dict) and "order_params" in g)]
-    if not groups:
+    if not listed:
         raise ConfigError("the optimizer got no parameters: pass network.trainable_params()")
-    grouped = isinstance(groups[0], dict)
-    mine: list[Any] = [p for g in groups for p in g["params"]] if grouped else groups
-    if order is not None and {id(p) for p in order} != {id(p) for p in mine}:
+    given: list[dict[str, Any]] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    groups = [{**group, "params": list(group["params"])} for group in given if "order_params" not in group]
+    order = next((tuple(group["order_params"]) for group in given if "order_params" in group), None)
+    if order is not None and {id(p) for p in order} != {id(p) for g in groups for p in g["params"]}:
         raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
-    rates: dict[int, Any] = {}
-    for index, group in enumerate(groups if grouped else [{}]):
-        rate = group.get("lr", learning_rate)
-        rate = rate.tolist() if isinstance(rate, torch.Tensor) else rate
-        if "lr" in group:
-            group["lr"] = _first(rate)
-        if not isinstance(rate, int | float):
-            rates[index] = rate
-    return groups, None if order is None else tuple(order), rates
-
-
-def _group(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    group: dict[str, Any] = {**given, "params": list(given["params"])}
-    if group.pop("grad_centralization", False):
-        raise ConfigError("a group asks for grad_centralization, which is not here: centre gradients by hand")
-    return group
-
-
-class _TorchOptimizer(Optimizer):
-    """One that a class of torch's, or of halfstep's, does under MindSpore's arguments."""
-
-    __signature__: inspect.Signature
-    make: Any
-
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        bound = type(self).__signature__.bind(params, *args, **kwargs)
-        bound.apply_defaults()
-        given: dict[str, Any] = bound.arguments
-        rate, scale = given.pop("learning_rate"), given.pop("loss_scale", 1.0)
-        groups, order, rates = _groups(given.pop("params"), rate)
-        if "beta1" in given:
-            given["betas"] = given.pop("beta1"), given.pop("beta2")
-        options = {name.removeprefix("use_"): value for name, value in given.items()}
-        super().__init__(self.make(groups, lr=_first(rate), **options), rate, scale, order, rates)
+    rates: dict[int, list[float]] = {}
+    for index, group in enumerate(groups):
+        if group.pop("grad_centralization", False):
+            raise ConfigError(
+                "a group asks for grad_centralization, which is not here: centre gradients by hand"
+            )
+        mine = _rates(group.get("lr", learning_rate))
+        group["lr"] = mine[0]
+        if len(mine) > 1:
+            rates[index] = mine
+    return groups, order, rates
 
 
 def _row(name: str, says: str, make: Any, by_name: Sequence[str] = (), **takes: Any) -> Any:
     """The class of optimizers of this kind, with their arguments in this order; `...` for no default."""
     signature = signature_of({"params": ..., **takes}, by_name)
     body = {"make": staticmethod(make), "__signature__": signature, "__doc__": says, "__module__": __name__}
-    return type(name, (_TorchOptimizer,), body)
+    return type(name, (Optimizer,), body)
 
 
 SGD = _row(
-    "SGD", "Gradient descent with momentum.", torch.optim.SGD,
-    learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0,
-)  # fmt: skip
+    "SGD",
+    "Gradient descent with momentum.",
+    torch.optim.SGD,
+    learning_rate=0.1,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    loss_scale=1.0,
+)
 Momentum = _row(
-    "Momentum", "Gradient descent with momentum.", torch.optim.SGD,
-    learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False,
-)  # fmt: skip
+    "Momentum",
+    "Gradient descent with momentum.",
+    torch.optim.SGD,
+    learning_rate=...,
+    momentum=...,
+    weight_decay=0.0,
+    loss_scale=1.0,
+    use_nesterov=False,
+)
 Adam = _row(
-    "Adam", "Adam with bias correction; weight decay is added to the gradient.", torch.optim.Adam,
-    ("use_amsgrad", "weight_decay", "loss_scale"), learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
-    use_amsgrad=False, weight_decay=0.0, loss_scale=1.0,
-)  # fmt: skip
+    "Adam",
+    "Adam with bias correction; weight decay is added to the gradient.",
+    torch.optim.Adam,
+    ("use_amsgrad", "weight_decay", "loss_scale"),
+    learning_rate=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    use_amsgrad=False,
+    weight_decay=0.0,
+    loss_scale=1.0,
+)
 AdamWeightDecay = _row(
     "AdamWeightDecay",
     "Adam without bias correction; weight decay is taken off the weight, not added to the gradient.",
     functools.partial(AdamW, bias_correction=False),
-    learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0,
-)  # fmt: skip
-
-
-class FixedLossScaleUpdateCell(Cell):
-    """`cell(loss_scale, overflow)` gives `overflow` back and leaves the scale alone."""
-
-    def __init__(self, loss_scale_value: float) -> None:
-        super().__init__()
-        self.loss_scale_value = loss_scale_value
-
-    def get_loss_scale(self) -> float:
-        """The scale to begin with."""
-        return self.loss_scale_value
-
-    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
-        """`loss_scale`: a 0-d or 1-element tensor."""
-        return overflow
-
-
-class DynamicLossScaleUpdateCell(FixedLossScaleUpdateCell):
-    """`cell(loss_scale, overflow)` writes the next scale into `loss_scale` and gives `overflow` back.
-
-    An overflow divides by `scale_factor`, down to 1; `scale_window` steps without one multiply by it.
-
-    Raises:
-        ValueError: a scale below 1.
-    """
-
-    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__(loss_scale_value)
-        self.scale_factor, self.scale_window = scale_factor, scale_window
-        self._rule = WindowLossScale(float(loss_scale_value), scale_factor, scale_window)
-
-    def construct(self, loss_scale: torch.Tensor, overflow: Any) -> Any:
-        """`loss_scale`: a 0-d or 1-element tensor; `overflow`: a bool or such a tensor, which is not read."""
-        flag = torch.as_tensor(overflow).detach().reshape(()).bool()
-        before = loss_scale.detach().reshape(()).float().clone()
-        self._rule = replace(self._rule, current=before).adjust(~flag)
-        with torch.no_grad():
-            loss_scale.copy_(self._rule.tensor(loss_scale.device).reshape(loss_scale.shape))
-        return overflow
-
-
-@dataclass(frozen=True)
-class CellLossScale(LossScale):
-    """A loss scale that any Cell of (loss_scale, overflow) with `get_loss_scale()` moves."""
-
-    cell: Any
-    current: torch.Tensor | None = field(default=None, kw_only=True)
-
-    @property
-    def value(self) -> float | torch.Tensor:
-        """The scale: the cell's first at first."""
-        return float(self.cell.get_loss_scale()) if self.current is None else self.current
-
-    def adjust(self, finite: bool | torch.Tensor, amax: float | torch.Tensor | None = None) -> CellLossScale:
-        """Ask the cell."""
-        flag = torch.as_tensor(finite).detach().reshape(()).bool()
-        moved = as_tensor(self.tensor(flag.device).clone())
-        self.cell(moved, as_tensor(~flag))
-        return replace(self, current=moved.as_subclass(torch.Tensor))
+    learning_rate=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-6,
+    weight_decay=0.0,
+)
 
 
 class WithLossCell(Cell):
@@ -361,12 +309,12 @@ class TrainOneStepCell(Cell):
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         self.grad_no_sens = GradOperation(get_by_list=True)
         self.reducer_flag, self.grad_reducer = False, Identity()
-        self._scale: LossScale = StaticLossScale(1.0 if sens is None else float(sens))
+        self.scale_sense = as_tensor(StaticLossScale(float(self.sens)).tensor())
         self._grad_fn = value_and_grad(self._scaled, None, self.weights, has_aux=True)
 
     def _scaled(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss = self.network(*inputs)
-        return self._scale.scale(loss), loss
+        return multiply(loss, self.scale_sense), loss
 
     def construct(self, *inputs: Any) -> Any:
         """Take one step; returns the loss, not scaled."""
@@ -379,48 +327,37 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """Forward, backward, check and update: inputs to (loss, overflow, scale of the next step).
 
     A step whose gradients hold inf or NaN, on any rank, is skipped. More than 1000 in a row raise
-    LossScaleCollapsed. `scale_sense`: a LossScale (what a manager's `get_update_cell` gives), a Cell such as
-    nn.DynamicLossScaleUpdateCell, or a tensor or number for a constant scale. A `construct` of one's own may
-    use `start_overflow_check`, `get_overflow_status`, `process_loss_scale` and `hyper_map`, as in MindSpore.
+    LossScaleCollapsed. `scale_sense` is given as a Cell such as nn.DynamicLossScaleUpdateCell (what a
+    manager's `get_update_cell` gives), or as a tensor or number for a constant scale; from then on it is the
+    scale, a 0-d float32 tensor that `process_loss_scale` changes in place. A `construct` of one's own may use
+    it, `start_overflow_check`, `get_overflow_status`, `process_loss_scale`, `hyper_map`, as in MindSpore.
     """
 
     def __init__(self, network: torch.nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
-        super().__init__(network, optimizer)
+        kinds = Cell, torch.Tensor, int, float
+        check_kind("TrainOneStepWithLossScaleCell", "scale_sense", scale_sense, *kinds)
         if isinstance(scale_sense, torch.Tensor) and scale_sense.numel() != 1:
-            raise ValueError(
+            raise ConfigError(
                 "For 'TrainOneStepWithLossScaleCell', the shape of 'scale_sense' must be (1,) or (), "
                 f"but got {tuple(scale_sense.shape)}."
             )
-        if isinstance(scale_sense, Cell) and hasattr(scale_sense, "get_loss_scale"):
-            self._scale = CellLossScale(scale_sense)
-        elif isinstance(scale_sense, LossScale):
-            self._scale = scale_sense
-        elif isinstance(scale_sense, torch.Tensor | int | float):
-            self._scale = StaticLossScale(float(scale_sense))
-        else:
-            raise TypeError(
-                "For 'TrainOneStepWithLossScaleCell', the 'scale_sense' must be a Cell, a LossScale, a "
-                f"tensor or a number, but got 'scale_sense' type: {type(scale_sense)}."
-            )
+        constant = not isinstance(scale_sense, Cell)
+        cell: Any = FixedLossScaleUpdateCell(float(scale_sense)) if constant else scale_sense
+        super().__init__(network, optimizer)
+        self.scale_sense = as_tensor(StaticLossScale(float(cell.get_loss_scale())).tensor())
+        self.loss_scaling_manager = cell
         self.hyper_map = HyperMap()
-        self._sense = self._scale.tensor().clone()
         self.skips = SkipCount(limit=OVERFLOWS_IN_A_ROW + 1)
 
     def construct(self, *inputs: Any) -> tuple[Any, Tensor, Tensor]:
         """Take one step, or skip it."""
         (_, loss), gradients = self._grad_fn(*inputs)
         overflow = all_ranks(~all_finite(gradients))
-        taken = not overflow
-        if taken:
-            self.optimizer(self._scale.unscale(gradients, torch.float32))
+        if not overflow:
+            inverse = reciprocal(self.scale_sense)
+            self.optimizer(multiply(gradient, inverse) for gradient in gradients)
         self.process_loss_scale(overflow)
-        return loss, as_tensor(overflow), as_tensor(self._scale.tensor())
-
-    @property
-    def scale_sense(self) -> Tensor:
-        """The scale, a 0-d float32 tensor that `process_loss_scale` changes in place."""
-        self._sense.copy_(self._scale.tensor())
-        return as_tensor(self._sense)
+        return loss, as_tensor(overflow), as_tensor(self.scale_sense.clone())
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Tensor, Any]:
         """A status that `get_overflow_status` takes, and `compute_input` as it is."""
@@ -432,15 +369,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     def process_loss_scale(self, overflow: Any) -> Any:
         """Move the scale by one step; gives `overflow` back."""
+        self.loss_scaling_manager(self.scale_sense, as_tensor(torch.as_tensor(overflow)))
         taken = not bool(overflow)
-        self._scale = self._scale.adjust(taken)
-        self._sense.copy_(self._scale.tensor())
-        self.skips = self.skips.after(taken, scale=None if taken else self._scale.read())
+        self.skips = self.skips.after(taken, scale=None if taken else self.scale_sense.item())
         return overflow
 
     def set_sense_scale(self, sens: torch.Tensor) -> None:
         """Go on with a constant scale of this value."""
-        self._scale = StaticLossScale(float(sens))
+        self.loss_scaling_manager = FixedLossScaleUpdateCell(float(sens))
+        self.scale_sense.fill_(float(sens))
 
 
 class TrainOneStepWithGroupScalesCell(TrainOneStepCell):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
-from halfstep.compat.mindspore._tensor import check_whole
+from halfstep.compat.mindspore._tensor import check_kind, check_whole
 from halfstep.errors import ConfigError, HalfstepWarning
 
 __all__ = [
@@ -76,8 +76,7 @@ def as_callbacks(callbacks: Callback | Iterable[Callback] | None) -> list[Callba
     """Callbacks given as one, several or none, as a list."""
     listed = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     for callback in listed:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"'callbacks' must be Callbacks, but got {type(callback).__name__}")
+        check_kind("Model", "callbacks", callback, Callback)
     return listed
 
 
@@ -167,8 +166,7 @@ class ModelCheckpoint(Callback):
                 "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is invalid, "
                 f"it must be string that does not contain '/', but got {prefix}."
             )
-        if config is not None and not isinstance(config, CheckpointConfig):
-            raise TypeError(f"the 'config' must be a CheckpointConfig, but got {type(config)}")
+        check_kind("ModelCheckpoint", "config", config, CheckpointConfig, type(None))
         self.directory = Path("." if directory is None else directory)
         self.config = config or CheckpointConfig()
         self.prefix, self.latest_ckpt_file_name = prefix, ""
@@ -225,8 +223,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("auto", "min", "max"):
             raise ConfigError(f"mode should be 'auto', 'min' or 'max', but got {mode}.")
-        if not isinstance(verbose, bool):
-            raise TypeError(f"For 'EarlyStopping', 'verbose' must be a bool, but got {verbose!r}")
+        check_kind("EarlyStopping", "verbose", verbose, bool)
         self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
         check_whole("EarlyStopping", "patience", patience, 0)
         self.patience, self.baseline, self.restore_best_weights = patience, baseline, restore_best_weights

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfstep.compat.mindspore._tensor import check_kind
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -250,10 +251,8 @@ def get_metrics(metrics: Any) -> dict[str, Metric]:
     if metrics is None:
         return {}
     if isinstance(metrics, dict):
-        wrong = [name for name, metric in metrics.items() if not isinstance(metric, Metric)]
-        if wrong:
-            raise TypeError(f"the metric {wrong[0]!r} must be a Metric, but got {type(metrics[wrong[0]])}")
+        for name, metric in metrics.items():
+            check_kind("Model", f"metric {name}", metric, Metric)
         return dict(metrics)
-    if isinstance(metrics, set):
-        return {name: get_metric_fn(name) for name in sorted(metrics)}
-    raise TypeError(f"The 'metrics' must be dict or set, but got {type(metrics)}: write {{'accuracy'}}, say")
+    check_kind("Model", "metrics", metrics, dict, set)
+    return {name: get_metric_fn(name) for name in sorted(metrics)}

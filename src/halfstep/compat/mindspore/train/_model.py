@@ -34,6 +34,8 @@ class Model:
         kwargs: `loss_scale_manager` and `keep_batchnorm_fp32`, instead of the level's presets;
             `boost_level`, which warns.
 
+    `train_network` takes a training step, `eval_network` gives (loss, output, label).
+
     Raises:
         TypeError, ValueError: as `amp.build_train_network`.
     """
@@ -50,45 +52,27 @@ class Model:
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:
-        for name in kwargs:
-            if name not in ("loss_scale_manager", "keep_batchnorm_fp32"):
-                raise ConfigError(
-                    f"The argument in 'kwargs' should be 'loss_scale_manager' or "
-                    f"'keep_batchnorm_fp32', but got '{name}'."
-                )
-        if amp_level not in amp.AMP_LEVELS:
-            raise ConfigError(f"the 'amp_level' must be one of {amp.AMP_LEVELS}, but got {amp_level!r}.")
+        if unknown := kwargs.keys() - {"loss_scale_manager", "keep_batchnorm_fp32"}:
+            raise ConfigError(
+                "The argument in 'kwargs' should be 'loss_scale_manager' or 'keep_batchnorm_fp32', but got "
+                f"'{min(unknown)}'."
+            )
         amp.check_level(amp_level, boost_level)
         if metrics and loss_fn is None and eval_network is None:
             raise ConfigError("the 'metrics' of a Model need a 'loss_fn' or an 'eval_network', got neither.")
         if optimizer is None and kwargs.get("loss_scale_manager") is not None:
             raise ConfigError("a Model with a 'loss_scale_manager' needs an 'optimizer', but got None.")
         self._output_dtype = torch.float16 if amp_level in ("O2", "O3") else None
-        self._network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
+        self.predict_network, self._loss_fn, self._optimizer = network, loss_fn, optimizer
         self._metrics = get_metrics(metrics)
-        self._train_network: Any = None
+        self.train_network: Any = None
         if optimizer is not None:
-            self._train_network = amp.build_train_network(network, optimizer, loss_fn, amp_level, **kwargs)
+            self.train_network = amp.build_train_network(network, optimizer, loss_fn, amp_level, **kwargs)
         else:
             amp.auto_mixed_precision(network, amp_level)
-        self._eval_network = eval_network
+        self.eval_network = eval_network
         if eval_network is None and loss_fn is not None:
-            self._eval_network = nn.WithEvalCell(network, loss_fn, amp_level != "O0")
-
-    @property
-    def train_network(self) -> Any:
-        """The Cell that takes a training step."""
-        return self._train_network
-
-    @property
-    def eval_network(self) -> Any:
-        """The Cell that gives (loss, output, label)."""
-        return self._eval_network
-
-    @property
-    def predict_network(self) -> Any:
-        """The network."""
-        return self._network
+            self.eval_network = nn.WithEvalCell(network, loss_fn, amp_level != "O0")
 
     def train(
         self,
@@ -119,7 +103,7 @@ class Model:
         Raises:
             ValueError: an epoch that is not above `initial_epoch`, or an empty data set.
         """
-        if self._train_network is None:
+        if self.train_network is None:
             raise ConfigError("this Model has no optimizer: give it one to train")
         if not isinstance(epoch, int) or epoch <= initial_epoch:
             raise ConfigError(
@@ -131,13 +115,13 @@ class Model:
             "train",
             steps,
             epoch_num=epoch,
-            train_network=self._train_network,
+            train_network=self.train_network,
             train_dataset=train_dataset,
             valid_dataset=valid_dataset,
         )
         context = RunContext(now)
         now.cur_step_num = initial_epoch * steps
-        self._train_network.set_train()
+        self.train_network.set_train()
         _tell(listed, "begin", context)
         for now.cur_epoch_num in range(initial_epoch + 1, epoch + 1):
             self._train_epoch(train_dataset, listed, context)
@@ -146,7 +130,7 @@ class Model:
             if valid_dataset is not None and due:
                 metrics, loss = self._evaluate(valid_dataset, listed)
                 now.metrics, now.eval_results = metrics, {**metrics, "eval_loss": loss}
-                self._train_network.set_train()
+                self.train_network.set_train()
             _tell(listed, "epoch_end", context)
             now.pop("metrics", None)
             now.pop("eval_results", None)
@@ -161,7 +145,7 @@ class Model:
             now.cur_step_num += 1
             now.train_dataset_element = batch
             _tell(callbacks, "step_begin", context)
-            now.net_outputs = self._train_network(*batch)
+            now.net_outputs = self.train_network(*batch)
             _tell(callbacks, "step_end", context)
             if context.get_stop_requested():
                 break
@@ -173,25 +157,23 @@ class Model:
         return self._evaluate(valid_dataset, as_callbacks(callbacks))[0]
 
     def _evaluate(self, dataset: Any, callbacks: list[Callback]) -> tuple[dict[str, Any], float]:
-        if self._eval_network is None:
+        if self.eval_network is None:
             raise ConfigError(
                 "this Model has neither loss_fn nor eval_network: give it one of them to evaluate"
             )
         if not self._metrics:
             raise ConfigError("For Model.eval, the model argument 'metrics' can not be None or empty.")
-        now = self._parameters(
-            "eval", _steps(dataset), eval_network=self._eval_network, valid_dataset=dataset
-        )
+        now = self._parameters("eval", _steps(dataset), eval_network=self.eval_network, valid_dataset=dataset)
         context, loss = RunContext(now), Loss()
         for metric in self._metrics.values():
             metric.clear()
-        self._eval_network.train(False)
+        self.eval_network.train(False)
         _tell(callbacks, "begin", context)
         _tell(callbacks, "epoch_begin", context)
         with torch.no_grad():
             for now.cur_step_num, batch in enumerate(dataset.create_tuple_iterator(num_epochs=1), start=1):
                 _tell(callbacks, "step_begin", context)
-                now.net_outputs = outputs = self._eval_network(*batch)
+                now.net_outputs = outputs = self.eval_network(*batch)
                 loss.update(outputs[0])
                 for metric in self._metrics.values():
                     metric.update(*(outputs[:1] if isinstance(metric, Loss) else outputs[1:3]))
@@ -203,16 +185,16 @@ class Model:
 
     def predict(self, *predict_data: Any) -> Any:
         """The network's output, in evaluation mode and without gradients; fp16 at O2 and O3, as there."""
-        self._network.train(False)
+        self.predict_network.train(False)
         with torch.no_grad():
-            output = self._network(*predict_data)
+            output = self.predict_network(*predict_data)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def _parameters(self, mode: str, steps: int, **more: Any) -> CallbackParam:
         return CallbackParam(
             mode=mode,
             batch_num=steps,
-            network=self._network,
+            network=self.predict_network,
             loss_fn=self._loss_fn,
             optimizer=self._optimizer,
             dataset_sink_mode=False,
