@@ -104,8 +104,8 @@ def test_the_command_gives_the_same_verdict_where_no_process_is_copied(tmp_path,
         raise AssertionError("a process was copied")
 
     monkeypatch.setattr(os, "fork", fork)
-    monkeypatch.setattr("halfstep.doctor.process.can_copy", lambda: False)
-    monkeypatch.setattr(_script, "examine_script", partial(examine_script, copies=False))
+    monkeypatch.setattr("halfstep.cli.doctor.can_copy", lambda: False)
+    monkeypatch.setattr("halfstep.cli.doctor.examine_script", partial(examine_script, copies=False))
     assert (main(command), capsys.readouterr().out) == by_copies
     assert by_copies[0] == 1
 

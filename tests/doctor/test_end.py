@@ -96,7 +96,7 @@ def test_options_without_dashes_before_are_answered_with_what_to_write(doctor):
 
 @pytest.mark.long
 def test_options_that_a_script_lacks_are_answered_with_what_to_write(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("halfstep.doctor.process.can_copy", lambda: False)  # pytest keeps what a copy says
+    monkeypatch.setattr("halfstep.cli.doctor.can_copy", lambda: False)  # pytest keeps what a copy says
     path = tmp_path / "train.py"
     path.write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\n"
                     "p.parse_args()\n")  # fmt: skip
