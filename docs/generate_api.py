@@ -80,7 +80,6 @@ def parameters_text(thing: Any, *, bound: bool = False) -> tuple[list[str], str]
     """The parameters of a signature, one text each, and the result; `bound` drops the first one."""
     signature = inspect.signature(thing)
     given = list(signature.parameters.values())[1 if bound else 0 :]
-    given = [p for p in given if "Never" not in str(p.annotation)]  # what only catches wrong calls
     parts: list[str] = []
     for i, parameter in enumerate(given):
         keyword_only = parameter.kind is PARAMETER.KEYWORD_ONLY

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
 import subprocess
 import sys
@@ -39,18 +38,13 @@ def test_every_argument_is_explained_on_the_api_page(thing):
     page = (DOCS / "api.md").read_text()
     entry = page.partition(f"### `{thing.__name__}`\n")[2].partition("\n### ")[0].partition("\nMembers:")[0]
     explained = dict(re.findall(r"^- `(\w+)`: (.+)$", entry, re.MULTILINE))
-    names = {text.partition(":")[0].partition("=")[0] for text in parameters(thing)} - {"*"}
+    names = {text.partition(":")[0].partition("=")[0].strip("*") for text in parameters(thing)} - {""}
     assert names - set(explained) == set()
     assert [name for name in names if len(explained[name].split()) < 2] == []
 
 
 def parameters(thing):
     return generator("generate_api").parameters_text(thing)[0]
-
-
-def test_a_wrong_call_is_no_argument():
-    assert "**unknown" in str(inspect.signature(hs.prepare))
-    assert "unknown" not in " ".join(parameters(hs.prepare))
 
 
 @pytest.mark.long
