@@ -371,3 +371,17 @@ def test_several_losses_at_once_are_differentiated_in_one_pass():
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="bf16")
     with pytest.raises(hs.ConfigError, match=r"got 2 losses, those at \[1\] are no scalar tensors"):
         amp.backward([torch.ones(()), "loss"])
+
+
+def test_revert_keeps_masters_that_an_optimizer_has_at_o3():
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = hs.optim.SGD(model.parameters(), lr=1e-4)
+    amp = hs.prepare(model, optimizer, level="O3", dtype="bf16")
+    for _ in range(20):
+        amp.backward(model(torch.ones(4, 8)).float().mean())
+        amp.step()
+    master = optimizer.master_of(model.weight)
+    assert not torch.equal(master, torch.ones(8, 8))
+    amp.revert()
+    assert torch.equal(model.weight, master)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep as hs
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepWarning, LossScaleCollapsed
 from halfstep.recipes.data import Batches
 from halfstep.trainer import Callback, ProgressBar, Trainer, accuracy
@@ -439,3 +440,29 @@ def test_a_resumed_run_whose_folder_began_with_an_earlier_version_goes_on_from_t
     whole = make()
     whole.fit(batches(), steps=6)
     assert all(map(torch.equal, last.model.parameters(), whole.model.parameters()))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Ten pairs; nobody knows their number."""
+
+    def __iter__(self):
+        return iter(zip(X[:10], Y[:10]))
+
+
+def test_a_loader_of_a_data_set_without_a_length_is_trained_on():
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=4)
+    trainer = make()
+    trainer.fit(loader, steps=5)
+    assert (trainer.step, trainer.epoch) == (5, 1)
+    with pytest.raises(ConfigError, match=r"a DataLoader has no length; give steps="):
+        make().fit(loader, epochs=1)
+
+
+def test_released_gradients_wait_for_the_last_batch_of_a_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = hs.optim.SGD(model.parameters(), lr=0.1, release_gradients=True)
+    loss = nn.functional.cross_entropy
+    trainer = Trainer(model, optimizer, loss, level="O2", dtype="bf16", accumulate=2, progress=False)
+    history = trainer.fit(batches(), steps=8)
+    assert history.losses[-1] < history.losses[0]

@@ -3,8 +3,8 @@
 bf16: the 16-bit half is the nearest bf16, ties away from zero, and the lacking bits are the signed distance
 between the two bit patterns, so that joining is one integer addition. fp16: the half is torch's cast (ties
 to even); from 2^-16 up the lacking bits are again the distance of the patterns, below they count steps of
-2^-40. A weight that somebody sets keeps its lacking bits: it is what it was set to within half a unit, so
-that a 0 stays one (fp16: what was below 2^-16 before, within some units).
+2^-40. A weight that somebody sets keeps its lacking bits: it is what it was set to within half a unit (in
+fp16 a whole one at exactly 2^-14, 2^-15 and 2^-16), so that a 0 stays one.
 
 Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit.
 """
@@ -97,12 +97,14 @@ def lacking_fp16(values: Tensor, half: Tensor) -> Tensor:
 
 
 def join_fp16(half: Tensor, lacking: Tensor) -> Tensor:
-    """`join` for fp16. Lacking bits that no split makes (below a weight set to 0 from outside) count as 0."""
+    """`join` for fp16. Lacking bits that no split makes (of what a set weight was before) count as 0."""
     high = half.view(torch.int16).to(torch.int32)
     code = high & 0x7FFF
     base = half.abs().to(torch.float32)
     low = lacking.to(torch.int32).masked_fill(code >= 0x7C00, 0)
-    pattern = base.view(torch.int32) + low
+    most = torch.where(code > 0x400, 1 << 12, torch.where(code > 0x200, 1 << 13, 1 << 14))
+    far = (code > 0x100) & (low.abs() > most)
+    pattern = base.view(torch.int32) + low.masked_fill(far, 0)
     units = low & 0xFFFF
     zero = units.masked_fill(units > 0x8000, 0).to(torch.float32) * 2.0**-40
     below = torch.where(code == 0, zero, base + low.to(torch.float32) * 2.0**-40)

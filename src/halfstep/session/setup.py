@@ -126,7 +126,8 @@ class Setup:
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        exact = [(holder, holder.masters()) for holder in self._holders]
+        holders = holders_of(self.optimizers) if self.precision.stores_low else []  # hs.optim's at O3 too
+        exact = [(holder, holder.masters()) for holder in holders]
         for conversion in self.conversions:
             conversion.revert()
         for holder, values in exact:

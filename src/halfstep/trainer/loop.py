@@ -90,6 +90,14 @@ def check_parallel(model: nn.Module, wrapped: bool) -> None:
         raise ConfigError(f"{max(ranks, started)} ranks would each train a model of their own: {remedy}")
 
 
+def length_of(loader: Any) -> int | None:
+    """The number of batches in a pass; None where neither the loader nor its data set knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accumulate: int) -> int:
     """The number of the last step of a `fit`; ConfigError where that is not said once and clearly."""
     if (steps is None) == (epochs is None):
@@ -99,9 +107,10 @@ def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accu
             raise ConfigError(f"fit got {name}={show(value)}; expected a whole number")
     if not isinstance(loader, Iterable):
         raise ConfigError(f"fit got a {type(loader).__name__} as a loader; give batches (input, target)")
-    if steps is None and not hasattr(loader, "__len__"):
+    batches = length_of(loader)
+    if steps is None and batches is None:
         raise ConfigError(f"a {type(loader).__name__} has no length; give steps= instead of epochs=")
-    last = int(epochs or 0) * len(cast(Any, loader)) // accumulate if steps is None else steps
+    last = int(epochs or 0) * (batches or 0) // accumulate if steps is None else steps
     if last < 1:
         raise ConfigError(f"fit would train {last} steps; give steps= or epochs= of at least 1")
     return last
@@ -194,7 +203,7 @@ class Position:
 
     def trained(self) -> None:
         """End the pass where the batch just trained on was its last."""
-        if hasattr(self.loader, "__len__") and self.served == len(self.loader):
+        if self.served == length_of(self.loader):
             self.end()
 
     def end(self) -> None:
@@ -230,7 +239,7 @@ def _train(own: Trainer, batches: Sequence[Any]) -> tuple[Tensor, Outcome]:
         with cast(Any, own.forward).no_sync() if apart else nullcontext():
             with own.amp.autocast():
                 loss = own.loss_fn(own.forward(x), y) / len(batches)
-            own.amp.backward(loss)
+            own.amp.backward(loss, more=number < len(batches))
         losses.append(loss.detach())
     return sum(losses[1:], losses[0]), own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
 
@@ -319,6 +328,8 @@ class Trainer:
         **precision: Any,
     ) -> None:
         check_options(dict(locals()))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"Trainer got a {type(model).__name__} as the model; expected one nn.Module")
         check_parallel(model, wrap is not None)
         if device is not None:
             model.to(resolve(device))

@@ -229,7 +229,10 @@ def join_fp16(h, lo):
     magnitude = i32(i32(h) & i32(0x7FFF))
     base = bits_of(from_fp16(i16(magnitude)))
     low = pick(magnitude >= i32(0x7C00), i32(0), i32(lo))
-    pattern = i32(base + low)
+    most = pick(magnitude > i32(0x200), i32(1 << 13), i32(1 << 14))
+    most = pick(magnitude > i32(0x400), i32(1 << 12), most)
+    far = pick(low < i32(0), i32(-low), low) > most
+    pattern = i32(base + pick((magnitude > i32(0x100)) & far, i32(0), low))
     below = bits_of(f32(float_of(base) + f32(f32(low) * f32(2.0**-40))))
     units = i32(low & i32(0xFFFF))
     zero = bits_of(f32(f32(pick(units > i32(0x8000), i32(0), units)) * f32(2.0**-40)))

@@ -121,7 +121,9 @@ def join_fp16(h, lacking):
     code = high & 0x7FFF
     base = tl.abs(h.to(tl.float32))
     low = tl.where(code >= 0x7C00, 0, lacking.to(tl.int32))
-    pattern = plus(bits_of(base), low)
+    most = tl.where(code > 0x400, 1 << 12, tl.where(code > 0x200, 1 << 13, 1 << 14))
+    far = (code > 0x100) & (tl.abs(low) > most)
+    pattern = plus(bits_of(base), tl.where(far, 0, low))
     units = low & 0xFFFF
     zero = tl.where(units > 0x8000, 0, units).to(tl.float32) * (2.0**-40)
     below = tl.where(code == 0, zero, base + low.to(tl.float32) * (2.0**-40))
