@@ -30,8 +30,8 @@ COMMANDS = {"make demo": 360, "make test": 480}
 
 KERNEL_TESTS = "tests/casting tests/devices tests/session"
 QUICK = {
-    ".venv/bin/halfstep train demo --steps 3 --seeds 1": 120,
-    f".venv/bin/python -m pytest -n 2 --dist worksteal -m 'not exhaustive and not long' {KERNEL_TESTS}": 240,
+    ".venv/bin/halfstep train demo --steps 3 --seeds 1": 240,
+    f".venv/bin/python -m pytest -n 2 --dist worksteal -m 'not exhaustive and not long' {KERNEL_TESTS}": 480,
 }
 
 
