@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from tests.silence import silent
 
-LEFT = r"gradients of this SGD \(optimizer 0\) are the sum of its own loss's and of another optimizer's"
+LEFT = r"gradients of this SGD \(optimizer 0\) are the sum of its own loss's and of what the backward"
 KINDS = ("one session", "two sessions")
 
 

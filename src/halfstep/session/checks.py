@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from halfstep.session.round import Loss
 
 LEFT = (
-    "the gradients of this {} (optimizer {}) are the sum of its own loss's and of another optimizer's, whose "
-    "backward() left them here. Name the optimizer that a loss trains, amp.backward(loss, optimizer), or "
-    "call this optimizer's zero_grad() before its backward() (said once)"
+    "the gradients of this {} (optimizer {}) are the sum of its own loss's and of what the backward() of "
+    "another loss left there. Call its zero_grad() before its backward(), or, of several optimizers, name "
+    "the one that a loss trains: amp.backward(loss, optimizer) (said once)"
 )
 
 SKIPPED_IN_A_ROW = 5
