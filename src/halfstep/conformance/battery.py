@@ -25,7 +25,7 @@ from halfstep.conformance.numbers import Outcome
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.formats import dtype_name, format_of
-from halfstep.gradients.unscale import kernels_of, plain_check_and_unscale, unscale_
+from halfstep.gradients.unscale import plain_check_and_unscale, unscale_
 from halfstep.policy.levels import level_of
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler
@@ -260,14 +260,14 @@ def _finite_check(at: torch.device) -> Outcome:
             for one, two in zip(ours, theirs):
                 if not torch.equal(one.cpu().nan_to_num(9.0), two.nan_to_num(9.0)):
                     return "fails", f"{name} ({dtype_name(dtype)}): unscaled to other values than on the CPU"
-    if kernels_of(at.type).check_and_unscale is not None:
+    if devices.declared(at.type).finite_check is not None:
         return "passes", "the vendor's kernel"
     return "falls back", "no kernel registered; torch's or ordinary ops do it"
 
 
 def _scale_update(at: torch.device) -> Outcome:
     """The vendor's scale update against the rule, over growth, backoff and a run of both."""
-    kernel = kernels_of(at.type).update_scale
+    kernel = devices.declared(at.type).update_scale
     if kernel is None:
         return "falls back", "no kernel registered; ordinary ops do it"
     scale = torch.tensor(1024.0, device=at)

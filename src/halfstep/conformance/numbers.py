@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep import devices
 from halfstep.formats import format_of
-from halfstep.gradients.unscale import kernels_of
 
 Outcome = tuple[Literal["passes", "fails", "absent", "falls back"], str]
 Numbers = Callable[[torch.device, torch.dtype], Outcome]
@@ -201,7 +201,7 @@ def _format(at: torch.device, low: torch.dtype) -> Outcome:
 
 def _flag(at: torch.device, low: torch.dtype) -> Outcome:
     """found_inf is an OR: a finite tensor after one that was not leaves it at 1."""
-    kernel = kernels_of(at.type).check_and_unscale
+    kernel = devices.declared(at.type).finite_check
     if kernel is None:
         return "falls back", "no kernel registered; torch's or ordinary ops do it"
     found, inverse = torch.ones((), device=at), torch.ones((), device=at)
