@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -103,17 +104,10 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path, use = _NAMES[name]
-    found: Any = torch
-    parts = path.split(".")
-    for depth, part in enumerate(parts, 1):
-        try:
-            held = hasattr(found, part)
-            found = (
-                getattr(found, part) if held else importlib.import_module(".".join(["torch", *parts[:depth]]))
-            )
-        except ImportError as error:
-            raise _lacking(f"torch.{path}", use) from error
-    globals()[name] = found
+    try:
+        found = globals()[name] = pkgutil.resolve_name(f"torch.{path}")
+    except (ImportError, AttributeError) as error:
+        raise _lacking(f"torch.{path}", use) from error
     return found
 
 

@@ -116,12 +116,15 @@ def measure(
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)
     finite = torch.isfinite(amax)
-    norm = _rescue(norm, amax, finite, tensors)
-    if inv_scale is not None:
-        if isinstance(inv_scale, Tensor):
-            inv_scale = inv_scale.to(home, non_blocking=True)
-        norm, amax = norm * inv_scale, amax * inv_scale
-    return GradStats(finite, norm, amax)
+    return _unscaled(finite, _rescue(norm, amax, finite, tensors), amax, inv_scale)
+
+
+def _unscaled(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Tensor | None) -> GradStats:
+    if inv_scale is None:
+        return GradStats(finite, norm, amax)
+    if isinstance(inv_scale, Tensor):
+        inv_scale = inv_scale.to(norm.device, non_blocking=True)
+    return GradStats(finite, norm * inv_scale, amax * inv_scale)
 
 
 @torch.no_grad()
@@ -167,11 +170,7 @@ def measure_shards(
     squares, amax = torch.stack([a for a, _ in found]).sum(), gathered([b for _, b in found], home).amax()
     if stages is not None:
         squares, amax = distributed.sums_over((stages,), squares, amax)
-    finite, norm = torch.isfinite(amax), squares.sqrt().to(amax.dtype)
-    if inv_scale is not None:
-        factor = inv_scale.to(home, non_blocking=True) if isinstance(inv_scale, Tensor) else inv_scale
-        norm, amax = norm * factor, amax * factor
-    return GradStats(finite, norm, amax)
+    return _unscaled(torch.isfinite(amax), squares.sqrt().to(amax.dtype), amax, inv_scale)
 
 
 @torch.no_grad()
