@@ -89,13 +89,6 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
     return sum(size for address, size in kept.items() if address not in own)
 
 
-def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
-    """Peak bytes of tensors during one `step`, as `memory_peak` counts them."""
-    with memory_peak(resident, device) as peak:
-        step()
-    return peak[0]
-
-
 @contextmanager
 def memory_peak(resident: Iterable[Tensor], device: torch.device) -> Generator[list[int]]:
     """Peak bytes of tensors inside the block, allocator-exact: the one entry of the list, once it has ended.
