@@ -206,10 +206,4 @@ def _flag(at: torch.device, low: torch.dtype) -> Outcome:
         return "falls back", "no kernel registered; torch's or ordinary ops do it"
     found, inverse = torch.ones((), device=at), torch.ones((), device=at)
     kernel([torch.ones(3, dtype=low).to(at)], found, inverse)
-    if float(found) != 1.0:
-        return "fails", f"a finite gradient after an inf set found_inf from 1 to {float(found)}"
-    found = torch.zeros((), device=at)
-    kernel(
-        [torch.full((3,), float("nan"), dtype=low).to(at), torch.ones(2, dtype=low).to(at)], found, inverse
-    )
-    return _expect(float(found), 1.0, "found_inf")
+    return _expect(float(found), 1.0, "found_inf, set before a finite gradient")

@@ -161,10 +161,7 @@ def _judge(
     target = dtype if rule in (Rule.LOW, Rule.KEEP) else wide
     result = None if output is None else _real(output)
     right = result is target or result not in _FLOATING
-    if rule is Rule.KEEP or not compute:
-        inside = True
-    else:
-        inside = target in compute
+    inside = rule is Rule.KEEP or not compute or target in compute
     if rule is Rule.LOW and compute == (wide,) and right:
         return "agrees", ROUNDED
     return ("agrees", "") if right and inside else ("differs", f"the rule is {rule.value}")
