@@ -15,10 +15,9 @@ import json
 import os
 import pickle
 import re
+import secrets
 import shutil
-import socket
 import sys
-import time
 import warnings
 import zipfile
 import zlib
@@ -43,7 +42,6 @@ from halfstep.torch_private import tree_leaves
 FOLDER_FORMATS = (1, 2, 3)
 """Versions of the layout of a folder that are read; the last one is written."""
 MANIFEST = "manifest.json"
-HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 
 
 # ---- one file -------------------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ def write_folder(
     if wrong:
         stands = "what was saved before stands"
         raise CheckpointError(wrong if stands in wrong else f"{wrong}; {stands}")
-    if keep_last is not None and first:
+    if first:
         _prune(path, keep_last)
 
 
@@ -275,9 +273,6 @@ def _commit(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
     os.rename(temporary, path)
     _sync_folder(path.parent)
     _remove(old, path)
-    for left in path.parent.glob(".*.tmp"):
-        if _was_abandoned(left):
-            _remove(left)
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
@@ -395,36 +390,13 @@ class Background:
 
 
 def _beside(path: Path) -> Path:
-    """Where this process writes what becomes `path`."""
-    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
+    """Where one save writes what becomes `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _replaced(path: Path) -> Path:
     """Where a checkpoint lies while another takes its name."""
     return path.with_name(f".{path.name}.old")
-
-
-def _was_abandoned(temporary: Path) -> bool:
-    """Whether this is a name that `_beside` gives, and its process has ended.
-
-    Nobody can ask that of another host: its folders with our mark are, when none of it changed for a day.
-    """
-    found = re.fullmatch(r"\..+\.(\w+)-(\d+)\.tmp", temporary.name)
-    if found is None:
-        return False
-    try:
-        if found[1] != HOST:
-            changed = max(path.lstat().st_mtime for path in (temporary, *temporary.iterdir()))
-            return _is_ours(temporary) and time.time() - changed > _DAY
-        os.kill(int(found[2]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False
-
-
-_DAY = 24 * 60 * 60.0
 
 
 def _is_ours(folder: Path) -> bool:
@@ -489,10 +461,18 @@ def check_keep(path: Path, keep: int | None) -> None:
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
-def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
+def _prune(path: Path, keep: int | None) -> None:
+    """Delete what killed saves of this name left; with `keep` what those of its series left, and older ones.
+
+    A series are names that differ in the last number only.
+    """
     ours = [other.name for other in path.parent.iterdir() if _is_ours(other)]
-    for name in older(path.name, ours)[:-keep]:
+    begun = {name: found[1] for name in ours if (found := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
+    series = [path.name] if keep is None else older(path.name, begun.values())
+    gone = [name for name, wanted in begun.items() if wanted in series]
+    if keep is not None:
+        gone += older(path.name, ours)[:-keep]
+    for name in gone:
         _remove(path.with_name(name))
 
 
