@@ -504,13 +504,9 @@ class CheckpointFolder:
         named = [path for path in found if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
         return sorted(named, key=lambda path: (int(path.stem[len("step-") :]), not path.suffix))
 
-    def path_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies."""
-        return self.folder / f"step-{step:08d}"
-
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` was written or loaded here."""
-        return self.path_of(step).name in self._known
+        return f"step-{step:08d}" in self._known
 
     def claim(self) -> None:
         """Raise CheckpointError where the folder holds checkpoints of another run."""
@@ -521,10 +517,11 @@ class CheckpointFolder:
                 "go on with that run, or another folder for this one"
             )
 
-    def wrote(self, path: Path) -> Path:
-        """`path`, which from now on is known as a checkpoint of this run."""
-        self._known.add(path.stem)
-        return path
+    def path_for(self, step: int) -> Path:
+        """Where to write the checkpoint of `step`, which from now on is of this run; raises as `claim`."""
+        self.claim()
+        self._known.add(name := f"step-{step:08d}")
+        return self.folder / name
 
     def read_latest(self, read: Callable[[Path], Any]) -> None:
         """Call `read` for the newest checkpoint; where that is damaged, for the one before it, and so on.

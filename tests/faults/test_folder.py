@@ -32,7 +32,7 @@ def test_two_living_runs_in_one_folder_are_told_and_nothing_is_lost(tmp_path):
     one, other = CheckpointFolder(tmp_path, keep=1), CheckpointFolder(tmp_path, keep=1)
     for folder in (one, other):
         folder.read_latest(lambda path: pytest.fail(f"{path} was never written"))
-    one.wrote(session().save(one.path_of(5)))
+    session().save(one.path_for(5))
     one.claim()
     with pytest.raises(CheckpointError, match=r"another run \(step-00000005\)"):
         other.claim()
@@ -43,7 +43,7 @@ def test_files_of_other_names_are_neither_read_nor_deleted(tmp_path, name):
     (tmp_path / name).write_bytes(b"mine")
     folder = CheckpointFolder(tmp_path, keep=1)
     for step in (1, 2):
-        session().save(folder.path_of(step), keep_last=folder.keep)
+        session().save(folder.path_for(step), keep_last=folder.keep)
     assert [p.name for p in folder.paths()] == ["step-00000002"]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "step-00000002"])
 

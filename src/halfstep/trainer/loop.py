@@ -482,12 +482,11 @@ class Trainer:
         """Write a checkpoint of this moment into the folder, as `Session.save` does; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
-        self.folder.claim()
-        path = self.folder.path_of(self.step)
+        path = self.folder.path_for(self.step)
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
-        return self.folder.wrote(self.amp.save(path, schedulers=self.schedulers, position=place, **options))
+        return self.amp.save(path, schedulers=self.schedulers, position=place, **options)
 
     def go_on(self, counts: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         """Count from there, and take the next batch from that position, where it is known."""
