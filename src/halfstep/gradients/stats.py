@@ -128,23 +128,6 @@ def _unscaled(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Ten
 
 
 @torch.no_grad()
-def finite_and_norm(
-    grads: Sequence[Tensor], inv_scale: float | Tensor | None = None
-) -> GradStats[Tensor, Tensor, Tensor | None]:
-    """Return `measure`'s finite flag and norm; largest magnitude only where it came at no further cost.
-
-    On a CPU a finite norm proves finite gradients, so that a second look is needed only after a bad one.
-    """
-    tensors = [t for g in grads if (t := dense_values(g.detach())).numel()]
-    if tensors and all(t.device.type == "cpu" for t in tensors):
-        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
-        finite = torch.isfinite(norm)
-        if bool(finite):
-            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
-    return measure(tensors, inv_scale)
-
-
-@torch.no_grad()
 def measure_shards(
     grads: Iterable[Tensor | None],
     inv_scale: float | Tensor | None = None,
@@ -174,6 +157,7 @@ def measure_shards(
 
 
 @torch.no_grad()
+@torch.no_grad()
 def measure_whole(
     grads: Sequence[Tensor],
     inv_scale: float | Tensor | None = None,
@@ -183,11 +167,18 @@ def measure_whole(
 ) -> GradStats[Tensor, Tensor, Tensor | None]:
     """Return `measure_shards`, which every rank must call, where a gradient is elsewhere, else `measure`.
 
-    Without `needs_amax` it is `finite_and_norm` that measures.
+    Without `needs_amax` a largest magnitude only where it comes at no further cost: on a CPU a finite norm
+    proves finite gradients, so that a second look is needed only after a bad one.
     """
     if stages is not None or any(distributed.local_of(g) is not g for g in grads):
         return measure_shards(grads, inv_scale, stages=stages)
-    return (measure if needs_amax else finite_and_norm)(grads, inv_scale)
+    tensors = [] if needs_amax else [t for g in grads if (t := dense_values(g.detach())).numel()]
+    if tensors and all(t.device.type == "cpu" for t in tensors):
+        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
+        finite = torch.isfinite(norm)
+        if bool(finite):
+            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
+    return measure(grads, inv_scale)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,8 @@ def digits() -> Dataset:
 
 def normalise(data: Dataset, mean: float, std: float) -> Dataset:
     """(x / 255 - mean) / std on both parts of an image data set in 0..255."""
-    return Dataset(
-        data.name,
-        (data.train_x / 255.0 - mean) / std,
-        data.train_y,
-        (data.test_x / 255.0 - mean) / std,
-        data.test_y,
-    )
+    train, test = ((x / 255.0 - mean) / std for x in (data.train_x, data.test_x))
+    return replace(data, train_x=train, test_x=test)
 
 
 def _mnist_file(folder: Path, stem: str) -> Path:
