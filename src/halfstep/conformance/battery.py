@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.conformance import numbers
-from halfstep.conformance.numbers import Outcome
+from halfstep.conformance.numbers import Outcome, Status
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.formats import dtype_name, format_of
@@ -32,8 +32,6 @@ from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.loss_scale import DynamicLossScale, StaticLossScale
 from halfstep.session.prepare import prepare
 from halfstep.session.session import Session
-
-Status = Literal["passes", "falls back", "absent", "fails"]
 
 GROUPS = ("casting", "numbers", "models", "scaling", "masters", "state")
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from halfstep import devices
 from halfstep.formats import format_of
 
-Outcome = tuple[Literal["passes", "fails", "absent", "falls back"], str]
+Status = Literal["passes", "falls back", "absent", "fails"]
+Outcome = tuple[Status, str]
 Numbers = Callable[[torch.device, torch.dtype], Outcome]
 
 LONG = 4096

@@ -185,12 +185,10 @@ class _Tell(Callback):
 
     def __init__(self, on_step: OnStep, name: str, budget: TimeBudget, steps: int) -> None:
         self.on_step, self.name, self.budget, self.steps = on_step, name, budget, steps
-        self.done = 0
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.done += 1
         self.on_step(self.name)
-        self.budget.check(self.done, self.steps)
+        self.budget.check(trainer.step, self.steps)
 
 
 @contextmanager
