@@ -37,7 +37,7 @@ from halfstep.distributed import gather, gather_on_first, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, show
 from halfstep.shardfiles import Piece
-from halfstep.torch_private import tree_leaves
+from halfstep.trees import tensors_in
 
 FOLDER_FORMATS = (1, 2, 3)
 """Versions of the layout of a folder that are read; the last one is written."""
@@ -65,8 +65,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
-        needed = sum(t.numel() * t.element_size() for t in tensors)
+        needed = sum(t.numel() * t.element_size() for t in tensors_in(state))
         raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error, path, needed)}") from error
     finally:
         with suppress(OSError):

@@ -27,7 +27,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from halfstep.errors import UnsupportedError
 
@@ -38,10 +37,6 @@ __all__ = [
     "TorchDispatchMode",  # sees every op below autograd: the tape, the doctor, measured FLOPs and memory
     "is_traceable_wrapper_subclass",  # tells quantised and other wrapped weights, which optimizers refuse
     "pytree",  # nests of tensors, cast and moved as torch does: region inputs and outputs, hooks, replays
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
 ]
 
 _SAVED = "to save 16-bit tensors for backward"

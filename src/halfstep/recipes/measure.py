@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.report.comparison import Bound, OpCost
-from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
+from halfstep.torch_private import TorchDispatchMode, schema_of
+from halfstep.trees import tensors_in
 from halfstep.tuning.engine import clock_of
 from halfstep.tuning.op_times import StepTimes, without_remarks
 
@@ -152,8 +153,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         if func.is_view or not outputs:
             return out
         self.ops += 1
