@@ -465,12 +465,12 @@ def _prune(path: Path, keep: int | None) -> None:
 
     A series are names that differ in the last number only.
     """
-    ours = [other.name for other in path.parent.iterdir() if _is_ours(other)]
-    begun = {name: found[1] for name in ours if (found := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
+    names = [other.name for other in path.parent.iterdir()]
+    begun = {name: found[1] for name in names if (found := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
     series = [path.name] if keep is None else older(path.name, begun.values())
     gone = [name for name, wanted in begun.items() if wanted in series]
     if keep is not None:
-        gone += older(path.name, ours)[:-keep]
+        gone += [name for name in older(path.name, names) if _is_ours(path.with_name(name))][:-keep]
     for name in gone:
         _remove(path.with_name(name))
 
@@ -519,7 +519,8 @@ class CheckpointFolder:
     def path_for(self, step: int) -> Path:
         """Where to write the checkpoint of `step`, which from now on is of this run; raises as `claim`."""
         self.claim()
-        self._known.add(name := f"step-{step:08d}")
+        name = f"step-{step:08d}"
+        self._known.add(name)
         return self.folder / name
 
     def read_latest(self, read: Callable[[Path], Any]) -> None:

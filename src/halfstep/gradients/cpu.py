@@ -27,7 +27,10 @@ GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 
 @cache
 def kernels(needed: bool = True) -> Any:
-    """The compiled kernels' module, None where Numba cannot be used: said once, where torch is slower."""
+    """The compiled kernels' module, None where Numba cannot be used, of which one warning tells.
+
+    Nothing is said where they are not `needed`: for passes that torch does as well, with the same values.
+    """
     try:
         from halfstep.kernels.cpu import models
     except ImportError as error:
